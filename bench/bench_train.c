@@ -1,0 +1,379 @@
+/* bench_train.c: training speed and memory of build/train_gpt, beside PyTorch and other rivals.
+ *
+ *   run:     make bench, or build/bench/bench_train --model baby --rounds 5 [--json]
+ *            build/bench/bench_train --model gpt2 --peer "llm.c=sh time_llmc.sh"
+ *
+ * Every round runs each configuration once, one after the other (A B C A B C ...): the machine's drift
+ * then meets all alike, and ratios are taken round by round. A run's figure is the median over its
+ * steps without the first two. A peer is a command that prints "tokens_per_second NUMBER"; {threads}
+ * and the like in it are replaced by the configuration. PyTorch is one when python3 has torch.
+ *
+ *   GFLOP/s      (6 (12 L C^2 + V C) + 6 L C T) tokens/s: matrix products and causal attention, forward
+ *                and backward; executed arithmetic is a little more
+ *   % of GEMM    of threads x the rate of one thread on a 1024^3 product, measured in this run
+ *   floor        tokens/s if nothing but that arithmetic ran at that rate
+ *   correct      the loss starts at ln(V) and has fallen in every run; runs of one batch agree */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, MAX_PEERS = 4 };
+
+typedef struct config {
+    char name[48], command[1024], peer[48]; /* peer: "" for our own */
+    int ranks, threads, batch;
+    double rate[MAX_ROUNDS], step_ms, exposed_ms, memory_mib, predicted_mib, first_loss, last_loss;
+} config;
+
+static struct options {
+    const char *model, *program;
+    int layers, heads, channels, seq, vocab, batch, steps, rounds, json;
+} opt = {"baby", "build/train_gpt", 0, 0, 0, 0, 0, 0, 12, 3, 0};
+
+static config configs[MAX_CONFIGS];
+static int config_count;
+
+/* ---- numbers ---- */
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(const double *values, int count)
+{
+    double sorted[1024];
+    if (count <= 0) return 0;
+    if (count > 1024) count = 1024;
+    memcpy(sorted, values, (size_t)count * sizeof *sorted);
+    qsort(sorted, (size_t)count, sizeof *sorted, by_size);
+    return count % 2 ? sorted[count / 2] : 0.5 * (sorted[count / 2 - 1] + sorted[count / 2]);
+}
+
+static double extreme(const double *values, int count, int sign)
+{
+    double best = values[0];
+    for (int i = 1; i < count; i++)
+        if (sign * (values[i] - best) > 0) best = values[i];
+    return best;
+}
+
+/* GFLOP/s of one thread's GEMM, median of five. */
+static double gemm_rate(void)
+{
+    enum { N = 1024 };
+    dtrain_device_desc desc;
+    dtrain_device *device = NULL;
+    dtrain_gemm_args args;
+    float *matrices = (float *)calloc((size_t)3 * N * N, sizeof(float));
+    double rates[5] = {0};
+    memset(&desc, 0, sizeof desc);
+    memset(&args, 0, sizeof args);
+    if (!matrices || dtrain_device_create(NULL, &desc, &device) != DTRAIN_OK) {
+        free(matrices);
+        return 0;
+    }
+    for (size_t i = 0; i < (size_t)2 * N * N; i++) matrices[i] = (float)(i % 13) - 6;
+    args.m = args.n = args.k = args.lda = args.ldb = args.ldc = N;
+    args.alpha = 1;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_F32;
+    args.a = matrices;
+    args.b = matrices + N * N;
+    args.c = matrices + 2 * N * N;
+    for (int i = 0; i < 6; i++) {
+        double start = dtrain_seconds();
+        if (device->ops->gemm(device, &args) != DTRAIN_OK) break;
+        if (i > 0) rates[i - 1] = 2e-9 * N * N * N / (dtrain_seconds() - start);
+    }
+    dtrain_device_destroy(device);
+    free(matrices);
+    return median(rates, 5);
+}
+
+static double flops_per_token(void)
+{
+    double l = opt.layers, c = opt.channels;
+    return 6 * (12 * l * c * c + (double)opt.vocab * c) + 6 * l * c * (double)opt.seq;
+}
+
+/* ---- running ---- */
+
+/* The number after `key` in text, or fallback. */
+static double number_after(const char *text, const char *key, double fallback)
+{
+    const char *at = strstr(text, key);
+    return at ? strtod(at + strlen(key), NULL) : fallback;
+}
+
+/* Runs a command and keeps what it printed; 0 when it ended well. */
+static int capture(const char *command, char *text, size_t room)
+{
+    size_t used = 0, got;
+    FILE *pipe = popen(command, "r");
+    if (!pipe) return 1;
+    while (used + 1 < room && (got = fread(text + used, 1, room - 1 - used, pipe)) > 0) used += got;
+    text[used] = 0;
+    return pclose(pipe) != 0;
+}
+
+/* Medians over the steps of one of our runs, from its log. */
+static int read_log(const char *path, config *c, int round)
+{
+    static double rate[1024], step[1024], exposed[1024];
+    char line[2048];
+    int count = 0, steps = 0;
+    FILE *log = fopen(path, "r");
+    if (!log) return 1;
+    while (fgets(line, sizeof line, log) && !strstr(line, "\"final\"")) {
+        double loss = number_after(line, "\"loss\": ", NAN);
+        if (steps++ == 0) c->first_loss = loss;
+        c->last_loss = loss;
+        if (steps <= 2 || count == 1024) continue;
+        rate[count] = number_after(line, "\"tokens_per_second\": ", 0);
+        step[count] = number_after(line, "\"step_ms\": ", 0);
+        exposed[count++] = number_after(line, "\"exposed_comm_ms\": ", 0);
+    }
+    fclose(log);
+    c->rate[round] = median(rate, count);
+    c->step_ms = median(step, count);
+    c->exposed_ms = median(exposed, count);
+    return count == 0;
+}
+
+static int run_config(config *c, int round)
+{
+    static char text[1 << 20], command[2048];
+    char log[64];
+    const char *at;
+    if (c->peer[0]) {
+        if (capture(c->command, text, sizeof text)) return 1;
+        c->rate[round] = number_after(text, "tokens_per_second ", 0);
+        c->step_ms = number_after(text, "step_ms ", 0);
+        return c->rate[round] <= 0;
+    }
+    snprintf(log, sizeof log, "/tmp/bench_train.%ld.jsonl", (long)getpid());
+    snprintf(command, sizeof command, "%s --log %s", c->command, log);
+    if (capture(command, text, sizeof text) || read_log(log, c, round)) return 1;
+    remove(log);
+    at = strstr(text, "\n  memory ");
+    if (at) c->memory_mib = number_after(at, "memory", 0);
+    if (at) c->predicted_mib = number_after(at, "rank 0,", 0);
+    return 0;
+}
+
+/* The loss of an untrained model is ln(V), within its initialisation's spread, and falls. */
+static int is_correct(const config *c)
+{
+    return c->peer[0] || (fabs(c->first_loss - log(opt.vocab)) < 0.5 && c->last_loss < c->first_loss);
+}
+
+/* ---- configurations ---- */
+
+static void add_ours(int ranks, int threads, int batch)
+{
+    config *c = &configs[config_count++];
+    c->ranks = ranks;
+    c->threads = threads;
+    c->batch = batch;
+    snprintf(c->name, sizeof c->name, "%d rank%s x %d thread%s", ranks, ranks == 1 ? "" : "s", threads,
+             threads == 1 ? "" : "s");
+    snprintf(c->command, sizeof c->command,
+             "%s --model %s --layers %d --heads %d --channels %d --seq %d --vocab %d --ranks %d --threads %d --batch %d "
+             "--steps %d --warmup 2 --lr 3e-4 --eval-every 0 --eval-batches 0 --sample 0",
+             opt.program, opt.model, opt.layers, opt.heads, opt.channels, opt.seq, opt.vocab, ranks, threads, batch,
+             opt.steps);
+}
+
+/* text with {key} replaced by the number */
+static void substitute(char *text, size_t room, const char *key, int value)
+{
+    char result[1024], *at = strstr(text, key);
+    if (!at) return;
+    snprintf(result, sizeof result, "%.*s%d%s", (int)(at - text), text, value, at + strlen(key));
+    snprintf(text, room, "%s", result);
+}
+
+static void add_peer(const char *name, const char *command, int threads)
+{
+    config *c = &configs[config_count++];
+    c->ranks = 1;
+    c->threads = threads;
+    c->batch = opt.batch;
+    snprintf(c->name, sizeof c->name, "%s, %d thread%s", name, threads, threads == 1 ? "" : "s");
+    snprintf(c->peer, sizeof c->peer, "%s", name);
+    snprintf(c->command, sizeof c->command, "%s", command);
+    substitute(c->command, sizeof c->command, "{threads}", threads);
+    substitute(c->command, sizeof c->command, "{layers}", opt.layers);
+    substitute(c->command, sizeof c->command, "{heads}", opt.heads);
+    substitute(c->command, sizeof c->command, "{channels}", opt.channels);
+    substitute(c->command, sizeof c->command, "{seq}", opt.seq);
+    substitute(c->command, sizeof c->command, "{vocab}", opt.vocab);
+    substitute(c->command, sizeof c->command, "{batch}", opt.batch);
+    substitute(c->command, sizeof c->command, "{steps}", opt.steps);
+}
+
+static void add_configs(const char *const *peers, int peer_count, int cores)
+{
+    add_ours(1, 1, opt.batch);
+    if (cores > 1) add_ours(1, cores, opt.batch);
+    if (cores > 1) add_ours(cores, 1, opt.batch);
+    if (cores > 1 && opt.batch % cores == 0) add_ours(cores, 1, opt.batch / cores);
+    if (system("python3 -c 'import torch' >/dev/null 2>&1") == 0) {
+        static const char torch[] = "python3 bench/torch_peer.py {threads} {batch} {seq} {layers} {heads} {channels} {vocab} {steps}";
+        add_peer("PyTorch", torch, 1);
+        if (cores > 1) add_peer("PyTorch", torch, cores);
+    } else if (!opt.json) printf("PyTorch: python3 has no torch, skipped\n");
+    for (int i = 0; i < peer_count; i++) {
+        const char *equals = strchr(peers[i], '=');
+        char name[32];
+        snprintf(name, sizeof name, "%.*s", (int)(equals - peers[i]), peers[i]);
+        add_peer(name, equals + 1, cores);
+    }
+}
+
+/* ---- report ---- */
+
+static void report(const config *c, double peak)
+{
+    double rate = median(c->rate, opt.rounds), gflops = 1e-9 * flops_per_token() * rate;
+    double share = 100 * gflops / (peak * c->ranks * c->threads);
+    double low = extreme(c->rate, opt.rounds, -1), high = extreme(c->rate, opt.rounds, 1);
+    if (opt.json)
+        printf("{\"bench\": \"train\", \"model\": \"%s\", \"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"batch\": %d, "
+               "\"seq\": %d, \"tokens_per_second\": %.6g, \"min\": %.6g, \"max\": %.6g, \"step_ms\": %.6g, \"gflops\": %.4g, "
+               "\"share_of_gemm\": %.4g, \"exposed_ms\": %.4g, \"memory_mib\": %.6g, \"predicted_mib\": %.6g, \"correct\": %s}\n",
+               opt.model, c->name, c->ranks, c->threads, c->batch, opt.seq, rate, low, high, c->step_ms, gflops, share / 100,
+               c->exposed_ms, c->memory_mib, c->predicted_mib, is_correct(c) ? "true" : "false");
+    else
+        printf("%-22s %5d  %9.0f %9.0f %9.0f  %8.1f  %7.1f  %5.1f %%  %7.2f  %8.1f %9.1f  %s\n", c->name, c->batch, rate, low,
+               high, c->step_ms, gflops, share, c->exposed_ms, c->memory_mib, c->predicted_mib,
+               is_correct(c) ? "yes" : "NO");
+}
+
+/* Median over rounds of a's rate over b's in the same round, per rank and thread when weak. */
+static void ratio(const char *what, const config *a, const config *b, double divisor)
+{
+    double r[MAX_ROUNDS];
+    for (int i = 0; i < opt.rounds; i++) r[i] = a->rate[i] / b->rate[i] / divisor;
+    if (opt.json)
+        printf("{\"bench\": \"train\", \"model\": \"%s\", \"ratio\": \"%s\", \"median\": %.4g, \"min\": %.4g, \"max\": %.4g}\n",
+               opt.model, what, median(r, opt.rounds), extreme(r, opt.rounds, -1), extreme(r, opt.rounds, 1));
+    else
+        printf("  %-52s %6.2f   (%.2f to %.2f)\n", what, median(r, opt.rounds), extreme(r, opt.rounds, -1),
+               extreme(r, opt.rounds, 1));
+}
+
+static void report_ratios(void)
+{
+    const config *one = &configs[0];
+    for (int i = 0; i < config_count; i++) {
+        const config *c = &configs[i];
+        char what[160];
+        if (!c->peer[0] && c->ranks > 1 && c->batch == one->batch) {
+            snprintf(what, sizeof what, "scaling: %s over one, equal batch a rank", c->name);
+            ratio(what, c, one, c->ranks);
+        }
+        for (int k = 0; k < config_count && !c->peer[0]; k++) {
+            const config *peer = &configs[k];
+            if (!peer->peer[0] || peer->threads != c->ranks * c->threads || c->batch * c->ranks != peer->batch) continue;
+            snprintf(what, sizeof what, "%s over %s", c->name, peer->name);
+            ratio(what, c, peer, 1);
+        }
+    }
+}
+
+/* ---- options ---- */
+
+static const struct {
+    const char *name;
+    int *number;
+    const char **text;
+    const char *help;
+} option_table[] = {
+    {"--model", NULL, &opt.model, "tiny, baby (default) or gpt2; the numbers below override it"},
+    {"--program", NULL, &opt.program, "the trainer; build/train_gpt"},
+    {"--layers", &opt.layers, NULL, ""}, {"--heads", &opt.heads, NULL, ""},
+    {"--channels", &opt.channels, NULL, ""}, {"--seq", &opt.seq, NULL, ""},
+    {"--vocab", &opt.vocab, NULL, ""}, {"--batch", &opt.batch, NULL, "samples of a rank"},
+    {"--steps", &opt.steps, NULL, "of each run; 12"}, {"--rounds", &opt.rounds, NULL, "3"},
+};
+
+static int usage(void)
+{
+    printf("bench_train: tokens/s of train_gpt beside its rivals\n");
+    for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
+        printf("  %-12s %s\n", option_table[i].name, option_table[i].help);
+    printf("  --peer N=C   a rival: its name and a command that prints \"tokens_per_second NUMBER\"\n"
+           "  --json       one JSON object a line\n");
+    return 0;
+}
+
+static int apply_model(void)
+{
+    static const struct { const char *name; int l, h, c, t, v, b; } models[] = {
+        {"tiny", 4, 4, 128, 64, 256, 12}, {"baby", 6, 6, 384, 128, 256, 8}, {"gpt2", 12, 12, 768, 64, 50257, 4}};
+    for (size_t i = 0; i < 3; i++) {
+        if (strcmp(models[i].name, opt.model) != 0) continue;
+        if (!opt.layers) opt.layers = models[i].l;
+        if (!opt.heads) opt.heads = models[i].h;
+        if (!opt.channels) opt.channels = models[i].c;
+        if (!opt.seq) opt.seq = models[i].t;
+        if (!opt.vocab) opt.vocab = models[i].v;
+        if (!opt.batch) opt.batch = models[i].b;
+        return 0;
+    }
+    fprintf(stderr, "bench_train: --model is \"%s\"; it takes tiny, baby or gpt2\n", opt.model);
+    return 2;
+}
+
+static int parse(int argc, char **argv, const char **peers, int *peer_count)
+{
+    for (int a = 1; a < argc; a++) {
+        size_t i = 0, count = sizeof option_table / sizeof *option_table;
+        if (strcmp(argv[a], "--json") == 0) { opt.json = 1; continue; }
+        if (a + 1 < argc && strcmp(argv[a], "--peer") == 0 && *peer_count < MAX_PEERS && strchr(argv[a + 1], '=')) {
+            peers[(*peer_count)++] = argv[++a];
+            continue;
+        }
+        while (i < count && strcmp(argv[a], option_table[i].name) != 0) i++;
+        if (i == count || a + 1 == argc) {
+            fprintf(stderr, "bench_train: \"%s\" is no option or lacks its value; --help lists them\n", argv[a]);
+            return 2;
+        }
+        if (option_table[i].text) *option_table[i].text = argv[++a];
+        else *option_table[i].number = atoi(argv[++a]);
+    }
+    if (opt.steps < 4 || opt.rounds < 1 || opt.rounds > MAX_ROUNDS) {
+        fprintf(stderr, "bench_train: --steps takes 4 or more, --rounds 1 to %d\n", MAX_ROUNDS);
+        return 2;
+    }
+    return apply_model();
+}
+
+int main(int argc, char **argv)
+{
+    const char *peers[MAX_PEERS];
+    int peer_count = 0, cores = (int)sysconf(_SC_NPROCESSORS_ONLN), bad = 0;
+    if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage();
+    if (parse(argc, argv, peers, &peer_count)) return 2;
+    if (cores > 8) cores = 8;
+    add_configs(peers, peer_count, cores);
+    double peak = gemm_rate();
+    for (int round = 0; round < opt.rounds; round++)
+        for (int i = 0; i < config_count; i++)
+            if (run_config(&configs[i], round)) {
+                fprintf(stderr, "bench_train: failed: %s\n", configs[i].command);
+                return 1;
+            }
+    if (!opt.json)
+        printf("%s: %d layers, %d channels, %d tokens x batch, %d symbols; GEMM peak %.1f GFLOP/s a thread (%s); floor %.0f "
+               "tokens/s on %d\n\n%-22s %5s  %9s %9s %9s  %8s  %7s  %7s  %7s  %8s %9s  %s\n",
+               opt.model, opt.layers, opt.channels, opt.seq, opt.vocab, peak, dtrain_cpu_kernel_name(),
+               1e9 * peak * cores / flops_per_token(), cores, "configuration", "batch", "tokens/s", "min", "max", "step ms",
+               "GFLOP/s", "of GEMM", "exposed", "rank MiB", "predicted", "correct");
+    for (int i = 0; i < config_count; i++) report(&configs[i], peak);
+    if (!opt.json) printf("\nratios, round by round: median (min to max)\n");
+    report_ratios();
+    for (int i = 0; i < config_count; i++) bad += !is_correct(&configs[i]);
+    return bad ? 1 : 0;
+}

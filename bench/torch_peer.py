@@ -1,0 +1,69 @@
+"""One GPT-2 training step after another in PyTorch on the CPU, for bench_train.
+
+python3 bench/torch_peer.py THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS
+
+The model of examples/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
+Prints the medians over the steps after the first two.
+"""
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+threads, batch, seq, layers, heads, channels, vocab, steps = (int(a) for a in sys.argv[1:9])
+torch.set_num_threads(threads)
+torch.manual_seed(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
+        self.qkv, self.proj = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        self.fc, self.out = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+
+    def forward(self, x):
+        shape = (batch, seq, heads, channels // heads)
+        q, k, v = (p.view(shape).transpose(1, 2) for p in self.qkv(self.norm1(x)).split(channels, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, seq, channels))
+        return x + self.out(F.gelu(self.fc(self.norm2(x)), approximate="tanh"))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, channels), nn.Embedding(seq, channels)
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.norm = nn.LayerNorm(channels)
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, 0, 0.02)
+
+    def forward(self, inputs, targets):
+        x = self.norm(self.blocks(self.tokens(inputs) + self.positions.weight))
+        return F.cross_entropy((x @ self.tokens.weight.t()).view(-1, vocab), targets.view(-1))
+
+
+model = Model()
+try:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+except (TypeError, RuntimeError):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+stream = torch.randint(0, vocab, (batch, seq + 1))
+times = []
+for _ in range(steps):
+    start = time.perf_counter()
+    loss = model(stream[:, :-1], stream[:, 1:])
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    times.append(time.perf_counter() - start)
+middle = statistics.median(times[2:])
+print(f"torch {torch.__version__} loss {loss.item():.4f}")
+print(f"step_ms {1e3 * middle:.3f}")
+print(f"tokens_per_second {batch * seq / middle:.1f}")

@@ -1,0 +1,10929 @@
+/* dtrain.h: distributed deep-learning training for C. Version 0.1.0. MIT license, at the end of LICENSE.
+
+   Do this in ONE C or C++ file, before any other include:
+
+       #define DTRAIN_IMPLEMENTATION
+       #include "dtrain.h"
+
+   and include dtrain.h without the define wherever else it is needed. Build lines:
+
+       cc  -O2 train.c -lm -lpthread                                   built-in kernels, nothing else needed
+       cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread     GEMM from OpenBLAS, BLIS, ...
+       c++ -O2 -std=c++17 train.cpp -lpthread                          the same file in a C++ program
+
+   Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
+   -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
+
+   ------------------------------------------------------------------------------------------------
+   [M1] Contents: API section [S08] has its implementation in [S28] = S08 + 20.
+
+   manual                            API                                         implementation
+   [M0] recipe, build lines (above)  [S01] results, version                      [S20] platform
+   [M1] contents                     [S02] logging, allocator                    [S21] results, version
+   [M2] a complete program           [S03] data types, random numbers            [S22] logging, allocator, checked sizes
+   [M3] glossary, with drawings      [S04] device                                [S23] data types, random numbers
+   [M4] configuration                [S05] world, launch                         [S24] device: GEMM, kernels
+   [M5] promises                     [S06] communicators                         [S25] world, launch
+   [M6] limits                       [S07] parameters, units, buckets            [S26] communicators
+                                     [S08] strategies: DDP                       [S27] parameters, units, buckets
+                                     [S11] tape and tensors                      [S28] strategies: DDP
+                                     [S12] operations                            [S31] tape and tensors
+                                     [S14] gradient clipping                     [S32] operations
+                                     [S15] optimizers, schedules                 [S34] gradient clipping
+                                     [S16] data, samplers                        [S35] optimizers, schedules
+                                     [S17] trainer                               [S36] data, samplers
+                                     [S19] metrics                               [S37] trainer
+                                                                                 [S39] metrics
+
+   One step of training, in the order of the sections:
+
+       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08] -> bucket [S07]
+             -> all-reduce [S06] -> finish [S08] -> norm, clip [S14] -> optimizer [S15] -> record [S17, S19]
+
+   ------------------------------------------------------------------------------------------------
+   [M2] A complete program: a model with its own arrays and its own backward, on two ranks.
+
+       #define DTRAIN_IMPLEMENTATION
+       #include "dtrain.h"
+
+       static int train(dtrain_world *world, void *user)
+       {
+           float w = 0, w_grad = 0;
+           dtrain_param param = {.name = "w", .value = &w, .grad = &w_grad, .count = 1};
+           dtrain_strategy *ddp;
+           if (dtrain_strategy_create(world, &param, 1, NULL, &ddp) != DTRAIN_OK) return 1;
+           for (int step = 0; step < 50; step++) {
+               float x = (float)(dtrain_world_rank(world) + 1), y = 3 * x;    // each rank has its own data
+               w_grad = 2 * (w * x - y) * x;
+               if (dtrain_strategy_ready(ddp, 0) != DTRAIN_OK) return 1;      // communication may start
+               if (dtrain_strategy_finish(ddp) != DTRAIN_OK) return 1;        // w_grad: mean over ranks
+               w -= 0.1f * w_grad;
+           }
+           if (dtrain_world_rank(world) == 0) printf("w = %.3f, expected 3\n", w);
+           dtrain_strategy_destroy(ddp);
+           return 0;
+       }
+
+       int main(void)
+       {
+           dtrain_launch_desc desc = {.rank_count = 2};
+           if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
+           fprintf(stderr, "%s\n", dtrain_last_error());
+           return 1;
+       }
+
+   With the tape the model is its forward function and nothing else: see examples/mlp.c and
+   examples/train_gpt.c.
+
+   ------------------------------------------------------------------------------------------------
+   [M3] Glossary
+
+   rank         one of the processes (or threads) that train together, numbered from 0.
+   world        all ranks of a run; world size = how many.
+   collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
+   DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   parameter    a named tensor of the model; its gradient has the same shape.
+   unit         a group of parameters used together, a transformer block say: the grain in which
+                sharded strategies gather and free parameters.
+   bucket       a run of gradients, laid end to end, that is reduced by one collective.
+   ready        a gradient to which this backward adds nothing more.
+   micro-batch  the samples of one forward and backward; a step may accumulate several.
+   tape         the record of the forward pass that backward walks in reverse.
+   arena        the memory of a forward pass, laid out the same way every step.
+
+   Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
+   first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
+   one order on every rank, whatever the order in which gradients become ready:
+
+       rank 0   forward | backward p6 | p5 p4      | p3 .. p0      | finish | optimizer
+       rank 1   forward  | backward p6 | p5 p4      | p3 .. p0     | finish | optimizer
+       comm                              [ p6 ]      [ p5 p4 ] ...   [ p3 .. p0 ]
+
+   A bucket in memory, each gradient starting on a cache line. A rank owns one slice of every bucket:
+   it sums this slice over all ranks, in rank order, and writes the mean to all of them:
+
+       rank 0's bucket  | p5 .......... pad | p4 ........ pad |
+                        |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
+       rank 1's bucket  | p5 .......... pad | p4 ........ pad |
+
+   ------------------------------------------------------------------------------------------------
+   [M4] Configuration
+
+   Compile time, in the file with DTRAIN_IMPLEMENTATION (none changes a public struct or prototype):
+       DTRAIN_STATIC       all functions are static: a private copy
+       DTRAIN_API          the linkage of public functions, if you want your own
+       DTRAIN_USE_CBLAS    fp32 GEMM through cblas_sgemm
+       DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
+
+   Run time: the desc structs. In set-up descs zero means the default written beside the field; in
+   hyper-parameter descs (strategy, optimizer) start from the *_defaults() function.
+
+   ------------------------------------------------------------------------------------------------
+   [M5] Promises (each has a test)
+
+   Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it, to rounding.
+   Same bits          run after run, for any bucket size, with or without overlap, for any number of threads,
+                      with gradients in buckets or copied.
+   No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every call that can
+                      fail returns a dtrain_result and leaves a sentence in dtrain_last_error().
+   No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank becomes an
+                      error with its name on every other rank; a failed communicator stays failed.
+   Nothing left       shared memory has no name; after success, failure or kill -9 no process, segment, file
+                      descriptor or thread remains.
+   Steady state       after the first step nothing is allocated and all addresses repeat.
+   Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
+   Finite checks      look at exponent bits: -ffast-math does not disable them.
+
+   Threads: a world and everything made from it belong to the thread of its rank. dtrain_last_error is
+   per thread. Ownership: who creates destroys; destroy functions accept NULL.
+
+   ------------------------------------------------------------------------------------------------
+   [M6] Limits
+
+   One machine, its CPU: ranks are processes or threads started by dtrain_launch. Under torchrun, mpirun
+   or srun with more than one rank dtrain_launch reports an error instead of training n separate models.
+   Parameters, gradients and optimizer state are fp32; GEMM and collectives take bf16 and fp16 as well.
+   At most DTRAIN_MAX_RANKS ranks. Asynchronous collectives advance inside dtrain calls, not in between.
+   Peers are trusted: a rank that writes into another's memory is not defended against. */
+
+#ifndef DTRAIN_H
+#define DTRAIN_H
+
+/* The implementation needs POSIX and Linux names, and libc fixes what it shows at the first system
+ * include: so dtrain.h comes first in the file that defines DTRAIN_IMPLEMENTATION. */
+#if defined(DTRAIN_IMPLEMENTATION) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE 1
+#endif
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#define DTRAIN_VERSION_MAJOR 0
+#define DTRAIN_VERSION_MINOR 1
+#define DTRAIN_VERSION_PATCH 0
+#define DTRAIN_VERSION_STRING "0.1.0"
+
+/* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. */
+#ifndef DTRAIN_API
+#ifdef DTRAIN_STATIC
+#define DTRAIN_API static
+#else
+#define DTRAIN_API extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ================================================================================================
+ * [S01] Results, version
+ * ==============================================================================================*/
+
+/* One list makes the enum, the names and the sentences. */
+#define DTRAIN_RESULT_LIST(X)                                                                     \
+    X(DTRAIN_OK, 0, "success")                                                                    \
+    X(DTRAIN_ERROR_ARGUMENT, -1, "an argument has a value the call cannot take")                  \
+    X(DTRAIN_ERROR_USAGE, -2, "the call is not allowed in this state")                            \
+    X(DTRAIN_ERROR_UNSUPPORTED, -3, "this build or backend cannot do what was asked")             \
+    X(DTRAIN_ERROR_MEMORY, -10, "memory could not be had")                                        \
+    X(DTRAIN_ERROR_SYSTEM, -11, "the operating system refused")                                   \
+    X(DTRAIN_ERROR_FILE, -12, "a file could not be read or written")                              \
+    X(DTRAIN_ERROR_DATA, -13, "data does not have the expected form")                             \
+    X(DTRAIN_ERROR_MISMATCH, -20, "ranks disagree about what they are doing")                     \
+    X(DTRAIN_ERROR_PEER, -21, "another rank died, failed or left")                                \
+    X(DTRAIN_ERROR_TIMEOUT, -22, "a deadline passed")                                             \
+    X(DTRAIN_ERROR_RANK_FAILED, -23, "a rank started by dtrain_launch did not end well")          \
+    X(DTRAIN_ERROR_NUMERIC, -30, "a number that must be finite is not")                           \
+    X(DTRAIN_ERROR_INTERNAL, -40, "dtrain broke one of its own rules")
+
+typedef enum dtrain_result {
+#define DTRAIN_RESULT_ENUM(name, value, text) name = value,
+    DTRAIN_RESULT_LIST(DTRAIN_RESULT_ENUM)
+#undef DTRAIN_RESULT_ENUM
+    DTRAIN_RESULT_FORCE_INT = 0x7fffffff
+} dtrain_result;
+
+/* "DTRAIN_ERROR_PEER" and its one-line meaning; both static strings, never NULL. */
+DTRAIN_API const char *dtrain_result_name(dtrain_result result);
+DTRAIN_API const char *dtrain_result_text(dtrain_result result);
+
+/* The sentence left by the last failed call on this thread: which rank, which call, what was
+ * expected, what was found, what to try. Valid until the next failing call on the same thread;
+ * "" when nothing has failed yet. Like errno, it is not cleared by success. */
+DTRAIN_API const char *dtrain_last_error(void);
+
+/* Version the implementation was compiled from, e.g. "0.1.0". */
+DTRAIN_API const char *dtrain_version(void);
+
+/* ================================================================================================
+ * [S02] Logging, allocator
+ * ==============================================================================================*/
+
+typedef enum dtrain_log_level {
+    DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
+    DTRAIN_LOG_ERROR = 1,
+    DTRAIN_LOG_WARNING = 2,
+    DTRAIN_LOG_INFO = 3,
+    DTRAIN_LOG_DEBUG = 4
+} dtrain_log_level;
+
+/* Receives every message at or below the level in force. `text` is one line without '\n', valid
+ * during the call. Called on the thread that has something to say. Without a callback, warnings
+ * and errors of every rank and infos of rank 0 go to stderr. */
+typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, const char *text);
+
+/* Run-time allocator. All fields zero means malloc and free. `alloc` returns memory aligned for any
+ * type or NULL; `free` receives the size that was asked for. Both may be called from several
+ * threads. dtrain allocates at creation time only, never inside a training step. */
+typedef struct dtrain_allocator {
+    void *(*alloc)(void *user, size_t bytes);
+    void (*free)(void *user, void *memory, size_t bytes);
+    void *user;
+} dtrain_allocator;
+
+/* ================================================================================================
+ * [S03] Data types, random numbers
+ * ==============================================================================================*/
+
+typedef enum dtrain_dtype {
+    DTRAIN_DTYPE_NONE = 0,
+    DTRAIN_F32 = 1,
+    DTRAIN_BF16 = 2, /* the upper half of an fp32 */
+    DTRAIN_F16 = 3,  /* IEEE 754 binary16 */
+    DTRAIN_I32 = 4,
+    DTRAIN_I64 = 5
+} dtrain_dtype;
+
+/* Bytes of one element, 0 for an unknown type; and its name ("f32"), "?" for an unknown type. */
+DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
+
+/* Correctly rounded (nearest, ties to even) conversions. NaN stays NaN and keeps its sign, the
+ * overflow of a finite number gives infinity, denormals are exact. */
+DTRAIN_API uint16_t dtrain_f32_to_bf16(float value);
+DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
+DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
+DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
+
+/* True unless value is NaN or infinite; looks at the exponent bits, so -ffast-math cannot remove it. */
+DTRAIN_API bool dtrain_is_finite(float value);
+
+/* Counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random Numbers: As Easy as
+ * 1, 2, 3", SC 2011): element `index` of stream (seed, stream) is a pure function of the three, so
+ * any rank can draw any element of a tensor and gets the same bits. */
+DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index); /* [0, 1) */
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);  /* N(0, 1) */
+
+/* ================================================================================================
+ * [S04] Device
+ *
+ * A device is memory plus kernels. The CPU device below is built in and is the oracle for every
+ * other one; dtrain_cuda.cu exports another table of the same form. Nothing above this section
+ * knows which device it runs on.
+ *
+ * Order of calls: create once per rank; alloc, copy and kernels in any order; destroy. Kernels are
+ * queued in order on the device's compute stream; synchronize waits for them and reports errors
+ * that were not known at launch. On the CPU each kernel is finished when it returns.
+ *
+ * All matrices are row-major; "rows" of activations are tokens. Gradients are always fp32 and
+ * `accumulate` says whether a kernel adds to what is there (true) or overwrites it (false: the
+ * old contents are not read and may be anything).
+ * ==============================================================================================*/
+
+typedef struct dtrain_device dtrain_device;
+
+typedef enum dtrain_activation {
+    DTRAIN_ACT_NONE = 0,
+    DTRAIN_ACT_RELU = 1,
+    DTRAIN_ACT_GELU = 2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+} dtrain_activation;
+
+#define DTRAIN_GEMM_TRANS_A 1u
+#define DTRAIN_GEMM_TRANS_B 2u
+
+/* C (m,n) = act(alpha op(A) (m,k) op(B) (k,n) + beta C + bias (n)), accumulated in fp32.
+ * lda, ldb, ldc are elements between stored rows. beta == 0 does not read C. aux, if not NULL,
+ * receives the value before the activation (same ld as C): the backward pass needs it. */
+typedef struct dtrain_gemm_args {
+    uint32_t flags, activation;
+    int64_t m, n, k;
+    float alpha, beta;
+    const void *a, *b;
+    void *c;
+    int64_t lda, ldb, ldc;
+    dtrain_dtype a_dtype, b_dtype, c_dtype; /* each F32, BF16 or F16 */
+    const float *bias;                      /* (n) or NULL */
+    float *aux;                             /* (m,n) or NULL */
+} dtrain_gemm_args;
+
+/* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACT_NONE x is not read and only d_bias
+ * is made when d_in == d_out. */
+typedef struct dtrain_activation_backward_args {
+    uint32_t activation;
+    bool accumulate; /* of d_bias */
+    int64_t rows, n;
+    const float *x, *d_out; /* (rows,n) */
+    float *d_in;            /* (rows,n) */
+    float *d_bias;          /* (n) or NULL */
+} dtrain_activation_backward_args;
+
+/* y = (x - mean) * rstd * weight + bias over the last axis (Ba et al., 2016); bias may be NULL. */
+typedef struct dtrain_layernorm_args {
+    int64_t rows, n;
+    float epsilon;
+    const float *x, *weight, *bias;
+    float *y, *mean, *rstd; /* (rows,n), (rows), (rows) */
+} dtrain_layernorm_args;
+
+typedef struct dtrain_layernorm_backward_args {
+    int64_t rows, n;
+    bool accumulate_params, accumulate_x;
+    const float *x, *weight, *mean, *rstd, *d_y;
+    float *d_x, *d_weight, *d_bias; /* (rows,n), (n), (n) or NULL: not wanted */
+} dtrain_layernorm_backward_args;
+
+/* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
+ * an error that names it. */
+typedef struct dtrain_embedding_args {
+    int64_t rows, sequence, n, vocab;
+    const int32_t *tokens;  /* (rows) */
+    const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
+    float *y;               /* (rows,n) */
+} dtrain_embedding_args;
+
+/* Adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Either may be
+ * NULL. Sums run in row order, so the result does not depend on the number of threads. */
+typedef struct dtrain_embedding_backward_args {
+    int64_t rows, sequence, n, vocab;
+    const int32_t *tokens;
+    const float *d_y;
+    float *d_wte, *d_wpe;
+} dtrain_embedding_backward_args;
+
+/* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
+ * Gimelshein 2018; Dao et al., FlashAttention, 2022). qkv (batch*sequence, 3*n) holds q, k, v of
+ * all heads side by side; head h owns columns [h*n/heads, (h+1)*n/heads) of each. Scores are
+ * scaled by 1/sqrt(n/heads). lse (batch, heads, sequence) keeps log-sum-exp of each row. */
+typedef struct dtrain_attention_args {
+    int64_t batch, sequence, heads, n;
+    bool causal;
+    const float *qkv;
+    float *y, *lse; /* (batch*sequence, n), (batch, heads, sequence) */
+} dtrain_attention_args;
+
+typedef struct dtrain_attention_backward_args {
+    int64_t batch, sequence, heads, n;
+    bool causal;
+    const float *qkv, *y, *lse, *d_y;
+    float *d_qkv; /* (batch*sequence, 3*n), overwritten */
+} dtrain_attention_backward_args;
+
+/* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
+ * A target of -1 is ignored: loss 0, no gradient. Other targets outside [0, n) are an error. */
+typedef struct dtrain_cross_entropy_args {
+    int64_t rows, n;
+    const float *logits;    /* (rows,n) */
+    const int32_t *targets; /* (rows) */
+    float *loss, *lse;      /* (rows), (rows) */
+} dtrain_cross_entropy_args;
+
+/* d_logits = (softmax(logits) - onehot(target)) * scale; d_logits may be logits itself, which is
+ * how logits are stored once. */
+typedef struct dtrain_cross_entropy_backward_args {
+    int64_t rows, n;
+    float scale;
+    const float *logits;
+    const int32_t *targets;
+    const float *lse;
+    float *d_logits;
+} dtrain_cross_entropy_backward_args;
+
+/* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. */
+typedef struct dtrain_axpby_args {
+    int64_t count;
+    bool accumulate;
+    float a, b;
+    const float *x;
+    float *y;
+} dtrain_axpby_args;
+
+/* out = x + y elementwise; out may be either. */
+typedef struct dtrain_add_args {
+    int64_t count;
+    const float *x, *y;
+    float *out;
+} dtrain_add_args;
+
+/* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, i): running the
+ * same kernel on the gradient is the backward pass, so no mask is stored. y may be x. */
+typedef struct dtrain_dropout_args {
+    int64_t count;
+    float probability;
+    bool accumulate;
+    uint64_t seed, stream;
+    const float *x;
+    float *y;
+} dtrain_dropout_args;
+
+/* out[0] = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in
+ * order, so the bits do not depend on the number of threads. */
+typedef struct dtrain_sum_args {
+    int64_t count;
+    bool squares;
+    double scale;
+    const float *x;
+    double *out; /* host memory; the call waits for the device */
+} dtrain_sum_args;
+
+typedef struct dtrain_convert_args {
+    int64_t count;
+    const void *x;
+    void *y;
+    dtrain_dtype x_dtype, y_dtype; /* F32, BF16, F16 */
+} dtrain_convert_args;
+
+/* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass:
+ *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
+ *   value = value (1 - lr*weight_decay) - lr * (m / correction1) / (sqrt(v / correction2) + epsilon)
+ * with correction_i = 1 - b_i^step given by the caller. */
+typedef struct dtrain_adamw_args {
+    int64_t count;
+    float lr, beta1, beta2, epsilon, weight_decay, correction1, correction2, grad_scale;
+    float *value;
+    const float *grad;
+    float *m, *v;
+} dtrain_adamw_args;
+
+/* SGD as PyTorch defines it, except that the decay is decoupled:
+ *   g = grad * grad_scale; buf = momentum*buf + g (buf = g on the first step)
+ *   value = value (1 - lr*weight_decay) - lr * (nesterov ? g + momentum*buf : buf) */
+typedef struct dtrain_sgd_args {
+    int64_t count;
+    float lr, momentum, weight_decay, grad_scale;
+    bool nesterov, first;
+    float *value;
+    const float *grad;
+    float *momentum_buffer; /* NULL when momentum is 0 */
+} dtrain_sgd_args;
+
+typedef enum dtrain_copy_kind {
+    DTRAIN_COPY_HOST_TO_DEVICE = 1,
+    DTRAIN_COPY_DEVICE_TO_HOST = 2, /* waits for the compute stream */
+    DTRAIN_COPY_DEVICE_TO_DEVICE = 3
+} dtrain_copy_kind;
+
+typedef struct dtrain_device_desc {
+    uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
+    uint32_t device_index; /* GPU: which one */
+    bool oversubscribed;   /* more threads than cores on this machine: waiting threads must not spin */
+    dtrain_allocator allocator;
+} dtrain_device_desc;
+
+#define DTRAIN_DEVICE_ABI 1u
+
+typedef struct dtrain_device_ops {
+    uint32_t abi;     /* DTRAIN_DEVICE_ABI */
+    const char *name; /* "cpu", "cuda" */
+    bool host_memory; /* true: device pointers can be read by the host */
+
+    dtrain_result (*create)(const dtrain_device_desc *desc, dtrain_device *device);
+    void (*destroy)(dtrain_device *device);
+    dtrain_result (*synchronize)(dtrain_device *device);
+
+    dtrain_result (*alloc)(dtrain_device *device, size_t bytes, void **memory); /* 64-byte aligned */
+    void (*free)(dtrain_device *device, void *memory, size_t bytes);
+    dtrain_result (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes,
+                          dtrain_copy_kind kind);
+    dtrain_result (*zero)(dtrain_device *device, void *memory, size_t bytes);
+
+    dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
+    dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
+    dtrain_result (*layernorm)(dtrain_device *, const dtrain_layernorm_args *);
+    dtrain_result (*layernorm_backward)(dtrain_device *, const dtrain_layernorm_backward_args *);
+    dtrain_result (*embedding)(dtrain_device *, const dtrain_embedding_args *);
+    dtrain_result (*embedding_backward)(dtrain_device *, const dtrain_embedding_backward_args *);
+    dtrain_result (*attention)(dtrain_device *, const dtrain_attention_args *);
+    dtrain_result (*attention_backward)(dtrain_device *, const dtrain_attention_backward_args *);
+    dtrain_result (*cross_entropy)(dtrain_device *, const dtrain_cross_entropy_args *);
+    dtrain_result (*cross_entropy_backward)(dtrain_device *,
+                                            const dtrain_cross_entropy_backward_args *);
+    dtrain_result (*add)(dtrain_device *, const dtrain_add_args *);
+    dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
+    dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
+    dtrain_result (*sum)(dtrain_device *, const dtrain_sum_args *);
+    dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
+    dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
+    dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
+} dtrain_device_ops;
+
+struct dtrain_device {
+    const dtrain_device_ops *ops;
+    void *state; /* the backend's own */
+    size_t allocated_bytes, peak_bytes;
+};
+
+/* The built-in tables. The plan device runs no kernel and hands out addresses without memory: a
+ * model that is run on it reports through peak_bytes what it would need. */
+DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
+
+/* A device of one's own, without a world (tests, tools). ops NULL = CPU. */
+DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
+                                              const dtrain_device_desc *desc, dtrain_device **out);
+DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
+
+/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". */
+DTRAIN_API const char *dtrain_cpu_kernel_name(void);
+
+/* ================================================================================================
+ * [S05] World, launch
+ *
+ * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
+ * local ranks, hands each a world, watches over them and reports how they ended.
+ * ==============================================================================================*/
+
+typedef struct dtrain_world dtrain_world;
+typedef struct dtrain_comm dtrain_comm;
+
+typedef enum dtrain_launch_mode {
+    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
+    DTRAIN_LAUNCH_THREADS = 1    /* one thread a rank, for tests and race detectors */
+} dtrain_launch_mode;
+
+#define DTRAIN_MAX_RANKS 256
+
+/* Zero means default. */
+typedef struct dtrain_launch_desc {
+    uint32_t rank_count;         /* local ranks; 0 = 1; at most DTRAIN_MAX_RANKS */
+    uint32_t mode;               /* dtrain_launch_mode */
+    uint32_t threads_per_rank;   /* compute threads of a rank; 0 = cores / ranks, at least 1 */
+    uint32_t timeout_ms;         /* deadline of every wait for other ranks; 0 = 600000 */
+    uint32_t grace_ms;           /* after the first failure the others get this long; 0 = 5000 */
+    uint32_t log_level;          /* dtrain_log_level */
+    size_t reserve_bytes;        /* shared address space per rank, committed only when touched;
+                                    0 = the machine's memory */
+    dtrain_log_fn log;           /* NULL = stderr */
+    void *log_user;
+    dtrain_allocator allocator;  /* zeros = malloc and free */
+    const dtrain_device_ops *device_ops; /* NULL = CPU */
+} dtrain_launch_desc;
+
+/* How the run ended. */
+typedef struct dtrain_launch_info {
+    uint32_t rank_count;
+    int first_failed_rank; /* -1: none failed */
+    int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
+    int signal;            /* that ended the first failed rank, or 0; or that was forwarded */
+    double seconds;
+} dtrain_launch_info;
+
+/* A rank's main function. Its return value is the rank's exit code: 0 = success. */
+typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
+
+/* Starts desc->rank_count ranks that each run rank_main, waits for all, returns DTRAIN_OK when all
+ * returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank that
+ * failed first and how. Ranks still running grace_ms after a failure are killed.
+ *
+ * Processes: call it before starting threads and before touching much memory (fork copies page
+ * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
+ * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 that reach the parent are forwarded to
+ * every rank; no handler is installed, and the signal mask is restored before the call returns.
+ * If the parent dies, the ranks die with it (Linux).
+ * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
+ *
+ * desc and info may be NULL. A launcher's variables (torchrun, mpirun, srun) that announce more
+ * than one rank are an error: the transport for them is not built in yet. */
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info);
+
+DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
+DTRAIN_API int dtrain_world_size(const dtrain_world *world);
+DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world); /* all ranks; owned by the world */
+DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
+DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
+
+/* Sends one formatted line to the log. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
+
+/* Seconds on the monotonic clock all deadlines and timings use. */
+DTRAIN_API double dtrain_seconds(void);
+
+/* ================================================================================================
+ * [S06] Communicators
+ *
+ * A communicator is a group of ranks. Every collective is called by all its ranks in the same
+ * order with the same count, dtype, operation and root; the `local` backend compares these on
+ * every call and turns a difference into DTRAIN_ERROR_MISMATCH on all ranks.
+ *
+ * The last argument decides how a call ends: work == NULL blocks until it is done; otherwise it
+ * returns at once and *work must be given to dtrain_work_wait exactly once. Until then the buffers
+ * belong to the operation. Operations of one communicator are carried out in the order they were
+ * started. The local backend has no progress thread (on a CPU it would steal the cores that
+ * compute): operations advance inside any call on the communicator.
+ *
+ * send == recv (in place) is allowed wherever the sizes are equal, and for reduce-scatter and
+ * all-gather when the small buffer is this rank's slice of the large one; other overlap is an error.
+ * Counts are elements; buffers need no alignment; count 0 is a synchronisation without data.
+ * fp32, bf16 and fp16 sums are accumulated in fp32 in rank order and rounded once, so the bits
+ * depend neither on timing nor on how buffers were cut; integers wrap.
+ *
+ * After any error the communicator has failed: every later call returns the same error.
+ * ==============================================================================================*/
+
+typedef struct dtrain_work dtrain_work;
+
+typedef enum dtrain_reduce_op {
+    DTRAIN_SUM = 1,
+    DTRAIN_MEAN = 2, /* sum * (1 / ranks) with one fp32 factor, before the only rounding; not for integers */
+    DTRAIN_MIN = 3,
+    DTRAIN_MAX = 4,
+    DTRAIN_PROD = 5
+} dtrain_reduce_op;
+
+typedef enum dtrain_collective_kind {
+    DTRAIN_ALL_REDUCE = 1,
+    DTRAIN_REDUCE_SCATTER = 2,
+    DTRAIN_ALL_GATHER = 3,
+    DTRAIN_BROADCAST = 4,
+    DTRAIN_REDUCE = 5,
+    DTRAIN_BARRIER = 6,
+    DTRAIN_SEND = 7,
+    DTRAIN_RECV = 8,
+    DTRAIN_SPLIT = 9
+} dtrain_collective_kind;
+
+/* recv (count) = op over ranks of send (count). */
+DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
+                                           dtrain_work **work);
+/* recv (recv_count) = slice [rank * recv_count, ...) of the reduction of send (ranks * recv_count). */
+DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
+                                               size_t recv_count, dtrain_dtype dtype,
+                                               dtrain_reduce_op op, dtrain_work **work);
+/* recv (ranks * send_count) = all ranks' send (send_count), in rank order. */
+DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t send_count, dtrain_dtype dtype,
+                                           dtrain_work **work);
+/* buffer (count) of every rank = root's. */
+DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
+                                          dtrain_dtype dtype, int root, dtrain_work **work);
+/* recv (count) on root = op over ranks of send (count); recv is ignored on other ranks. */
+DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
+                                       size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
+                                       int root, dtrain_work **work);
+/* Point to point: matched in order for each pair of ranks, apart from the collectives. Counts and
+ * dtypes must agree. peer == own rank is an error. */
+DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
+                                     dtrain_dtype dtype, int peer, dtrain_work **work);
+DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
+                                     dtrain_dtype dtype, int peer, dtrain_work **work);
+/* Returns when every rank has called it. */
+DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm);
+
+/* Waits until the operation is done, reports its result and gives the handle back. NULL is OK. */
+DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work);
+/* Advances the communicator without blocking and says whether the operation is done; the handle
+ * still goes to dtrain_work_wait. */
+DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
+
+/* Ranks with the same color form a new communicator, ordered by key, then by rank here. A negative
+ * color joins none: *out = NULL. Collective over comm. */
+DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **out);
+/* Collective in spirit, local in effect: frees this rank's part. The world's communicator is not
+ * destroyed by the host. Work in flight makes it an error. */
+DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm);
+
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
+/* Rank in the world of a rank of this communicator. */
+DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank);
+
+/* Zeroed, 64-byte aligned memory that collectives reach without a staging copy (shared memory,
+ * registered memory). Local call; freed with the size it was asked with. Memory is checked against
+ * what the machine has left, so that a too large request is an error and not a killed process. */
+DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out);
+DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
+
+/* What a communicator has done since it was made; differences give a step's share. */
+typedef struct dtrain_comm_info {
+    const char *backend;       /* "local" */
+    uint64_t operation_count;  /* started */
+    uint64_t payload_bytes;    /* of the buffers handed in */
+    uint64_t wire_bytes;       /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
+    uint64_t staged_bytes;     /* copied because a buffer was not from dtrain_comm_alloc */
+    double inside_seconds;     /* this thread spent in communicator calls: cannot compute meanwhile */
+    double flight_seconds;     /* at least one operation was under way */
+} dtrain_comm_info;
+DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
+
+/* One operation as a backend sees it; the calls above check and fill it. */
+typedef struct dtrain_collective {
+    uint32_t kind; /* dtrain_collective_kind */
+    dtrain_dtype dtype;
+    uint32_t op;   /* dtrain_reduce_op, 0 where there is none */
+    int root;      /* root or peer, -1 where there is none */
+    size_t count;  /* as the call names it: recv_count, send_count, count */
+    const void *send;
+    void *recv;
+} dtrain_collective;
+
+#define DTRAIN_COMM_ABI 1u
+
+/* A backend. start queues the operation and never waits; test advances without blocking; wait blocks
+ * at most until the world's deadline and gives the handle back. split is collective and exchanges
+ * the colors itself. fail marks the communicator failed for all ranks, and returns the error that
+ * stands: an earlier one wins. */
+typedef struct dtrain_comm_ops {
+    uint32_t abi;
+    const char *name;
+    dtrain_result (*start)(dtrain_comm *comm, const dtrain_collective *what, dtrain_work **work);
+    dtrain_result (*test)(dtrain_work *work, bool *done);
+    dtrain_result (*wait)(dtrain_work *work);
+    dtrain_result (*alloc)(dtrain_comm *comm, size_t bytes, void **out);
+    void (*free)(dtrain_comm *comm, void *memory, size_t bytes);
+    dtrain_result (*split)(dtrain_comm *comm, int color, int key, dtrain_comm **out);
+    dtrain_result (*fail)(dtrain_comm *comm, dtrain_result code, const char *text);
+    dtrain_result (*destroy)(dtrain_comm *comm);
+} dtrain_comm_ops;
+
+/* ================================================================================================
+ * [S07] Parameters, units, buckets
+ *
+ * A model is an array of dtrain_param in forward order. The array belongs to the host and must
+ * stay where it is until the strategy is destroyed.
+ * ==============================================================================================*/
+
+#define DTRAIN_PARAM_FROZEN 1u   /* no gradient, no optimizer state */
+#define DTRAIN_PARAM_NO_DECAY 2u /* weight decay skips it; 1-D tensors are skipped anyway */
+
+typedef enum dtrain_init {
+    DTRAIN_INIT_ZERO = 0,
+    DTRAIN_INIT_CONSTANT = 1, /* init_scale */
+    DTRAIN_INIT_NORMAL = 2,   /* N(0, init_scale^2) */
+    DTRAIN_INIT_UNIFORM = 3   /* [-init_scale, init_scale) */
+} dtrain_init;
+
+typedef struct dtrain_param {
+    /* Filled by the host. */
+    const char *name;              /* unique; kept by pointer */
+    float *value;                  /* (count); NULL: the library owns it and initialises it */
+    float *grad;                   /* (count); NULL: it lives inside a bucket, the host reads the pointer here
+                                      after creation; otherwise copied in at ready, back at finish */
+    int64_t count;                 /* elements; 0 = product of shape */
+    int64_t shape[4];              /* leading non-zero entries; all zero = 1-D of count */
+    uint32_t unit;                 /* which unit (transformer block) it belongs to */
+    uint32_t flags;                /* DTRAIN_PARAM_* */
+    struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
+    uint32_t init;                 /* dtrain_init, used when value is NULL */
+    float init_scale;
+
+    /* Filled by dtrain_strategy_create; the host reads, never writes. */
+    struct dtrain_param *storage; /* itself, or the end of the alias chain */
+    uint32_t index;               /* place in the array */
+    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
+    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise overwrite */
+} dtrain_param;
+
+/* ================================================================================================
+ * [S08] Strategies: DDP
+ *
+ * A strategy says where parameters, gradients and optimizer state live across the ranks and moves
+ * them. DDP (Li et al., "PyTorch Distributed", VLDB 2020) keeps everything everywhere and averages
+ * gradients bucket by bucket while backward is still running.
+ *
+ *     parameters, forward order:      p0 p1 p2 p3 | p4 p5 | p6
+ *     buckets, launch order:          [p6] [p5 p4] [p3 p2 p1 p0]      1 MiB first, then 25 MiB
+ *                                      ^ final first in backward: its all-reduce hides behind the rest
+ * ==============================================================================================*/
+
+typedef struct dtrain_strategy dtrain_strategy;
+
+typedef enum dtrain_strategy_kind {
+    DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_DDP */
+    DTRAIN_DDP = 1
+} dtrain_strategy_kind;
+
+typedef enum dtrain_missing_gradient {
+    DTRAIN_MISSING_ZERO = 0, /* counts as zero; named in one warning */
+    DTRAIN_MISSING_ERROR = 1 /* finish fails and names it */
+} dtrain_missing_gradient;
+
+typedef struct dtrain_strategy_desc {
+    uint32_t kind;             /* dtrain_strategy_kind */
+    uint32_t missing_gradient; /* dtrain_missing_gradient */
+    bool no_overlap;           /* communicate in finish only; the bits are the same */
+    size_t first_bucket_bytes; /* 1 MiB */
+    size_t bucket_bytes;       /* 25 MiB */
+    uint64_t init_seed;        /* for parameters the library initialises */
+    dtrain_comm *comm;         /* NULL = all ranks of the world */
+} dtrain_strategy_desc;
+
+DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
+
+/* Collective. Compares the registration of all ranks (names, shapes, units, flags; a difference is
+ * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
+ * NULL, initialises or broadcasts rank 0's values, plans the buckets. desc NULL = defaults. */
+DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
+                                                size_t param_count,
+                                                const dtrain_strategy_desc *desc,
+                                                dtrain_strategy **out);
+/* Local. Memory the library owns is freed and the params' pointers to it become NULL. */
+DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
+
+/* Before and after a unit's forward or backward: its parameters are whole in between. DDP keeps
+ * them whole always; calling the hooks keeps a program ready for the sharded kinds. */
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
+
+/* params[index]'s gradient is final for this backward; communication of its bucket may start.
+ * Every trainable entry is marked once per backward, an alias and its target each. Marking one
+ * twice is an error that names it. Never blocks for other ranks. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
+
+/* Ends a backward: handles parameters that were not marked, waits for all buckets; then every
+ * grad holds the mean over the ranks. */
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
+
+/* Gradient accumulation: while on, ready and finish communicate nothing and gradients add up
+ * locally (the host's own backward must add, the tape does it by itself). Switch it off before
+ * the last micro-batch's backward. */
+DTRAIN_API dtrain_result dtrain_strategy_no_sync(dtrain_strategy *strategy, bool on);
+
+/* What this rank's optimizer updates: flat fp32 slices. For DDP all of every trainable parameter. */
+typedef struct dtrain_shard {
+    const dtrain_param *param;
+    int64_t offset; /* first element within the parameter */
+    int64_t count;
+    float *value;
+    const float *grad;
+} dtrain_shard;
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count);
+
+typedef struct dtrain_strategy_info {
+    dtrain_strategy_desc desc; /* as resolved */
+    size_t param_count, bucket_count;
+    uint64_t trainable_elements, total_elements; /* aliases counted once */
+    uint64_t value_bytes, grad_bytes;            /* this rank's, whoever owns them */
+    uint64_t bucket_bytes;                       /* of those, inside buckets incl. padding */
+    uint64_t sync_count;                         /* backwards that communicated */
+} dtrain_strategy_info;
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
+
+DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
+
+/* FNV-1a over the bits of all parameter values, compared across ranks (collective): replicas that
+ * drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. *hash may be NULL. */
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
+
+/* ================================================================================================
+ * [S11] Tape and tensors
+ *
+ * Eager reverse-mode differentiation. A model is a C function that calls the operations of [S12];
+ * each runs at once and leaves a node on the tape. dtrain_tape_backward walks the nodes in reverse.
+ * Tensors belong to the tape and live until the next dtrain_tape_begin: their memory comes from an
+ * arena that is reset there, so that from the second step on nothing is allocated and every
+ * address repeats.
+ *
+ * Errors stick: after the first, operations return NULL, accept NULL and do nothing, and
+ * dtrain_tape_backward (or dtrain_tape_error) returns it. Model code needs no checks.
+ * ==============================================================================================*/
+
+typedef struct dtrain_tape dtrain_tape;
+
+typedef struct dtrain_tensor {
+    uint32_t dtype; /* dtrain_dtype: F32, or I32 for tokens */
+    uint32_t ndim;
+    int64_t shape[4];
+    int64_t count;
+    void *data;  /* device memory */
+    float *grad; /* inside backward only */
+    struct dtrain_node *producer; /* private; NULL for inputs */
+    uint32_t pending_uses;        /* private */
+    bool needs_grad, grad_written;
+} dtrain_tensor;
+
+#define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
+
+/* strategy may be NULL: then gradients go where the params point and nothing is communicated.
+ * device NULL = the world's; the plan device makes a tape that only counts bytes. */
+DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
+                                            dtrain_device *device, dtrain_tape **out);
+DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
+
+/* Starts a forward pass; tensors of the last one are gone. seed makes dropout's random numbers:
+ * give another one for every micro-batch and rank. */
+DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
+
+/* loss must have one element. Its gradient starts as `scale` (1 / micro-batch count for
+ * accumulation). Calls dtrain_strategy_ready as each parameter's gradient becomes final; the
+ * caller calls dtrain_strategy_finish. */
+DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
+
+/* The error that sticks to the tape, DTRAIN_OK if none. */
+DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
+
+/* An input: host data (count elements, F32 or I32) is copied into the arena. requires_grad tensors
+ * are for tests and host-side layers: their gradient can be read after backward. */
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad);
+/* Copies a tensor, or the gradient of an input, to host memory (count floats). */
+DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                            float *host);
+DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                                 float *host);
+
+/* Everything after this mark belongs to unit `unit` until the next mark: forward gathers it and
+ * releases the one before, backward the other way round. */
+DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
+
+typedef struct dtrain_tape_info {
+    size_t node_count, tensor_count;
+    uint64_t activation_bytes; /* arena, largest pass so far */
+    uint64_t gradient_bytes;   /* pool of activation gradients */
+    uint64_t block_allocations; /* device allocations so far: constant in the steady state */
+} dtrain_tape_info;
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
+
+/* ================================================================================================
+ * [S12] Operations
+ *
+ * Shapes: (..., n) is seen as (rows, n). Weights of linear layers are (out, in), as in PyTorch.
+ * Every operation checks shapes and reports a difference in a sentence with both.
+ * ==============================================================================================*/
+
+/* y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, dtrain_activation activation);
+/* Normalises the last axis, epsilon 1e-5; bias may be NULL. */
+DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                           dtrain_param *weight, dtrain_param *bias);
+/* tokens (batch, sequence) I32 -> (batch*sequence, n): token plus position embedding;
+ * position may be NULL. */
+DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
+                                           dtrain_param *token, dtrain_param *position);
+
+#define DTRAIN_CAUSAL 1u
+/* qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T / sqrt(n/heads)) v per head. */
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
+                                           int64_t heads, uint32_t flags);
+DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
+DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
+/* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
+DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
+
+/* Mean over rows of softmax cross-entropy; logits (rows, n), targets (rows) I32, -1 = ignored.
+ * In backward the gradient overwrites the logits in place when nothing else reads them: behind a
+ * linear classifier logits are stored once. */
+DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
+                                               dtrain_tensor *targets);
+DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */
+DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -> one element */
+
+/* ================================================================================================
+ * [S14] Gradient clipping
+ * ==============================================================================================*/
+
+/* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
+ * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
+ * Nothing is scaled here: pass the factor to dtrain_optimizer_step. max_norm <= 0: no clipping,
+ * scale = 1. Collective. A norm that is not finite is returned as it is, with scale 1. */
+DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *scale);
+
+/* ================================================================================================
+ * [S15] Optimizers, schedules
+ * ==============================================================================================*/
+
+typedef struct dtrain_optimizer dtrain_optimizer;
+
+typedef enum dtrain_optimizer_kind { DTRAIN_ADAMW = 1, DTRAIN_SGD = 2 } dtrain_optimizer_kind;
+
+/* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
+typedef struct dtrain_optimizer_desc {
+    uint32_t kind;
+    float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
+    float weight_decay;          /* decoupled; skips NO_DECAY and 1-D parameters. 0.01; SGD 0 */
+    float momentum;              /* SGD: 0 */
+    bool nesterov;
+} dtrain_optimizer_desc;
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
+
+/* State (fp32) is allocated for this rank's shards. The strategy must outlive the optimizer. */
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out);
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
+/* One update; every gradient is multiplied by grad_scale on the way in. Local. */
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale);
+DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
+
+typedef enum dtrain_schedule_kind {
+    DTRAIN_SCHEDULE_CONSTANT = 0,
+    DTRAIN_SCHEDULE_LINEAR = 1,
+    DTRAIN_SCHEDULE_COSINE = 2
+} dtrain_schedule_kind;
+
+/* Steps count from 0. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
+ * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+typedef struct dtrain_schedule {
+    uint32_t kind;
+    float lr, min_lr;
+    int64_t warmup_steps, total_steps;
+} dtrain_schedule;
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
+
+typedef enum dtrain_lr_scaling {
+    DTRAIN_LR_SCALE_NONE = 0,
+    DTRAIN_LR_SCALE_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
+    DTRAIN_LR_SCALE_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
+} dtrain_lr_scaling;
+DTRAIN_API float dtrain_scale_lr(float lr, int ranks, dtrain_lr_scaling rule);
+
+/* ================================================================================================
+ * [S16] Data, samplers
+ * ==============================================================================================*/
+
+/* The indices torch.utils.data.DistributedSampler gives one rank, bit-equal. */
+typedef struct dtrain_sampler_desc {
+    uint32_t rank, rank_count; /* rank_count 0 = 1 */
+    int64_t item_count;
+    uint64_t seed;             /* low 32 bits of seed + epoch are used */
+    bool shuffle, drop_last;
+} dtrain_sampler_desc;
+/* How many indices each rank gets per epoch; 0 after an argument error. */
+DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
+/* Writes them for one epoch: indices (dtrain_sampler_count). scratch (item_count) int64. */
+DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
+                                                int64_t *scratch, int64_t *indices);
+/* torch.randperm on the CPU for n below 2^32 / 20. */
+DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
+
+typedef struct dtrain_dataset dtrain_dataset;
+
+/* A stream of tokens: any file as bytes (vocabulary 256), or a llm.c .bin file (uint16 tokens,
+ * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7). */
+typedef struct dtrain_dataset_desc {
+    uint32_t format;     /* 0 = by magic: a .bin header, otherwise bytes; 1 = bytes; 2 = .bin */
+    int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
+    const char *path;
+} dtrain_dataset_desc;
+DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
+                                             dtrain_dataset **out);
+DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
+DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset);
+DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset);
+/* tokens (count) from position first. */
+DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
+                                             int32_t *tokens);
+
+typedef struct dtrain_loader dtrain_loader;
+
+/* Cuts tokens [first_token, first_token + token_count) into windows of sequence + 1 and deals them
+ * out. The whole state is one number: samples handed out so far by all ranks together. Sample k
+ * is the same for every world size, so the same seed and global batch see the same data. */
+typedef struct dtrain_loader_desc {
+    uint32_t batch;            /* samples per call and rank */
+    int64_t sequence;          /* tokens per sample */
+    int64_t first_token, token_count; /* 0, 0 = all */
+    uint64_t seed;
+    bool in_order;             /* no shuffling: for evaluation */
+    dtrain_dataset *dataset;
+} dtrain_loader_desc;
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out);
+DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
+/* inputs and targets (batch, sequence): targets are inputs one token later. */
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
+                                            int32_t *targets);
+DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader); /* per epoch */
+DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader);
+DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
+
+/* ================================================================================================
+ * [S17] Trainer
+ *
+ * The loop's glue; everything in it can be called directly instead:
+ *
+ *     for each micro-batch: next_batch -> tape forward (loss) -> tape backward, no_sync but the last
+ *     finish -> clip -> optimizer at the schedule's lr -> one small all-gather for the record
+ * ==============================================================================================*/
+
+typedef struct dtrain_trainer dtrain_trainer;
+
+/* Fills the host's own buffers with the next micro-batch. */
+typedef dtrain_result (*dtrain_batch_fn)(void *user);
+/* Builds the loss (one element, mean over the micro-batch) of what next_batch fetched. It must not
+ * depend on data values: memory is planned by running it on the plan device. */
+typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
+
+typedef struct dtrain_trainer_desc {
+    uint32_t accumulation;  /* micro-batches per step; 0 = 1 */
+    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
+    float clip;             /* global gradient norm; 0 = off */
+    uint64_t seed;          /* of dropout */
+    dtrain_schedule schedule;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_batch_fn next_batch; /* NULL: loss fetches by itself; then memory cannot be planned */
+    dtrain_loss_fn loss;
+    void *user;
+} dtrain_trainer_desc;
+
+/* One step, the same on every rank except where noted. */
+typedef struct dtrain_step_record {
+    int64_t step;             /* from 0 */
+    double loss;              /* mean over micro-batches and ranks */
+    double val_loss;          /* NaN unless the host evaluated and set it */
+    double grad_norm;         /* before clipping */
+    double lr;
+    uint64_t tokens;          /* of all ranks since the start, after this step */
+    double tokens_per_second; /* of all ranks, this step */
+    double step_ms;           /* slowest rank */
+    double comm_ms;           /* an operation was in flight; mean over ranks */
+    double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
+    uint64_t comm_bytes;      /* this rank sent, by the ring formula */
+    double straggler_score;   /* slowest rank's compute time / median of ranks */
+    int slowest_rank;
+} dtrain_step_record;
+
+DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                               dtrain_trainer **out);
+DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
+/* Collective. record may be NULL. A rank that is more than twice slower than the median for ten
+ * steps running is named once in a warning. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
+/* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
+ * next_batch and user may differ from training's. */
+DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                                 void *user, int64_t batches, double *loss);
+DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
+
+/* Bytes of one rank. */
+typedef struct dtrain_memory {
+    uint64_t params, grads, optimizer, activations, activation_grads;
+    uint64_t workspace; /* GEMM packing, attention scratch, communicator staging */
+    uint64_t total;
+} dtrain_memory;
+/* Predicts a step's memory by running the loss once on the plan device. Local. */
+DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory);
+/* What the operating system counts for this process now and at most so far: resident memory with
+ * shared pages counted once (PSS now, high-water mark of RSS). 0 where unknown. */
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
+
+/* ================================================================================================
+ * [S19] Metrics
+ * ==============================================================================================*/
+
+typedef struct dtrain_metrics dtrain_metrics;
+
+typedef struct dtrain_metrics_desc {
+    uint32_t progress_every;  /* steps between lines when progress is no terminal; 0 = 10 */
+    int64_t total_steps;      /* for percentage and time left; 0 = unknown */
+    FILE *progress;           /* a live line on a terminal, plain lines otherwise; NULL = none */
+    const char *jsonl_path;   /* one JSON object a step, NULL = none */
+} dtrain_metrics_desc;
+
+/* Rank 0 writes, the others do nothing. A log file that cannot be opened is an error; one that
+ * later cannot be written is one warning, and training goes on. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out);
+/* Keys: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
+ * comm_ms, exposed_comm_ms, comm_bytes. Numbers that are not finite are written as null. */
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record);
+
+typedef struct dtrain_summary {
+    int64_t steps;
+    uint64_t tokens;
+    double first_loss, last_loss, val_loss; /* NaN where unknown */
+    double seconds, tokens_per_second;      /* tokens_per_second: median of steps */
+    double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double scaling;                         /* (step - exposed) / step: an upper estimate of efficiency */
+    uint64_t comm_bytes;                    /* of all steps, this rank */
+} dtrain_summary;
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
+/* Ends the progress line, writes a last JSON object with the summary and "final": true, closes the
+ * file. Safe on NULL. */
+DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DTRAIN_H */
+
+/* Readers of the API can stop here. */
+
+#if defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__FIRST_HALF)
+#define DTRAIN__FIRST_HALF
+
+/* ================================================================================================
+ * [S20] Platform
+ * ==============================================================================================*/
+
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifdef DTRAIN_USE_CBLAS
+#include <cblas.h>
+#endif
+
+#if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION"
+#endif
+
+#define DTRAIN__CACHE_LINE 64
+
+#if defined(__GNUC__)
+#define DTRAIN_RESTRICT __restrict
+#define DTRAIN__UNUSED __attribute__((unused)) /* a helper that some switch leaves without a caller */
+#define DTRAIN__THREAD_LOCAL __thread
+#define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
+#else
+#error "dtrain.h needs gcc or clang: atomics, thread-local storage and vector types come from there"
+#endif
+
+/* Atomics: the __atomic builtins, because <stdatomic.h> is neither C99 nor C++. */
+#define dtrain__load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+#define dtrain__store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+#define dtrain__fetch_add(p, v) __atomic_fetch_add((p), (v), __ATOMIC_ACQ_REL)
+
+/* What a waiting core does between two looks at memory. */
+static inline void dtrain__pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static uint64_t dtrain__now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns(); }
+
+static int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
+static DTRAIN__UNUSED int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ================================================================================================
+ * [S21] Results, version
+ *
+ * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
+ * hand their errors to the thread that asked. The rank is put in front of every sentence so that
+ * the output of many ranks stays readable.
+ * ==============================================================================================*/
+
+static DTRAIN__THREAD_LOCAL char dtrain__error_text[1024];
+static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
+
+DTRAIN_API const char *dtrain_version(void) { return DTRAIN_VERSION_STRING; }
+DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }
+
+DTRAIN_API const char *dtrain_result_name(dtrain_result result)
+{
+    switch (result) {
+#define DTRAIN__NAME(name, value, text) \
+    case name: return #name;
+        DTRAIN_RESULT_LIST(DTRAIN__NAME)
+#undef DTRAIN__NAME
+    default: return "unknown result";
+    }
+}
+
+DTRAIN_API const char *dtrain_result_text(dtrain_result result)
+{
+    switch (result) {
+#define DTRAIN__TEXT(name, value, text) \
+    case name: return text;
+        DTRAIN_RESULT_LIST(DTRAIN__TEXT)
+#undef DTRAIN__TEXT
+    default: return "a number that is not a dtrain_result";
+    }
+}
+
+/* Records the sentence and returns code, so that a check is one line:
+ *     if (count < 0) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
+ * The text may quote the last error: it is built aside first. */
+DTRAIN__PRINTF(2, 3)
+static dtrain_result dtrain__fail(dtrain_result code, const char *format, ...)
+{
+    char text[sizeof dtrain__error_text];
+    int used = 0;
+    if (dtrain__thread_rank >= 0) used = snprintf(text, sizeof text, "rank %d: ", dtrain__thread_rank);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text + used, sizeof text - (size_t)used, format, args);
+    va_end(args);
+    memcpy(dtrain__error_text, text, sizeof text);
+    return code;
+}
+
+/* Propagates a failure; the sentence has been left already. */
+#define DTRAIN__TRY(call)                              \
+    do {                                               \
+        dtrain_result dtrain__status = (call);         \
+        if (dtrain__status != DTRAIN_OK) return dtrain__status; \
+    } while (0)
+
+/* ================================================================================================
+ * [S22] Logging, allocator, checked sizes
+ * ==============================================================================================*/
+
+/* Sizes that come from outside are multiplied and added here only. False on overflow. */
+static bool dtrain__size_mul(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_mul_overflow(a, b, out);
+}
+static DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_add_overflow(a, b, out);
+}
+/* Rounds up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+static size_t dtrain__round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) & ~(unit - 1); }
+
+static void *dtrain__default_alloc(void *user, size_t bytes)
+{
+    (void)user;
+    return malloc(bytes);
+}
+static void dtrain__default_free(void *user, void *memory, size_t bytes)
+{
+    (void)user;
+    (void)bytes;
+    free(memory);
+}
+
+static dtrain_allocator dtrain__resolve_allocator(const dtrain_allocator *given)
+{
+    dtrain_allocator result;
+    memset(&result, 0, sizeof result);
+    if (given) result = *given;
+    if (!result.alloc || !result.free) {
+        result.alloc = dtrain__default_alloc;
+        result.free = dtrain__default_free;
+        result.user = NULL;
+    }
+    return result;
+}
+
+/* Zeroed memory for count items, or NULL with the last error set. count == 0 gives memory too, so
+ * that NULL always means failure. */
+static void *dtrain__alloc(const dtrain_allocator *allocator, size_t count, size_t item_bytes,
+                           const char *what)
+{
+    size_t bytes;
+    void *memory = NULL;
+    if (dtrain__size_mul(count ? count : 1, item_bytes, &bytes))
+        memory = allocator->alloc(allocator->user, bytes);
+    if (!memory) {
+        dtrain__fail(DTRAIN_ERROR_MEMORY, "no memory for %s: %zu items of %zu bytes", what, count,
+                     item_bytes);
+        return NULL;
+    }
+    memset(memory, 0, bytes);
+    return memory;
+}
+static void dtrain__free(const dtrain_allocator *allocator, void *memory, size_t count,
+                         size_t item_bytes)
+{
+    if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
+}
+
+/* Where messages of a rank go; one per world. */
+typedef struct dtrain__log_sink {
+    dtrain_log_fn write;
+    void *user;
+    dtrain_log_level level;
+    int rank; /* -1: the launcher */
+} dtrain__log_sink;
+
+static void dtrain__log_stderr(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
+    (void)user;
+    if (level >= DTRAIN_LOG_INFO && rank > 0) return;
+    if (rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
+    else fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], rank, text);
+}
+
+static void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level, const char *format,
+                           va_list args)
+{
+    char text[1024];
+    dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
+    if (level > limit || level < DTRAIN_LOG_ERROR) return;
+    vsnprintf(text, sizeof text, format, args);
+    if (sink->write) sink->write(sink->user, level, sink->rank, text);
+    else dtrain__log_stderr(NULL, level, sink->rank, text);
+}
+
+/* ================================================================================================
+ * [S23] Data types, random numbers
+ * ==============================================================================================*/
+
+DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_F32:
+    case DTRAIN_I32: return 4;
+    case DTRAIN_BF16:
+    case DTRAIN_F16: return 2;
+    case DTRAIN_I64: return 8;
+    case DTRAIN_DTYPE_NONE: break;
+    }
+    return 0;
+}
+
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_F32: return "f32";
+    case DTRAIN_BF16: return "bf16";
+    case DTRAIN_F16: return "f16";
+    case DTRAIN_I32: return "i32";
+    case DTRAIN_I64: return "i64";
+    case DTRAIN_DTYPE_NONE: break;
+    }
+    return "?";
+}
+
+static uint32_t dtrain__f32_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static float dtrain__f32_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+DTRAIN_API bool dtrain_is_finite(float value)
+{
+    return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
+}
+
+/* Conversions are integer arithmetic on the bits: exact, independent of the rounding mode, of
+ * flush-to-zero and of -ffast-math. Rounding to nearest even = add half of the last place kept, less
+ * one when that place is even, and cut; a carry out of the mantissa raises the exponent as it should.
+ * NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does: the bulk
+ * conversions of [S24] give the same bits by other means. */
+
+DTRAIN_API uint16_t dtrain_f32_to_bf16(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits)
+{
+    return dtrain__f32_from_bits((uint32_t)bits << 16);
+}
+
+/* A denormal result counts units of 2^-24: the mantissa (with its hidden bit) is shifted down by
+ * 126 - exponent. Below 2^-25 everything rounds to zero. */
+static uint32_t dtrain__f16_denormal(uint32_t magnitude)
+{
+    const uint32_t shift = 126u - (magnitude >> 23);
+    if (shift > 24) return 0;
+    const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    const uint32_t half = 1u << (shift - 1);
+    return (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift;
+}
+
+DTRAIN_API uint16_t dtrain_f32_to_f16(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value);
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and more */
+    if (magnitude < 0x38800000u) return (uint16_t)(sign | dtrain__f16_denormal(magnitude));
+    const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+    return (uint16_t)(sign | (rounded - 0x38000000u) >> 13); /* exponent bias 127 -> 15 */
+}
+
+DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
+{
+    const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16;
+    uint32_t exponent = bits >> 10 & 0x1fu, mantissa = bits & 0x3ffu;
+    if (exponent == 0x1fu) {
+        const uint32_t quiet = mantissa ? 0x400000u : 0u;
+        return dtrain__f32_from_bits(sign | 0x7f800000u | quiet | mantissa << 13);
+    }
+    if (exponent == 0) {
+        if (mantissa == 0) return dtrain__f32_from_bits(sign);
+        for (exponent = 1; !(mantissa & 0x400u); exponent--) mantissa <<= 1; /* may wrap: modular */
+        mantissa &= 0x3ffu;
+    }
+    return dtrain__f32_from_bits(sign | (exponent + 112u) << 23 | mantissa << 13);
+}
+
+/* ---- Philox4x32-10 -----------------------------------------------------------------------------
+ *
+ * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
+ * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
+ *
+ *     element index i of a stream  =  word i % 4 of block i / 4 */
+
+#define DTRAIN__PHILOX_M0 0xD2511F53u
+#define DTRAIN__PHILOX_M1 0xCD9E8D57u
+#define DTRAIN__PHILOX_W0 0x9E3779B9u
+#define DTRAIN__PHILOX_W1 0xBB67AE85u
+
+DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4])
+{
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32);
+    uint32_t c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        const uint64_t p0 = (uint64_t)DTRAIN__PHILOX_M0 * c0;
+        const uint64_t p1 = (uint64_t)DTRAIN__PHILOX_M1 * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+/* 24 bits: every value is exact in fp32 and 1 is never reached. */
+static float dtrain__uniform_from_bits(uint32_t bits)
+{
+    return (float)(bits >> 8) * (1.0f / 16777216.0f);
+}
+
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index)
+{
+    uint32_t block[4];
+    dtrain_philox(seed, stream, index / 4, block);
+    return dtrain__uniform_from_bits(block[index % 4]);
+}
+
+/* ---- Normal numbers ----------------------------------------------------------------------------
+ *
+ * Box and Muller (1958): from uniforms u in (0,1) and w in [0,1),
+ *     sqrt(-2 ln u) cos(2 pi w)   and   sqrt(-2 ln u) sin(2 pi w)   are two independent N(0,1).
+ * u = (word + 1/2) / 2^32 is never 0 or 1, so the result is finite and |z| <= 6.77.
+ *
+ * ln, sin and cos are short series in double instead of libm's, whose last bits differ between
+ * machines: with +, -, *, / and sqrt of IEEE 754 alone the bits are the same everywhere (unless the
+ * compiler is told to contract or reorder: then they agree to 1 ulp of fp32 in rare cases). */
+
+/* ln x for normal x > 0: x = 2^e m with m in [sqrt(1/2), sqrt 2), ln m = 2 artanh((m-1)/(m+1)). */
+static double dtrain__log(double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    int exponent = (int)(bits >> 52) - 1023;
+    bits = (bits & 0xfffffffffffffu) | (uint64_t)1023 << 52;
+    double m;
+    memcpy(&m, &bits, sizeof m);
+    if (m > 1.4142135623730951) {
+        m *= 0.5;
+        exponent++;
+    }
+    const double s = (m - 1) / (m + 1), q = s * s; /* q <= 0.0295: 8 terms reach 1e-14 */
+    double p = 1.0 / 17;
+    p = p * q + 1.0 / 15;
+    p = p * q + 1.0 / 13;
+    p = p * q + 1.0 / 11;
+    p = p * q + 1.0 / 9;
+    p = p * q + 1.0 / 7;
+    p = p * q + 1.0 / 5;
+    p = p * q + 1.0 / 3;
+    return exponent * 0.69314718055994531 + 2 * s * (1 + q * p);
+}
+
+/* sin and cos of 2 pi turn: the nearest quarter turn is taken off (exact), |x| <= pi/4 remains. */
+static void dtrain__sincos_turn(uint32_t turn, double *sine, double *cosine)
+{
+    const uint32_t quarter = (turn + 0x20000000u) >> 30;
+    const int32_t rest = (int32_t)(turn - (quarter << 30)); /* modulo 2^32: in [-2^29, 2^29) */
+    const double x = rest * (6.283185307179586 / 4294967296.0), q = x * x;
+    double s = -1.0 / 39916800, c = 1.0 / 479001600; /* x^11 / 11!, x^12 / 12! */
+    s = s * q + 1.0 / 362880;
+    s = s * q - 1.0 / 5040;
+    s = s * q + 1.0 / 120;
+    s = s * q - 1.0 / 6;
+    s = x + x * q * s;
+    c = c * q - 1.0 / 3628800;
+    c = c * q + 1.0 / 40320;
+    c = c * q - 1.0 / 720;
+    c = c * q + 1.0 / 24;
+    c = c * q - 0.5;
+    c = 1 + q * c;
+    *sine = quarter == 0 ? s : quarter == 1 ? c : quarter == 2 ? -s : -c;
+    *cosine = quarter == 0 ? c : quarter == 1 ? -s : quarter == 2 ? -c : s;
+}
+
+static void dtrain__normal_pair(uint32_t u, uint32_t turn, float out[2])
+{
+    double sine, cosine;
+    const double radius = sqrt(-2 * dtrain__log(((double)u + 0.5) * (1.0 / 4294967296.0)));
+    dtrain__sincos_turn(turn, &sine, &cosine);
+    out[0] = (float)(radius * cosine);
+    out[1] = (float)(radius * sine);
+}
+
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index)
+{
+    uint32_t block[4];
+    float pair[2];
+    dtrain_philox(seed, stream, index / 4, block);
+    dtrain__normal_pair(block[index & 2], block[(index & 2) + 1], pair);
+    return pair[index & 1];
+}
+
+/* out[i] = scale * normal(seed, stream, first + i): the same bits as one by one, but each block of
+ * four is made once (about 15 ns an element). */
+static void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                       int64_t count, float scale, float *out)
+{
+    uint32_t block[4];
+    float four[4];
+    for (int64_t i = 0; i < count;) {
+        const uint64_t index = first + (uint64_t)i;
+        dtrain_philox(seed, stream, index / 4, block);
+        dtrain__normal_pair(block[0], block[1], four);
+        dtrain__normal_pair(block[2], block[3], four + 2);
+        for (uint64_t word = index % 4; word < 4 && i < count; word++) out[i++] = scale * four[word];
+    }
+}
+
+static void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                        int64_t count, float low, float width, float *out)
+{
+    uint32_t block[4];
+    for (int64_t i = 0; i < count;) {
+        const uint64_t index = first + (uint64_t)i;
+        dtrain_philox(seed, stream, index / 4, block);
+        for (uint64_t word = index % 4; word < 4 && i < count; word++)
+            out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
+    }
+}
+/* ================================================================================================
+ * [S24] Device
+ *
+ * The CPU device in five parts, each usable without the next:
+ *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
+ *     S24.2  exp, tanh    written so that any loop calling them vectorises
+ *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
+ *     S24.4  kernels      everything else, the same text compiled once per instruction set
+ *     S24.5  device       memory, launchers, the two tables
+ * ==============================================================================================*/
+
+
+/* ---- The pool --------------------------------------------------------------------------------
+ *
+ * One generation number says which job is current; a worker has run jobs up to its own copy of it.
+ *
+ *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
+ *   worker: wait until generation differs from its copy | run task(i) | pending - 1
+ *
+ * Both waits spin for some 30 us, because training calls follow each other closely, and then sleep
+ * on a condition variable. No wake-up is lost: the sleeper announces itself (asleep, caller_asleep)
+ * and then looks again; the other side changes the state and then looks for sleepers. All four
+ * accesses are sequentially consistent, so at least one of the two sees the other; and the sleeper
+ * holds the lock from its announcement into the wait, so the signal, sent under that lock, cannot
+ * fall between them.
+ *
+ * Threads do not survive fork: a rank makes its pool after it was forked. */
+
+typedef void (*dtrain__task_fn)(void *ctx, int index, int count);
+
+typedef struct dtrain__worker {
+    struct dtrain__pool *pool;
+    pthread_t thread;
+    int index;
+} dtrain__worker;
+
+typedef struct dtrain__pool {
+    dtrain_allocator allocator;
+    int room;                       /* of workers */
+    int thread_count;               /* workers and caller */
+    int spins;                      /* pauses before sleeping; 0 when cores are oversubscribed */
+    uint32_t generation;            /* atomic */
+    int pending;                    /* atomic: workers that have not finished the current job */
+    int asleep, caller_asleep;      /* atomic, written under lock */
+    int busy;                       /* atomic: a job is running, nested calls run inline */
+    int stop;                       /* published by generation, like task and ctx */
+    dtrain__task_fn task;
+    void *ctx;
+    pthread_mutex_t lock;
+    pthread_cond_t work, done;
+    dtrain__worker *workers;
+} dtrain__pool;
+
+static uint32_t dtrain__pool_await_job(dtrain__pool *pool, uint32_t seen)
+{
+    uint32_t now = seen;
+    for (int i = 0; i < pool->spins && now == seen; i++) {
+        dtrain__pause();
+        now = __atomic_load_n(&pool->generation, __ATOMIC_ACQUIRE);
+    }
+    if (now != seen) return now;
+    pthread_mutex_lock(&pool->lock);
+    __atomic_add_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
+    while ((now = __atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST)) == seen)
+        pthread_cond_wait(&pool->work, &pool->lock);
+    __atomic_sub_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool->lock);
+    return now;
+}
+
+static void dtrain__pool_publish_job(dtrain__pool *pool)
+{
+    __atomic_store_n(&pool->pending, pool->thread_count - 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool->asleep, __ATOMIC_SEQ_CST) == 0) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void dtrain__pool_finish_share(dtrain__pool *pool)
+{
+    if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) return;
+    if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_signal(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void dtrain__pool_await_workers(dtrain__pool *pool)
+{
+    for (int i = 0; i < pool->spins; i++) {
+        if (__atomic_load_n(&pool->pending, __ATOMIC_ACQUIRE) == 0) return;
+        dtrain__pause();
+    }
+    pthread_mutex_lock(&pool->lock);
+    __atomic_store_n(&pool->caller_asleep, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&pool->pending, __ATOMIC_SEQ_CST) != 0)
+        pthread_cond_wait(&pool->done, &pool->lock);
+    __atomic_store_n(&pool->caller_asleep, 0, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void *dtrain__pool_worker(void *arg)
+{
+    dtrain__worker *self = (dtrain__worker *)arg;
+    dtrain__pool *pool = self->pool;
+    uint32_t seen = 0;
+    for (;;) {
+        seen = dtrain__pool_await_job(pool, seen);
+        if (pool->stop) return NULL;
+        pool->task(pool->ctx, self->index, pool->thread_count);
+        dtrain__pool_finish_share(pool);
+    }
+}
+
+/* Runs task(ctx, index, count) once for every index below count and returns when all are done;
+ * index 0 is the calling thread. Without a pool, or from inside a task, count is 1. */
+static void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, void *ctx)
+{
+    if (!pool || pool->thread_count == 1 ||
+        __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
+        task(ctx, 0, 1);
+        return;
+    }
+    pool->task = task;
+    pool->ctx = ctx;
+    dtrain__pool_publish_job(pool);
+    task(ctx, 0, pool->thread_count);
+    dtrain__pool_await_workers(pool);
+    __atomic_store_n(&pool->busy, 0, __ATOMIC_RELEASE);
+}
+
+static void dtrain__pool_destroy(dtrain__pool *pool)
+{
+    if (!pool) return;
+    pool->stop = 1;
+    dtrain__pool_publish_job(pool);
+    for (int i = 0; i < pool->thread_count - 1; i++) pthread_join(pool->workers[i].thread, NULL);
+    pthread_cond_destroy(&pool->done);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->lock);
+    dtrain__free(&pool->allocator, pool->workers, (size_t)pool->room, sizeof *pool->workers);
+    dtrain_allocator allocator = pool->allocator;
+    dtrain__free(&allocator, pool, 1, sizeof *pool);
+}
+
+/* Signals stay with the rank's own threads: a worker is created with all of them blocked. */
+static int dtrain__pool_start(dtrain__pool *pool, int index)
+{
+    dtrain__worker *worker = &pool->workers[index - 1];
+    sigset_t all, before;
+    worker->pool = pool;
+    worker->index = index;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    int error = pthread_create(&worker->thread, NULL, dtrain__pool_worker, worker);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* Returns 0, ENOMEM, or what pthread_create said. `oversubscribed`: threads would spin on a core
+ * that another one needs, so they sleep at once. */
+static int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
+                               int thread_count, int oversubscribed)
+{
+    dtrain_allocator memory = dtrain__resolve_allocator(allocator);
+    *out = NULL;
+    dtrain__pool *pool = (dtrain__pool *)dtrain__alloc(&memory, 1, sizeof *pool, "a thread pool");
+    if (!pool) return ENOMEM;
+    pool->allocator = memory;
+    pool->room = thread_count;
+    pool->workers = (dtrain__worker *)dtrain__alloc(&memory, (size_t)thread_count,
+                                                    sizeof *pool->workers, "a thread pool");
+    if (!pool->workers) {
+        dtrain__free(&memory, pool, 1, sizeof *pool);
+        return ENOMEM;
+    }
+    pool->spins = oversubscribed ? 0 : 1000;
+    pool->thread_count = 1;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, NULL);
+    for (int i = 1; i < thread_count; i++) {
+        int error = dtrain__pool_start(pool, i);
+        if (error) {
+            dtrain__pool_destroy(pool);
+            return error;
+        }
+        pool->thread_count = i + 1;
+    }
+    *out = pool;
+    return 0;
+}
+
+/* ---- Instruction sets --------------------------------------------------------------------------
+ *
+ * A header cannot count on -march=native, so every hot function exists once for each instruction
+ * set and is chosen at run time. DTRAIN__TARGET(t) marks such a function: compile it for t whatever
+ * the command line says. The optimisation attributes are gcc's: fused multiply-add is off there in
+ * -std=c99, and so is the vectoriser under -O2 before version 12. clang does both by itself. The
+ * target has to come before optimize, or gcc 12 forgets the latter.
+ *
+ * What the functions share is DTRAIN__INLINE code without a target, which becomes part of each. */
+
+#if defined(__clang__)
+#  define DTRAIN__TARGET(t) __attribute__((target(t)))
+#  define DTRAIN__BASELINE
+#elif defined(__GNUC__)
+#  define DTRAIN__FAST "O3", "fp-contract=fast", "no-trapping-math", "no-math-errno"
+#  define DTRAIN__TARGET(t) __attribute__((target(t), optimize(DTRAIN__FAST)))
+#  define DTRAIN__BASELINE __attribute__((optimize(DTRAIN__FAST)))
+#endif
+#define DTRAIN__INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#  define DTRAIN__UNROLL_TWICE _Pragma("clang loop unroll_count(2)")
+#else
+#  define DTRAIN__UNROLL_TWICE _Pragma("GCC unroll 2")
+#endif
+#define DTRAIN__UNROLL_NOT
+
+/* Vectors that may lie at any address. Without them a "vector" is a float: same code, plain C. */
+#if defined(DTRAIN_NO_SIMD) || !(defined(__clang__) || __GNUC__ >= 8)
+#  define DTRAIN__VECTORS 0
+#  define DTRAIN__VECTOR_OF(n)
+#else
+#  define DTRAIN__VECTORS 1
+#  define DTRAIN__VECTOR_OF(n) __attribute__((vector_size(4 * (n)), aligned(4), may_alias))
+#endif
+
+/* ---- exp and tanh ------------------------------------------------------------------------------
+ *
+ * x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing
+ * term is below 5.2e-9: rounding dominates. ln2 is split in two so that n * ln2_high is exact.
+ * Scalar and free of branches: a loop over dtrain__exp vectorises at the width of its function. */
+
+/* NaN passes. One select instead of two: gcc threads the second one into a branch. */
+DTRAIN__INLINE float dtrain__limit(float x, float limit)
+{
+    return __builtin_fabsf(x) > limit ? __builtin_copysignf(limit, x) : x;
+}
+
+/* e^r - 1 of the remainder; n comes out as well. */
+DTRAIN__INLINE float dtrain__expm1_reduced(float x, int32_t *n)
+{
+    float half = __builtin_copysignf(0.5f, x);
+    *n = (int32_t)(x * 1.44269504f + half);
+    float whole = (float)*n;
+    float r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    return p * (r * r) + r;
+}
+
+DTRAIN__INLINE float dtrain__power_of_two(int32_t n)
+{
+    int32_t bits = (n + 127) << 23;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* e^x within 1.5 ulp; overflows to infinity, underflows gradually to 0, NaN stays NaN. The scale is
+ * applied in two halves because neither 2^128 nor 2^-149 fits the exponent field. */
+DTRAIN__INLINE float dtrain__exp(float x)
+{
+    int32_t n;
+    float p = dtrain__expm1_reduced(dtrain__limit(x, 104), &n);
+    float scale = dtrain__power_of_two(n >> 1);
+    return (p * scale + scale) * dtrain__power_of_two(n - (n >> 1));
+}
+
+/* tanh x = e / (e + 2) with e = e^(2x) - 1 = 2^n p + (2^n - 1), which is accurate around 0 as well.
+ * From |x| = 10 on the result rounds to one. */
+DTRAIN__INLINE float dtrain__tanh(float x)
+{
+    int32_t n;
+    float p = dtrain__expm1_reduced(dtrain__limit(2 * x, 20), &n);
+    float scale = dtrain__power_of_two(n);
+    float e = p * scale + (scale - 1);
+    return e / (e + 2);
+}
+
+/* x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), written as x / (1 + e^-2u): one exp, and
+ * no cancellation for negative x. The limit keeps e^-2u finite: gcc divides through an approximate
+ * reciprocal under -ffast-math, and that turns 1 / infinity into NaN. */
+DTRAIN__INLINE float dtrain__gelu(float x)
+{
+    int32_t n;
+    float u = 0.797884561f * (x + 0.044715f * (x * x * x));
+    float p = dtrain__expm1_reduced(dtrain__limit(-2 * u, 80), &n);
+    float scale = dtrain__power_of_two(n);
+    return x / (1 + (p * scale + scale));
+}
+
+/* ---- Matrix multiplication ---------------------------------------------------------------------
+ *
+ * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
+ * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
+ * of high-performance matrix multiplication", 2008):
+ *
+ *          B block (kc, n)                for each block of k:
+ *         +----+----+----+                  1. pack A (m, kc) into panels of `mr` rows       -> L2
+ *      kc |    | j  |    |                  2. for each panel of `nr` columns of B:
+ *         +----+----+----+                  3.   pack it                                     -> L1
+ *  +----+ +----+----+----+                  4.   for each panel of A: a tile (mr, nr) of C
+ *  |    | |    |    |    |                         stays in registers for kc steps,
+ *  +----+ +----+----+----+                         C = alpha * tile + beta * C
+ *  | i  | |    |tile|    |                  5.   after the last block, while the tile is in L1:
+ *  +----+ +----+----+----+                         bias, activation, rounding
+ *
+ * A packed panel holds its `width` rows (or columns) side by side, k after k: element (r, p) is at
+ * [p * width + r], so the kernel reads both panels from front to back.
+ *
+ * Every element of C is the same chain of operations wherever the rectangles are cut: k is never
+ * split between threads and its blocks depend on k alone. So the bits do not depend on the threads.
+ *
+ * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
+ * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
+ * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
+
+enum {
+    DTRAIN__KC = 384,               /* k steps of a block: a panel of B takes 24 KiB of L1 */
+    DTRAIN__MC = 264,               /* rows of a rectangle, 400 KiB of A; multiple of every mr */
+    DTRAIN__NC = 1536,              /* columns of a rectangle; multiple of every nr */
+    DTRAIN__MR_MAX = 12,
+    DTRAIN__NR_MAX = 32
+};
+
+/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
+ * columns of op(B), p along k. */
+typedef struct dtrain__operand {
+    const void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int along_k;                    /* neighbours in memory are neighbours in k */
+} dtrain__operand;
+
+typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
+                                int64_t p, int k);
+
+/* What an instruction set offers. kernel: c (mr, nr) = alpha * a * b + beta * c, a packed, b with
+ * ldb elements from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
+ * finish: bias and activation on `rows` rows of nr elements. */
+typedef struct dtrain__isa {
+    const char *name;
+    int mr, nr;
+    void (*kernel)(int64_t k, const float *a, const float *b, int64_t ldb, float alpha, float beta,
+                   float *c, int64_t ldc);
+    dtrain__pack_fn pack_a, pack_b;
+    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+                   uint32_t activation);
+} dtrain__isa;
+
+static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_F32 ? 4 : 2; }
+
+DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n)
+{
+    const uint16_t *half = (const uint16_t *)src;
+    if (dtype == DTRAIN_F32)
+        memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_BF16)
+        for (int64_t i = 0; i < n; i++) dst[i] = dtrain_bf16_to_f32(half[i]);
+    else
+        for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f16_to_f32(half[i]);
+}
+
+static void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n)
+{
+    uint16_t *half = (uint16_t *)dst;
+    if (dtype == DTRAIN_F32)
+        memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_BF16)
+        for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_bf16(src[i]);
+    else
+        for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_f16(src[i]);
+}
+
+static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
+{
+    return (const char *)data + index * (int64_t)dtrain__gemm_dtype_bytes(dtype);
+}
+
+/* ---- Packing ---- */
+
+#if defined(__clang__)
+#  define DTRAIN__SHUFFLE __builtin_shufflevector
+#else
+typedef int32_t dtrain__order __attribute__((vector_size(16)));
+#  define DTRAIN__SHUFFLE(a, b, i, j, k, l)                                                        \
+    __builtin_shuffle(a, b, __extension__(dtrain__order){ i, j, k, l })
+#endif
+
+/* Four runs along k become k groups of four: out[p * width + r] = in[r][p]. */
+DTRAIN__INLINE void dtrain__interleave4(float *out, int width, const float *const in[4], int k)
+{
+    int p = 0;
+#if DTRAIN__VECTORS
+    typedef float vec DTRAIN__VECTOR_OF(4);
+    for (; p + 4 <= k; p += 4) {
+        vec a = *(const vec *)(in[0] + p), b = *(const vec *)(in[1] + p);
+        vec c = *(const vec *)(in[2] + p), d = *(const vec *)(in[3] + p);
+        vec ab_low = DTRAIN__SHUFFLE(a, b, 0, 4, 1, 5);
+        vec ab_high = DTRAIN__SHUFFLE(a, b, 2, 6, 3, 7);
+        vec cd_low = DTRAIN__SHUFFLE(c, d, 0, 4, 1, 5);
+        vec cd_high = DTRAIN__SHUFFLE(c, d, 2, 6, 3, 7);
+        float *to = out + p * width;
+        *(vec *)to = DTRAIN__SHUFFLE(ab_low, cd_low, 0, 1, 4, 5);
+        *(vec *)(to + width) = DTRAIN__SHUFFLE(ab_low, cd_low, 2, 3, 6, 7);
+        *(vec *)(to + 2 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 0, 1, 4, 5);
+        *(vec *)(to + 3 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
+    }
+#endif
+    for (; p < k; p++)
+        for (int r = 0; r < 4; r++) out[p * width + r] = in[r][p];
+}
+
+/* The same for the last two rows of a panel whose width is not a multiple of four. */
+DTRAIN__INLINE void dtrain__interleave2(float *out, int width, const float *const in[4], int k)
+{
+    for (int p = 0; p < k; p++) {
+        out[p * width] = in[0][p];
+        out[p * width + 1] = in[1][p];
+    }
+}
+
+/* Rows beyond `count` repeat the last one: their products are never stored. */
+DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__operand *x,
+                                      int64_t index, int count, int64_t p, int k)
+{
+    float converted[4][DTRAIN__KC];
+    for (int r = 0; r < width; r += 4) {
+        const float *in[4];
+        for (int i = 0; i < 4; i++) {
+            int64_t row = index + (r + i < count ? r + i : count - 1);
+            const void *run = dtrain__gemm_at(x->data, x->dtype, row * x->ld + p);
+            in[i] = (const float *)run;
+            if (x->dtype == DTRAIN_F32) continue;
+            dtrain__gemm_load(converted[i], run, x->dtype, k);
+            in[i] = converted[i];
+        }
+        if (r + 4 <= width)
+            dtrain__interleave4(panel + r, width, in, k);
+        else
+            dtrain__interleave2(panel + r, width, in, k);
+    }
+}
+
+/* Memory runs along the panel's width: one copy for each k. */
+DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__operand *x,
+                                       int64_t index, int count, int64_t p, int k)
+{
+    const void *from = dtrain__gemm_at(x->data, x->dtype, p * x->ld + index);
+    if (x->dtype == DTRAIN_F32 && count == width) {
+        const float *step = (const float *)from;
+        for (int i = 0; i < k; i++, step += x->ld, panel += width)
+            memcpy(panel, step, (size_t)width * sizeof(float));
+        return;
+    }
+    for (int i = 0; i < k; i++, panel += width) {
+        dtrain__gemm_load(panel, from, x->dtype, count);
+        for (int r = count; r < width; r++) panel[r] = 0;
+        from = dtrain__gemm_at(from, x->dtype, x->ld);
+    }
+}
+
+DTRAIN__INLINE void dtrain__pack(float *panel, int width, const dtrain__operand *x, int64_t index,
+                                 int count, int64_t p, int k)
+{
+    if (x->along_k)
+        dtrain__pack_runs(panel, width, x, index, count, p, k);
+    else
+        dtrain__pack_steps(panel, width, x, index, count, p, k);
+}
+
+DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, const float *bias,
+                                   float *aux, uint32_t activation)
+{
+    for (int r = 0; r < rows; r++, c += ldc) {
+        if (bias)
+            for (int j = 0; j < nr; j++) c[j] += bias[j];
+        if (aux) memcpy(aux + r * ldc, c, (size_t)nr * sizeof(float));
+        if (activation == DTRAIN_ACT_RELU)
+            for (int j = 0; j < nr; j++) c[j] = c[j] < 0 ? 0 : c[j];
+        else if (activation == DTRAIN_ACT_GELU)
+            for (int j = 0; j < nr; j++) c[j] = dtrain__gelu(c[j]);
+    }
+}
+
+/* ---- The kernel ----
+ *
+ * `rows` times two vectors of accumulators, each with a name of its own: as an array they would be
+ * unrolled too late for the compiler to keep them in registers. Per step two loads of B and, for
+ * each row, one broadcast of A and two multiply-adds. Unrolling hides the loop behind 12 of
+ * them (5 % on Zen 3); with the 24 of AVX-512 it gains nothing and gcc 12 spills a vector. */
+
+#define DTRAIN__ROWS4(DO) DO(0) DO(1) DO(2) DO(3)
+#define DTRAIN__ROWS6(DO) DTRAIN__ROWS4(DO) DO(4) DO(5)
+#define DTRAIN__ROWS8(DO) DTRAIN__ROWS6(DO) DO(6) DO(7)
+#define DTRAIN__ROWS12(DO) DTRAIN__ROWS8(DO) DO(8) DO(9) DO(10) DO(11)
+
+#define DTRAIN__ROW_ZERO(r) vec left##r = {0}, right##r = {0}; __builtin_prefetch(c + r * ldc);
+#define DTRAIN__ROW_STEP(r) left##r += a[r] * b_left; right##r += a[r] * b_right;
+#define DTRAIN__ROW_SET(r)                                                                         \
+    *(vec *)(c + r * ldc) = alpha * left##r;                                                       \
+    *(vec *)(c + r * ldc + lanes) = alpha * right##r;
+#define DTRAIN__ROW_ADD(r)                                                                         \
+    *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc);                        \
+    *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
+
+#define DTRAIN__DEFINE_ISA(id, target, vector_lanes, rows, unroll)                                 \
+    target static void dtrain__kernel_##id(int64_t k, const float *a, const float *b, int64_t ldb, \
+                                           float alpha, float beta, float *c, int64_t ldc)         \
+    {                                                                                              \
+        enum { lanes = vector_lanes };                                                             \
+        typedef float vec DTRAIN__VECTOR_OF(lanes);                                                \
+        DTRAIN__ROWS##rows(DTRAIN__ROW_ZERO)                                                       \
+        unroll for (; k > 0; k--, a += rows, b += ldb) {                                           \
+            vec b_left = *(const vec *)b, b_right = *(const vec *)(b + lanes);                     \
+            DTRAIN__ROWS##rows(DTRAIN__ROW_STEP)                                                   \
+        }                                                                                          \
+        if (beta == 0) {                                                                           \
+            DTRAIN__ROWS##rows(DTRAIN__ROW_SET)                                                    \
+        } else {                                                                                   \
+            DTRAIN__ROWS##rows(DTRAIN__ROW_ADD)                                                    \
+        }                                                                                          \
+    }                                                                                              \
+    target static void dtrain__pack_a_##id(float *panel, const dtrain__operand *x, int64_t index,  \
+                                           int count, int64_t p, int k)                            \
+    {                                                                                              \
+        dtrain__pack(panel, rows, x, index, count, p, k);                                          \
+    }                                                                                              \
+    target static void dtrain__pack_b_##id(float *panel, const dtrain__operand *x, int64_t index,  \
+                                           int count, int64_t p, int k)                            \
+    {                                                                                              \
+        dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k);                              \
+    }                                                                                              \
+    target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,                   \
+                                           const float *bias, float *aux, uint32_t activation)     \
+    {                                                                                              \
+        dtrain__finish(c, ldc, row_count, 2 * vector_lanes, bias, aux, activation);                \
+    }                                                                                              \
+    static const dtrain__isa dtrain__isa_##id = {                                                  \
+        #id, rows, 2 * vector_lanes, dtrain__kernel_##id, dtrain__pack_a_##id,                     \
+        dtrain__pack_b_##id, dtrain__finish_##id };
+
+#if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
+DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(avx2, DTRAIN__TARGET("avx2,fma"), 8, 6, DTRAIN__UNROLL_TWICE)
+#endif
+#if DTRAIN__VECTORS && defined(__aarch64__)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 8, DTRAIN__UNROLL_NOT)
+#elif DTRAIN__VECTORS
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 4, DTRAIN__UNROLL_NOT)
+#else
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT)
+#endif
+
+/* The best one this machine runs. */
+static const dtrain__isa *dtrain__isa_select(void)
+{
+#if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
+    if (__builtin_cpu_supports("avx512f")) return &dtrain__isa_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &dtrain__isa_avx2;
+#endif
+    return &dtrain__isa_generic;
+}
+
+/* ---- The driver ---- */
+
+/* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
+ * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator and isa may be preset. */
+typedef struct dtrain__gemm_workspace {
+    const dtrain_allocator *allocator; /* NULL = malloc */
+    const dtrain__isa *isa;
+    void *memory;
+    size_t bytes;
+} dtrain__gemm_workspace;
+
+typedef struct dtrain__gemm_job {
+    const dtrain_gemm_args *args;
+    const dtrain__isa *isa;
+    dtrain__operand a, b;
+    int64_t k, k_step;              /* k is 0 when alpha is */
+    int64_t m_step, n_step;         /* rectangle; multiples of mr and nr */
+    int64_t rows, cols;             /* rectangles */
+    int64_t next;                   /* atomic: rectangles handed out */
+    char *memory;
+    size_t slot_bytes;              /* one thread's part of memory */
+    int needs_partial;              /* C cannot hold sums between blocks of k */
+} dtrain__gemm_job;
+
+/* One block of k in one rectangle of C: where it lies and what the thread works with. */
+typedef struct dtrain__gemm_pass {
+    const dtrain__gemm_job *job;
+    int64_t i0, i1, j0, j1;
+    int64_t p;
+    int k;
+    int first, last;
+    float *a_block, *b_panel, *partial;
+} dtrain__gemm_pass;
+
+static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
+
+/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
+ * Rows of `tile` beyond the edge are computed and dropped. */
+static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
+                                     const float *a, const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    int nr = job->isa->nr;
+    int rows = (int)dtrain__gemm_min(job->isa->mr, pass->i1 - i);
+    int cols = (int)dtrain__gemm_min(nr, pass->j1 - j);
+    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX] = {0}, aux[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
+    float bias[DTRAIN__NR_MAX] = {0};
+    float beta = pass->first ? x->beta : 1;
+
+    char *c = (char *)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
+    int64_t c_row = x->ldc * (int64_t)dtrain__gemm_dtype_bytes(x->c_dtype);
+    float *partial = pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0);
+    int use_partial = job->needs_partial;
+
+    for (int r = 0; r < rows && beta != 0; r++) {
+        if (use_partial && !pass->first)
+            memcpy(tile + r * nr, partial + r * job->n_step, (size_t)cols * sizeof(float));
+        else
+            dtrain__gemm_load(tile + r * nr, c + r * c_row, x->c_dtype, cols);
+    }
+    job->isa->kernel(pass->k, a, b, ldb, x->alpha, beta, tile, nr);
+    if (pass->last) {
+        if (x->bias) memcpy(bias, x->bias + j, (size_t)cols * sizeof(float));
+        job->isa->finish(tile, nr, rows, x->bias ? bias : NULL, x->aux ? aux : NULL, x->activation);
+    }
+    for (int r = 0; r < rows; r++) {
+        if (use_partial && !pass->last)
+            memcpy(partial + r * job->n_step, tile + r * nr, (size_t)cols * sizeof(float));
+        else
+            dtrain__gemm_store(c + r * c_row, x->c_dtype, tile + r * nr, cols);
+        if (pass->last && x->aux)
+            memcpy(x->aux + (i + r) * x->ldc + j, aux + r * nr, (size_t)cols * sizeof(float));
+    }
+}
+
+static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
+                              const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    if (x->c_dtype != DTRAIN_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
+        dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
+        return;
+    }
+    int64_t at = i * x->ldc + j;
+    float *c = (float *)x->c + at;
+    isa->kernel(pass->k, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
+    if (pass->last && (x->bias || x->aux || x->activation))
+        isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL, x->aux ? x->aux + at : NULL,
+                    x->activation);
+}
+
+/* Where A is stored transposed, 16 steps of k at a time: the 16 rows of memory stay in L1 while all
+ * the panels take their few elements of each. */
+static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    int mr = job->isa->mr;
+    int chunk = job->a.along_k ? pass->k : 16;
+    for (int p = 0; p < pass->k; p += chunk) {
+        int steps = pass->k - p < chunk ? pass->k - p : chunk;
+        float *panel = pass->a_block + p * mr;
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->k)
+            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
+                             pass->p + p, steps);
+    }
+}
+
+static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain__isa *isa = job->isa;
+    int mr = isa->mr, nr = isa->nr;
+    /* Two panels of A do not repay a copy of B that lies in the right order already. */
+    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_F32 && pass->i1 - pass->i0 <= 2 * mr;
+    dtrain__gemm_pack_a_block(pass);
+    for (int64_t j = pass->j0; j < pass->j1; j += nr) {
+        const float *b = pass->b_panel, *a = pass->a_block;
+        int64_t ldb = nr;
+        if (in_place && pass->j1 - j >= nr) {
+            b = (const float *)job->b.data + pass->p * job->b.ld + j;
+            ldb = job->b.ld;
+        } else {
+            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
+                        pass->k);
+        }
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->k)
+            dtrain__gemm_tile(pass, i, j, a, b, ldb);
+    }
+}
+
+static void dtrain__gemm_task(void *ctx, int index, int count)
+{
+    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
+    const dtrain_gemm_args *x = job->args;
+    dtrain__gemm_pass pass;
+    (void)count;
+    memset(&pass, 0, sizeof pass);
+    pass.job = job;
+    pass.a_block = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
+    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
+    pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
+    for (;;) {
+        int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (at >= job->rows * job->cols) return;
+        pass.i0 = at % job->rows * job->m_step;
+        pass.j0 = at / job->rows * job->n_step;
+        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
+        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
+        pass.p = 0;
+        do {                        /* once even for k == 0: beta, bias and activation remain */
+            pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
+            pass.first = pass.p == 0;
+            pass.last = pass.p + pass.k == job->k;
+            dtrain__gemm_block(&pass);
+            pass.p += pass.k;
+        } while (pass.p < job->k);
+    }
+}
+
+/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
+ * takes the one with the least work per thread: a rectangle's multiplications and packing, which
+ * is worth about four of them per element and k. */
+static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
+{
+    int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
+    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, DTRAIN__MC);
+    for (int64_t extra = 0; extra < threads; extra++) {
+        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
+        int64_t rows = dtrain__gemm_ceil(m, m_step);
+        int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
+        while (rows * cols % threads && rows * cols < 8 * threads) cols++;
+        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
+        cols = dtrain__gemm_ceil(n, n_step);
+        int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
+        int64_t cost = rounds * (m_step * n_step + 4 * (m_step + n_step));
+        if (cost >= best) continue;
+        best = cost;
+        job->m_step = m_step;
+        job->n_step = n_step;
+        job->rows = rows;
+        job->cols = cols;
+    }
+}
+
+static void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws)
+{
+    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
+    dtrain__free(&allocator, ws->memory, ws->bytes, 1);
+    ws->memory = NULL;
+    ws->bytes = 0;
+}
+
+static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *job, int threads)
+{
+    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
+    size_t floats = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
+    if (job->needs_partial) floats += DTRAIN__MC * DTRAIN__NC;
+    job->slot_bytes = floats * sizeof(float);
+    size_t bytes = job->slot_bytes * (size_t)threads + 64;
+    if (bytes > ws->bytes) {
+        dtrain__gemm_workspace_free(ws);
+        ws->memory = dtrain__alloc(&allocator, bytes, 1, "the GEMM workspace");
+        if (!ws->memory) return ENOMEM;
+        ws->bytes = bytes;
+    }
+    job->memory = (char *)(((uintptr_t)ws->memory + 63) & ~(uintptr_t)63);
+    return 0;
+}
+
+/* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
+static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
+                        const dtrain_gemm_args *args)
+{
+    dtrain__gemm_job job;
+    if (args->m <= 0 || args->n <= 0) return 0;
+    if (!ws->isa) ws->isa = dtrain__isa_select();
+    memset(&job, 0, sizeof job);
+    job.args = args;
+    job.isa = ws->isa;
+    job.a.data = args->a;
+    job.a.dtype = args->a_dtype;
+    job.a.ld = args->lda;
+    job.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
+    job.b.data = args->b;
+    job.b.dtype = args->b_dtype;
+    job.b.ld = args->ldb;
+    job.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+
+    job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
+    job.k_step = dtrain__gemm_ceil(job.k, dtrain__gemm_ceil(job.k, DTRAIN__KC) + (job.k == 0));
+    job.needs_partial = args->c_dtype != DTRAIN_F32 && job.k > job.k_step;
+
+    /* Waking the others costs more than a quarter of a million multiply-adds. */
+    int64_t tiny = 1 << 18;
+    if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
+    int threads = pool ? pool->thread_count : 1;
+    dtrain__gemm_cut(&job, threads);
+    int error = dtrain__gemm_reserve(ws, &job, threads);
+    if (error) return error;
+    dtrain__parallel(pool, dtrain__gemm_task, &job);
+    return 0;
+}
+/* ---- [S24] The CPU device ---------------------------------------------------------------------
+ *
+ *     launcher (below)      checks what only it can see, cuts the work, wakes the pool
+ *       -> dtrain__job        what is common to all threads of one kernel
+ *         -> range function     the arithmetic on [begin, end), one per instruction set (S24_vec.h)
+ *
+ * The bits of a result depend on the instruction set, never on the number of threads: a sum is
+ * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
+ * the arguments, whose sums are then added in order. */
+
+struct dtrain__job;
+typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
+
+typedef struct dtrain__job {
+    const void *args; /* of the kernel */
+    dtrain__range_fn range;
+    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
+    bool dynamic;               /* items of unequal cost: handed out one by one */
+    int64_t next;               /* atomic: items handed out */
+    int64_t chunk, chunk_count; /* of ordered partial sums */
+    float *scratch;
+    int64_t slot; /* floats of scratch per thread */
+    double *sums; /* (chunk_count) */
+} dtrain__job;
+
+typedef struct dtrain__kernels {
+    const char *name;
+    dtrain__range_fn activate, activation_backward;
+    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
+    dtrain__range_fn embedding, embedding_backward;
+    dtrain__range_fn attention, attention_backward;
+    dtrain__range_fn cross_entropy, cross_entropy_backward;
+    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
+} dtrain__kernels;
+
+#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
+#define DTRAIN__SUM_CHUNKS 256
+#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
+
+/* Elements below which waking threads costs more than it gives; tests set it to 0. */
+#ifndef DTRAIN__SMALL
+#define DTRAIN__SMALL 16384
+#endif
+
+/* Which part of a product of attention is not zero. */
+enum {
+    DTRAIN__FULL = 0,
+    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
+    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
+    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
+};
+
+#define DTRAIN__STRING2(x) #x
+#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
+
+/* The kernels below are compiled once per instruction set: the header includes itself with DTRAIN__ISA
+ * set, and what such an inclusion sees is the part between the two rules only. */
+#if defined(__x86_64__)
+#define DTRAIN__ISA 3
+#include "dtrain.h"
+#undef DTRAIN__ISA
+#define DTRAIN__ISA 2
+#include "dtrain.h"
+#undef DTRAIN__ISA
+#endif
+#define DTRAIN__ISA 1
+#include "dtrain.h"
+#undef DTRAIN__ISA
+#define DTRAIN__ISA 0
+#include "dtrain.h"
+#undef DTRAIN__ISA
+
+#endif /* first half of the implementation */
+
+/* ------------------------------------------------------------------------------------------------*/
+#ifdef DTRAIN__ISA
+
+/* ---- [S24] Vector kernels: this part is compiled once per instruction set ---------------------
+ *
+ * S24_kernels.h includes it with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2 + FMA + F16C), 1 (four-lane
+ * vector extensions: SSE2, NEON, ...) and 0 (plain C). Every name below that is a macro gets the
+ * suffix of the instance, so the text reads like ordinary C and debuggers see ordinary functions.
+ *
+ * A kernel body works on the range [begin, end) of its job (elements, rows, columns or items, see
+ * the launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the
+ * bits do not depend on the number of threads. Explicit vectors instead of the auto-vectoriser:
+ * gcc 12 at -O2 leaves loops of unknown length scalar.
+ *
+ * Tails: vload_n / vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
+ * One well predicted branch per vector; every element goes through the same instructions, wherever
+ * the ranges are cut. */
+
+#define DTRAIN__GLUE2(name, suffix) name##_##suffix
+#define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
+#define DTRAIN__INSTANCE(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
+
+#if DTRAIN__ISA == 3
+#define DTRAIN__SUFFIX avx512
+#define DTRAIN__W 16
+#define DTRAIN__ON __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#elif DTRAIN__ISA == 2
+#define DTRAIN__SUFFIX avx2
+#define DTRAIN__W 8
+#define DTRAIN__ON __attribute__((target("avx2,fma,f16c")))
+#elif DTRAIN__ISA == 1
+#define DTRAIN__SUFFIX generic
+#define DTRAIN__W 4
+#define DTRAIN__ON
+#else
+#define DTRAIN__SUFFIX scalar
+#define DTRAIN__W 1
+#define DTRAIN__ON
+#endif
+
+#define dtrain__v DTRAIN__INSTANCE(dtrain__v)
+#define dtrain__vi DTRAIN__INSTANCE(dtrain__vi)
+#define dtrain__vu DTRAIN__INSTANCE(dtrain__vu)
+#define dtrain__vd DTRAIN__INSTANCE(dtrain__vd)
+#define dtrain__vset DTRAIN__INSTANCE(dtrain__vset)
+#define dtrain__vfma DTRAIN__INSTANCE(dtrain__vfma)
+#define dtrain__vmax DTRAIN__INSTANCE(dtrain__vmax)
+#define dtrain__vmin DTRAIN__INSTANCE(dtrain__vmin)
+#define dtrain__vsqrt DTRAIN__INSTANCE(dtrain__vsqrt)
+#define dtrain__vround DTRAIN__INSTANCE(dtrain__vround)
+#define dtrain__vtofloat DTRAIN__INSTANCE(dtrain__vtofloat)
+#define dtrain__vbits DTRAIN__INSTANCE(dtrain__vbits)
+#define dtrain__vfrombits DTRAIN__INSTANCE(dtrain__vfrombits)
+#define dtrain__viota DTRAIN__INSTANCE(dtrain__viota)
+#define dtrain__vless DTRAIN__INSTANCE(dtrain__vless)
+#define dtrain__viless DTRAIN__INSTANCE(dtrain__viless)
+#define dtrain__viset DTRAIN__INSTANCE(dtrain__viset)
+#define dtrain__vkeep DTRAIN__INSTANCE(dtrain__vkeep)
+#define dtrain__vselect DTRAIN__INSTANCE(dtrain__vselect)
+#define dtrain__vload DTRAIN__INSTANCE(dtrain__vload)
+#define dtrain__vstore DTRAIN__INSTANCE(dtrain__vstore)
+#define dtrain__vload_n DTRAIN__INSTANCE(dtrain__vload_n)
+#define dtrain__vstore_n DTRAIN__INSTANCE(dtrain__vstore_n)
+#define dtrain__vpart_load DTRAIN__INSTANCE(dtrain__vpart_load)
+#define dtrain__vpart_store DTRAIN__INSTANCE(dtrain__vpart_store)
+#define dtrain__vfirst DTRAIN__INSTANCE(dtrain__vfirst)
+#define dtrain__vsum DTRAIN__INSTANCE(dtrain__vsum)
+#define dtrain__vtop DTRAIN__INSTANCE(dtrain__vtop)
+#define dtrain__vexp DTRAIN__INSTANCE(dtrain__vexp)
+#define dtrain__vgelu DTRAIN__INSTANCE(dtrain__vgelu)
+#define dtrain__vgelu_slope DTRAIN__INSTANCE(dtrain__vgelu_slope)
+
+/* Signatures: a helper is inlined into its caller, a kernel is called through the table. */
+#define DTRAIN__VECTOR static inline __attribute__((always_inline, unused)) DTRAIN__ON
+#define DTRAIN__KERNEL static DTRAIN__ON
+
+/* ---- Vectors ----------------------------------------------------------------------------------*/
+
+#if DTRAIN__W > 1
+typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
+typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
+typedef float dtrain__vu __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
+#else
+typedef float dtrain__v, dtrain__vu;
+typedef int32_t dtrain__vi;
+#endif
+
+DTRAIN__VECTOR dtrain__v dtrain__vload(const float *p) { return *(const dtrain__vu *)p; }
+
+DTRAIN__VECTOR void dtrain__vstore(float *p, dtrain__v v) { *(dtrain__vu *)p = v; }
+
+#if DTRAIN__W > 1
+DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
+DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
+DTRAIN__VECTOR dtrain__vi dtrain__vless(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
+DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
+DTRAIN__VECTOR dtrain__v dtrain__vtofloat(dtrain__vi v)
+{
+    return __builtin_convertvector(v, dtrain__v);
+}
+#else
+DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
+DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v)
+{
+    return dtrain__f32_from_bits((uint32_t)v);
+}
+DTRAIN__VECTOR dtrain__vi dtrain__vless(dtrain__v a, dtrain__v b) { return -(a < b); }
+DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
+DTRAIN__VECTOR dtrain__v dtrain__vtofloat(dtrain__vi v) { return (float)v; }
+#endif
+
+/* Masks are all ones or all zeros per lane. */
+DTRAIN__VECTOR dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
+{
+    return dtrain__vfrombits(dtrain__vbits(v) & mask);
+}
+
+DTRAIN__VECTOR dtrain__v dtrain__vselect(dtrain__vi mask, dtrain__v yes, dtrain__v no)
+{
+    return dtrain__vfrombits((dtrain__vbits(yes) & mask) | (dtrain__vbits(no) & ~mask));
+}
+
+/* What the compilers do not make out of operators: fused multiply-add (-std=c99 forbids
+ * contracting), broadcast, max and min with a known NaN rule (the second operand wins), rounding to
+ * an integer. */
+#if DTRAIN__ISA == 3
+/* Full zero-masks where the plain intrinsic starts from an undefined value: g++ warns about
+ * those. */
+DTRAIN__VECTOR dtrain__v dtrain__vset(float x) { return (dtrain__v)_mm512_set1_ps(x); }
+DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+{
+    return (dtrain__v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+{
+    return (dtrain__v)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+{
+    return (dtrain__v)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
+{
+    return (dtrain__v)_mm512_maskz_sqrt_ps(0xffff, (__m512)a);
+}
+DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+{
+    return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)a);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+{
+    return (dtrain__v)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
+}
+DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
+{
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), (__m512)v);
+}
+#elif DTRAIN__ISA == 2
+DTRAIN__VECTOR dtrain__v dtrain__vset(float x) { return (dtrain__v)_mm256_set1_ps(x); }
+DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+{
+    return (dtrain__v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+{
+    return (dtrain__v)_mm256_max_ps((__m256)a, (__m256)b);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+{
+    return (dtrain__v)_mm256_min_ps((__m256)a, (__m256)b);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a) { return (dtrain__v)_mm256_sqrt_ps((__m256)a); }
+DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+{
+    return (dtrain__vi)_mm256_cvtps_epi32((__m256)a);
+}
+#else
+DTRAIN__VECTOR dtrain__v dtrain__vset(float x)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = x;
+    return dtrain__vload(lanes);
+}
+DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x)
+{
+    return dtrain__vbits(dtrain__vset(dtrain__f32_from_bits((uint32_t)x)));
+}
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c) { return a * b + c; }
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+{
+    return dtrain__vselect(dtrain__vless(b, a), a, b);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+{
+    return dtrain__vselect(dtrain__vless(a, b), a, b);
+}
+DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, a);
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = sqrtf(lanes[i]);
+    return dtrain__vload(lanes);
+}
+/* Halves go away from zero here: any of the two neighbours is good enough for exp. */
+DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+{
+    const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
+    const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
+#if DTRAIN__W > 1
+    return __builtin_convertvector(a + half, dtrain__vi);
+#else
+    return a < 1e9f ? (int32_t)(a + half) : 0; /* NaN: any integer, but no undefined conversion */
+#endif
+}
+#endif
+
+DTRAIN__VECTOR dtrain__vi dtrain__viota(void)
+{
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    dtrain__vi v;
+    memcpy(&v, lanes, sizeof v);
+    return v;
+}
+
+/* The first n lanes of v, 0 in the others. */
+DTRAIN__VECTOR dtrain__v dtrain__vfirst(dtrain__v v, int64_t n)
+{
+    if (n >= DTRAIN__W) return v;
+    return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
+}
+
+#if DTRAIN__ISA == 2
+DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+{
+    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
+    return (dtrain__v)_mm256_maskload_ps(p, (__m256i)mask);
+}
+DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
+{
+    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
+    _mm256_maskstore_ps(p, (__m256i)mask, (__m256)v);
+}
+#elif DTRAIN__ISA < 2
+DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+{
+    float lanes[DTRAIN__W] = {0};
+    for (int64_t i = 0; i < n && i < DTRAIN__W; i++) lanes[i] = p[i];
+    return dtrain__vload(lanes);
+}
+DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = lanes[i];
+}
+#endif
+
+DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
+{
+    return n >= DTRAIN__W ? dtrain__vload(p) : dtrain__vpart_load(p, n);
+}
+
+DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
+{
+    if (n >= DTRAIN__W)
+        dtrain__vstore(p, v);
+    else
+        dtrain__vpart_store(p, v, n);
+}
+
+/* Sum and maximum over the lanes, always as the same tree. */
+DTRAIN__VECTOR float dtrain__vsum(dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int half = DTRAIN__W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+DTRAIN__VECTOR float dtrain__vtop(dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    float top = lanes[0];
+    for (int i = 1; i < DTRAIN__W; i++) top = lanes[i] > top ? lanes[i] : top;
+    return top;
+}
+
+/* ---- exp, GELU ----------------------------------------------------------------------------------
+ *
+ * e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln2 / 2, and e^r = 1 + r + r^2 q(r), q of degree 4
+ * fitted to 3e-9: within 1 ulp for |x| < 10, 4.5 near 87. The terms are paired (Estrin) instead of
+ * chained (Horner): a loop of exps is bound by how far the core looks ahead, so the short chain
+ * wins. Below -87.7 the clamp gives n = -127, whose scale is exactly 0 (a masked score must weigh
+ * nothing); above 88 the result stays e^88, callers subtract a maximum first. NaN passes. */
+DTRAIN__VECTOR dtrain__v dtrain__vexp(dtrain__v x)
+{
+    x = dtrain__vmin(dtrain__vset(88.0f), dtrain__vmax(dtrain__vset(-88.0f), x));
+    const dtrain__vi n = dtrain__vround(x * dtrain__vset(1.44269504f));
+    const dtrain__v whole = dtrain__vtofloat(n);
+#if DTRAIN__ISA >= 2
+    const dtrain__v r = dtrain__vfma(whole, dtrain__vset(-0.693147181f), x);
+#else /* without a fused operation ln 2 is split, so that n * high is exact */
+    const dtrain__v r =
+        x - whole * dtrain__vset(0.693359375f) + whole * dtrain__vset(2.12194440e-4f);
+#endif
+    const dtrain__v square = r * r;
+    dtrain__v high = dtrain__vfma(r, dtrain__vset(0.00836874792f), dtrain__vset(0.0416683909f));
+    high = dtrain__vfma(square, dtrain__vset(0.00138145499f), high);
+    const dtrain__v low = dtrain__vfma(r, dtrain__vset(0.166665204f), dtrain__vset(0.499999934f));
+    const dtrain__v q = dtrain__vfma(high, square, low);
+    const dtrain__v p = dtrain__vfma(q, square, r + dtrain__vset(1.0f));
+    return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+}
+
+#define DTRAIN__GELU_A 0.797884561f /* sqrt(2/pi) */
+#define DTRAIN__GELU_B 0.044715f
+
+/* y = x/2 (1 + tanh u), u = A (x + B x^3), as x / (1 + e^-2u): no cancellation for negative x. */
+DTRAIN__VECTOR dtrain__v dtrain__vgelu(dtrain__v x)
+{
+    const dtrain__v limit =
+        dtrain__vset(11.0f); /* x^3 must not overflow; beyond it e^-2u is settled */
+    const dtrain__v c = dtrain__vmin(limit, dtrain__vmax(-limit, x));
+    const dtrain__v cubic = dtrain__vfma(c * c * c, dtrain__vset(DTRAIN__GELU_B), c);
+    return x / (dtrain__vset(1.0f) + dtrain__vexp(cubic * dtrain__vset(-2 * DTRAIN__GELU_A)));
+}
+
+/* With q = e^-2u and w = 1 / (1 + q): dy/dx = w + x w (1 - w) 2u' = w (1 + x q w 2u'), where
+ * u' = A (1 + 3 B x^2). The tails keep their relative accuracy; outside +-10 it is 0 or 1. */
+DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
+{
+    const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
+    x = dtrain__vmin(limit, dtrain__vmax(-limit, x));
+    const dtrain__v square = x * x;
+    const dtrain__v cubic = dtrain__vfma(square * x, dtrain__vset(DTRAIN__GELU_B), x);
+    const dtrain__v q = dtrain__vexp(cubic * dtrain__vset(-2 * DTRAIN__GELU_A));
+    const dtrain__v w = one / (one + q);
+    const dtrain__v slope = dtrain__vfma(square, dtrain__vset(6 * DTRAIN__GELU_A * DTRAIN__GELU_B),
+                                         dtrain__vset(2 * DTRAIN__GELU_A));
+    return w * dtrain__vfma(x * slope, q * w, one);
+}
+
+/* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
+
+#define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
+DTRAIN__KERNEL void dtrain__range_add(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    (void)index;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__vstore_n(a->out + i, dtrain__vload_n(a->x + i, n) + dtrain__vload_n(a->y + i, n),
+                         n);
+    }
+}
+
+#define dtrain__range_axpby DTRAIN__INSTANCE(dtrain__range_axpby)
+DTRAIN__KERNEL void dtrain__range_axpby(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const dtrain__v a = dtrain__vset(args->a), b = dtrain__vset(args->b);
+    const float *x = args->x;
+    float *y = args->y;
+    (void)index;
+    if (args->accumulate)
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const dtrain__v old = b * dtrain__vload_n(y + i, n);
+            dtrain__vstore_n(y + i, dtrain__vfma(a, dtrain__vload_n(x + i, n), old), n);
+        }
+    else
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            dtrain__vstore_n(y + i, a * dtrain__vload_n(x + i, n), n);
+        }
+}
+
+/* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
+#define dtrain__range_adamw DTRAIN__INSTANCE(dtrain__range_adamw)
+DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_adamw_args *a = (const dtrain_adamw_args *)job->args;
+    const dtrain__v grad_scale = dtrain__vset(a->grad_scale), epsilon = dtrain__vset(a->epsilon);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - a->lr * a->weight_decay);
+    const dtrain__v step = dtrain__vset(a->lr / a->correction1);
+    const dtrain__v correct2 = dtrain__vset(1 / a->correction2);
+    (void)index;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(a->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(a->m + i, n));
+        const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(a->v + i, n));
+        const dtrain__v root = dtrain__vsqrt(v * correct2) + epsilon;
+        const dtrain__v old = dtrain__vload_n(a->value + i, n);
+        dtrain__vstore_n(a->m + i, m, n);
+        dtrain__vstore_n(a->v + i, v, n);
+        dtrain__vstore_n(a->value + i, old * decay - step * m / root, n);
+    }
+}
+
+#define dtrain__range_sgd DTRAIN__INSTANCE(dtrain__range_sgd)
+DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_sgd_args *a = (const dtrain_sgd_args *)job->args;
+    const dtrain__v grad_scale = dtrain__vset(a->grad_scale), momentum = dtrain__vset(a->momentum);
+    const dtrain__v decay = dtrain__vset(1 - a->lr * a->weight_decay), lr = dtrain__vset(a->lr);
+    float *buffer = a->momentum_buffer;
+    (void)index;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v g = dtrain__vload_n(a->grad + i, n) * grad_scale;
+        if (buffer) {
+            dtrain__v b = g;
+            if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
+            dtrain__vstore_n(buffer + i, b, n);
+            g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
+        }
+        dtrain__vstore_n(a->value + i, dtrain__vload_n(a->value + i, n) * decay - lr * g, n);
+    }
+}
+
+/* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
+ *
+ * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
+#define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
+#define dtrain__vhalf DTRAIN__INSTANCE(dtrain__vhalf)
+#define dtrain__vwiden DTRAIN__INSTANCE(dtrain__vwiden)
+#if DTRAIN__W > 1
+typedef float dtrain__vhalf __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
+typedef double dtrain__vd __attribute__((vector_size(4 * DTRAIN__W)));
+DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p)
+{
+    return __builtin_convertvector(*(const dtrain__vhalf *)p, dtrain__vd);
+}
+#else
+typedef double dtrain__vd;
+DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p) { return (double)*p; }
+#endif
+
+#define dtrain__sum_chunk DTRAIN__INSTANCE(dtrain__sum_chunk)
+DTRAIN__KERNEL double dtrain__sum_chunk(const float *x, int64_t count, bool squares)
+{
+    dtrain__vd even, odd;
+    double lanes[DTRAIN__H], total = 0;
+    int64_t i = 0;
+    memset(&even, 0, sizeof even);
+    odd = even;
+    if (squares)
+        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
+            const dtrain__vd a = dtrain__vwiden(x + i), b = dtrain__vwiden(x + i + DTRAIN__H);
+            even += a * a;
+            odd += b * b;
+        }
+    else
+        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
+            even += dtrain__vwiden(x + i);
+            odd += dtrain__vwiden(x + i + DTRAIN__H);
+        }
+    even += odd;
+    memcpy(lanes, &even, sizeof lanes);
+    for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
+    for (; i < count; i++) total += squares ? (double)x[i] * (double)x[i] : (double)x[i];
+    return total;
+}
+
+#define dtrain__range_sum DTRAIN__INSTANCE(dtrain__range_sum)
+DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
+        job->sums[chunk] = dtrain__sum_chunk(a->x + first, count, a->squares);
+    }
+}
+
+/* ---- Conversions ------------------------------------------------------------------------------
+ *
+ * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
+ * functions of [S23]: the bits are the same. A tail goes through a buffer of full width. */
+
+#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
+#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
+#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
+#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
+#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
+#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
+#define dtrain__to_half DTRAIN__INSTANCE(dtrain__to_half)
+#define dtrain__from_half DTRAIN__INSTANCE(dtrain__from_half)
+#if DTRAIN__ISA >= 2
+typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
+
+DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+{
+    const dtrain__vwords x = (dtrain__vwords)v;
+    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
+    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
+    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
+}
+
+DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+{
+    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
+                       << 16);
+}
+#if DTRAIN__ISA == 3
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    _mm256_storeu_si256(
+        (__m256i *)(void *)to,
+        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    return (dtrain__v)_mm512_maskz_cvtph_ps(
+        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
+}
+#else
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    _mm_storeu_si128((__m128i *)(void *)to,
+                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+#endif
+#else
+DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
+    return dtrain__vload(lanes);
+}
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
+    return dtrain__vload(lanes);
+}
+#endif
+
+/* Without vector code for a whole row: count elements, either direction. */
+DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t count,
+                                    dtrain_dtype dtype)
+{
+    uint16_t tail[DTRAIN__W];
+    int64_t i = 0;
+    if (dtype == DTRAIN_BF16)
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__to_bf16(to + i, dtrain__vload(from + i));
+    else
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__to_f16(to + i, dtrain__vload(from + i));
+    if (i == count) return;
+    const dtrain__v rest = dtrain__vload_n(from + i, count - i);
+    if (dtype == DTRAIN_BF16)
+        dtrain__to_bf16(tail, rest);
+    else
+        dtrain__to_f16(tail, rest);
+    memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
+}
+
+DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t count,
+                                      dtrain_dtype dtype)
+{
+    uint16_t tail[DTRAIN__W] = {0};
+    int64_t i = 0;
+    if (dtype == DTRAIN_BF16)
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__vstore(to + i, dtrain__from_bf16(from + i));
+    else
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__vstore(to + i, dtrain__from_f16(from + i));
+    if (i == count) return;
+    memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
+    dtrain__vstore_n(
+        to + i, dtype == DTRAIN_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail), count - i);
+}
+
+#define dtrain__range_convert DTRAIN__INSTANCE(dtrain__range_convert)
+DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
+    const size_t x_bytes = dtrain_dtype_bytes(a->x_dtype), y_bytes = dtrain_dtype_bytes(a->y_dtype);
+    const char *x = (const char *)a->x + (size_t)begin * x_bytes;
+    char *y = (char *)a->y + (size_t)begin * y_bytes;
+    float between[256];
+    (void)index;
+    if (a->x_dtype == a->y_dtype)
+        memmove(y, x, (size_t)(end - begin) * x_bytes);
+    else if (a->x_dtype == DTRAIN_F32)
+        dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
+                        a->y_dtype);
+    else if (a->y_dtype == DTRAIN_F32)
+        dtrain__from_half((float *)(void *)y, (const uint16_t *)(const void *)x, end - begin,
+                          a->x_dtype);
+    else
+        for (int64_t i = begin; i < end; i += 256, x += 512, y += 512) {
+            const int64_t n = end - i < 256 ? end - i : 256;
+            dtrain__from_half(between, (const uint16_t *)(const void *)x, n, a->x_dtype);
+            dtrain__to_half((uint16_t *)(void *)y, between, n, a->y_dtype);
+        }
+}
+
+/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+#define dtrain__vq DTRAIN__INSTANCE(dtrain__vq)
+#define dtrain__vwide DTRAIN__INSTANCE(dtrain__vwide)
+#define dtrain__vmerge DTRAIN__INSTANCE(dtrain__vmerge)
+#define dtrain__vphilox DTRAIN__INSTANCE(dtrain__vphilox)
+#if DTRAIN__W > 1
+typedef uint64_t dtrain__vq __attribute__((vector_size(4 * DTRAIN__W)));
+
+DTRAIN__VECTOR dtrain__vq dtrain__vwide(dtrain__vq a, uint32_t b)
+{
+#if DTRAIN__ISA == 3
+    return (dtrain__vq)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
+#elif DTRAIN__ISA == 2
+    return (dtrain__vq)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__VECTOR void dtrain__vmerge(dtrain__vq a, dtrain__vq b, uint32_t *words)
+{
+#if DTRAIN__ISA == 3
+    const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
+    const __m512i high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
+    _mm512_storeu_si512(words, _mm512_permutex2var_epi64((__m512i)a, low, (__m512i)b));
+    _mm512_storeu_si512(words + 16, _mm512_permutex2var_epi64((__m512i)a, high, (__m512i)b));
+#elif DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    dtrain__vq c0;
+    memcpy(&c0, lanes, sizeof c0);
+    dtrain__vq c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    dtrain__vq c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const dtrain__vq p0 = dtrain__vwide(c0, DTRAIN__PHILOX_M0);
+        const dtrain__vq p1 = dtrain__vwide(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    dtrain__vmerge((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+#else
+DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t *words)
+{
+    dtrain_philox(seed, stream, counter, words);
+}
+#endif
+
+#define dtrain__range_dropout DTRAIN__INSTANCE(dtrain__range_dropout)
+DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    uint32_t words[4 * DTRAIN__H];
+    (void)index;
+    for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
+        dtrain__vphilox(a->seed, a->stream, (uint64_t)i / 4, words);
+        for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
+            const int64_t n = end - i - j;
+            float *y = a->y + i + j;
+            dtrain__vi u;
+            memcpy(&u, words + j, sizeof u);
+            u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
+            const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(a->x + i + j, n);
+            kept = dtrain__vkeep(kept, ~dropped);
+            if (a->accumulate) kept += dtrain__vload_n(y, n);
+            dtrain__vstore_n(y, kept, n);
+        }
+    }
+}
+
+/* ---- Layernorm ----------------------------------------------------------------------------------
+ *
+ * A row stays in L1 between its passes: memory is read once and written once. */
+
+#define dtrain__row_sum DTRAIN__INSTANCE(dtrain__row_sum)
+#define dtrain__row_spread DTRAIN__INSTANCE(dtrain__row_spread)
+
+/* Four accumulators, because one would wait for itself. */
+DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
+{
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        a += dtrain__vload(x + i);
+        b += dtrain__vload(x + i + DTRAIN__W);
+        c += dtrain__vload(x + i + 2 * DTRAIN__W);
+        d += dtrain__vload(x + i + 3 * DTRAIN__W);
+    }
+    for (; i < n; i += DTRAIN__W) a += dtrain__vload_n(x + i, n - i);
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* Sum of (x - mean)^2. */
+DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
+{
+    const dtrain__v m = dtrain__vset(mean);
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        const dtrain__v e = dtrain__vload(x + i) - m, f = dtrain__vload(x + i + DTRAIN__W) - m;
+        const dtrain__v g = dtrain__vload(x + i + 2 * DTRAIN__W) - m;
+        const dtrain__v h = dtrain__vload(x + i + 3 * DTRAIN__W) - m;
+        a = dtrain__vfma(e, e, a);
+        b = dtrain__vfma(f, f, b);
+        c = dtrain__vfma(g, g, c);
+        d = dtrain__vfma(h, h, d);
+    }
+    for (; i < n; i += DTRAIN__W) {
+        const dtrain__v e = dtrain__vfirst(dtrain__vload_n(x + i, n - i) - m, n - i);
+        a = dtrain__vfma(e, e, a);
+    }
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+#define dtrain__range_layernorm DTRAIN__INSTANCE(dtrain__range_layernorm)
+DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    (void)index;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = a->x + row * a->n;
+        float *y = a->y + row * a->n;
+        const float mean = dtrain__row_sum(x, a->n) / (float)a->n;
+        const float variance = dtrain__row_spread(x, a->n, mean) / (float)a->n;
+        const float rstd = 1 / sqrtf(variance + a->epsilon);
+        const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
+            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
+            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
+            dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias),
+                             n);
+        }
+        a->mean[row] = mean;
+        a->rstd[row] = rstd;
+    }
+}
+
+/* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
+ *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
+ * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
+ * in L1 or L2). Second pass: d_x. */
+#define dtrain__layernorm_sums DTRAIN__INSTANCE(dtrain__layernorm_sums)
+DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args *a, int64_t row,
+                                           float *weight_sum, float means[2])
+{
+    const float *x = a->x + row * a->n, *d_y = a->d_y + row * a->n;
+    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    float *bias_sum = weight_sum + a->n;
+    dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v d = dtrain__vload_n(d_y + i, n);
+        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
+        g_sum += g;
+        gh_sum = dtrain__vfma(g, h, gh_sum);
+        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
+        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
+    }
+    means[0] = dtrain__vsum(g_sum) / (float)a->n;
+    means[1] = dtrain__vsum(gh_sum) / (float)a->n;
+}
+
+#define dtrain__layernorm_slope DTRAIN__INSTANCE(dtrain__layernorm_slope)
+DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args *a, int64_t row,
+                                            const float means[2])
+{
+    const float *x = a->x + row * a->n, *d_y = a->d_y + row * a->n;
+    float *d_x = a->d_x + row * a->n;
+    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + i, n);
+        dtrain__v slope = r * (g - g_mean - h * gh_mean);
+        if (a->accumulate_x) slope += dtrain__vload_n(d_x + i, n);
+        dtrain__vstore_n(d_x + i, slope, n);
+    }
+}
+
+/* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
+#define dtrain__range_layernorm_backward DTRAIN__INSTANCE(dtrain__range_layernorm_backward)
+DTRAIN__KERNEL void dtrain__range_layernorm_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                     int index)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    float means[2];
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
+        for (int64_t row = first; row < last; row++) {
+            dtrain__layernorm_sums(a, row, sums, means);
+            if (a->d_x) dtrain__layernorm_slope(a, row, means);
+        }
+    }
+}
+
+/* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
+#define dtrain__range_layernorm_params DTRAIN__INSTANCE(dtrain__range_layernorm_params)
+DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t begin, int64_t end,
+                                                   int index)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    float *const out[2] = {a->d_weight, a->d_bias};
+    (void)index;
+    for (int which = 0; which < 2; which++) {
+        if (!out[which]) continue;
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const float *sums = job->scratch + which * a->n + i;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t chunk = 0; chunk < job->chunk_count; chunk++, sums += 2 * a->n)
+                sum += dtrain__vload_n(sums, n);
+            if (a->accumulate_params) sum += dtrain__vload_n(out[which] + i, n);
+            dtrain__vstore_n(out[which] + i, sum, n);
+        }
+    }
+}
+
+/* ---- Activation -------------------------------------------------------------------------------*/
+
+#define dtrain__vactivate DTRAIN__INSTANCE(dtrain__vactivate)
+DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
+{
+    if (activation == DTRAIN_ACT_GELU) return dtrain__vgelu(x);
+    if (activation == DTRAIN_ACT_RELU) return dtrain__vmax(dtrain__vset(0), x);
+    return x;
+}
+
+/* d_out * act'(x); the slope of relu at 0 is 0. */
+#define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
+DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, const float *x, dtrain__v d_out,
+                                             int64_t n)
+{
+    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(dtrain__vload_n(x, n));
+    if (activation == DTRAIN_ACT_RELU)
+        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), dtrain__vload_n(x, n)));
+    return d_out;
+}
+
+/* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
+ * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
+#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
+DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                      int index)
+{
+    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
+    const bool store = a->activation != DTRAIN_ACT_NONE || a->d_in != a->d_out;
+    (void)index;
+    if (a->d_bias && !a->accumulate)
+        memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
+    for (int64_t row = 0; row < a->rows; row++)
+        for (int64_t j = begin; j < end; j += DTRAIN__W) {
+            const int64_t at = row * a->n + j, n = end - j;
+            const dtrain__v d_out = dtrain__vload_n(a->d_out + at, n);
+            const dtrain__v d = dtrain__vdeactivate(a->activation, a->x + at, d_out, n);
+            if (store) dtrain__vstore_n(a->d_in + at, d, n);
+            if (a->d_bias)
+                dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
+        }
+}
+
+/* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
+#define dtrain__range_activate DTRAIN__INSTANCE(dtrain__range_activate)
+DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
+    (void)index;
+    for (int64_t row = begin; row < end; row++) {
+        float *c = (float *)a->c + row * a->ldc;
+        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
+            const int64_t n = a->n - j;
+            dtrain__v x = dtrain__vload_n(c + j, n);
+            if (a->bias) x += dtrain__vload_n(a->bias + j, n);
+            if (a->aux) dtrain__vstore_n(a->aux + row * a->ldc + j, x, n);
+            dtrain__vstore_n(c + j, dtrain__vactivate(a->activation, x), n);
+        }
+    }
+}
+
+/* ---- Embedding --------------------------------------------------------------------------------*/
+
+#define dtrain__range_embedding DTRAIN__INSTANCE(dtrain__range_embedding)
+DTRAIN__KERNEL void dtrain__range_embedding(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
+    (void)index;
+    for (int64_t row = begin; row < end; row++) {
+        const float *token = a->wte + a->tokens[row] * a->n;
+        const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
+        float *y = a->y + row * a->n;
+        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
+            const int64_t n = a->n - j;
+            dtrain__v v = dtrain__vload_n(token + j, n);
+            if (place) v += dtrain__vload_n(place + j, n);
+            dtrain__vstore_n(y + j, v, n);
+        }
+    }
+}
+
+/* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
+#define dtrain__range_embedding_backward DTRAIN__INSTANCE(dtrain__range_embedding_backward)
+DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                     int index)
+{
+    const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
+    (void)index;
+    for (int64_t row = 0; row < a->rows; row++) {
+        const float *d_y = a->d_y + row * a->n;
+        float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
+        float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
+        for (int64_t j = begin; j < end; j += DTRAIN__W) {
+            const int64_t n = end - j;
+            const dtrain__v d = dtrain__vload_n(d_y + j, n);
+            if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
+            if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
+        }
+    }
+}
+
+/* ---- Cross-entropy ------------------------------------------------------------------------------
+ *
+ * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
+ * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
+ * logit. */
+
+/* Maximum of count floats, not below `top`. */
+#define dtrain__row_top DTRAIN__INSTANCE(dtrain__row_top)
+DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
+{
+    dtrain__v a = dtrain__vset(top), b = a;
+    int64_t i = 0;
+    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
+        a = dtrain__vmax(dtrain__vload(x + i), a);
+        b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
+    }
+    top = dtrain__vtop(dtrain__vmax(a, b));
+    for (; i < count; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+#define dtrain__row_exp_sum DTRAIN__INSTANCE(dtrain__row_exp_sum)
+DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float top)
+{
+    const dtrain__v t = dtrain__vset(top);
+    dtrain__v a = dtrain__vset(0), b = a;
+    int64_t i = 0;
+    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
+        a += dtrain__vexp(dtrain__vload(x + i) - t);
+        b += dtrain__vexp(dtrain__vload(x + i + DTRAIN__W) - t);
+    }
+    for (; i < count; i += DTRAIN__W) {
+        const int64_t n = count - i;
+        a += dtrain__vfirst(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
+    }
+    return dtrain__vsum(a + b);
+}
+
+#define dtrain__range_cross_entropy DTRAIN__INSTANCE(dtrain__range_cross_entropy)
+DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin, int64_t end,
+                                                int index)
+{
+    const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
+    (void)index;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = a->logits + row * a->n;
+        double sum = 0;
+        float top = -FLT_MAX;
+        if (a->targets[row] == -1) {
+            a->loss[row] = a->lse[row] = 0;
+            continue;
+        }
+        for (int64_t i = 0; i < a->n; i += 2048) {
+            const int64_t count = a->n - i < 2048 ? a->n - i : 2048;
+            const float higher = dtrain__row_top(x + i, count, top);
+            if (higher > top) sum *= exp((double)top - (double)higher);
+            top = higher;
+            sum += (double)dtrain__row_exp_sum(x + i, count, top);
+        }
+        const double lse = (double)top + log(sum);
+        a->lse[row] = (float)lse;
+        a->loss[row] = (float)(lse - (double)x[a->targets[row]]);
+    }
+}
+
+#define dtrain__range_cross_entropy_backward DTRAIN__INSTANCE(dtrain__range_cross_entropy_backward)
+DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64_t begin,
+                                                         int64_t end, int index)
+{
+    const dtrain_cross_entropy_backward_args *a =
+        (const dtrain_cross_entropy_backward_args *)job->args;
+    const dtrain__v scale = dtrain__vset(a->scale);
+    (void)index;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = a->logits + row * a->n;
+        float *d = a->d_logits + row * a->n;
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        if (a->targets[row] == -1) {
+            memset(d, 0, (size_t)a->n * sizeof *d);
+            continue;
+        }
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__vstore_n(d + i, dtrain__vexp(dtrain__vload_n(x + i, n) - lse) * scale, n);
+        }
+        d[a->targets[row]] -= a->scale;
+    }
+}
+
+/* ---- Attention: second half of the per-instruction-set part of [S24] --------------------------
+ *
+ * One item is one head of one sequence (and, forward, one block of 64 queries). Blocks of 64 keys
+ * pass by; what a block of queries needs stays in L1 and L2. Scores are kept transposed, keys x
+ * queries:
+ *
+ *             queries ->             - the softmax of a query runs down a column: 8 or 16 queries
+ *        keys +---------+              advance in the lanes of one vector, nothing is summed
+ *         |   |  S^T    |              across lanes;
+ *         v   |  \      |            - only the queries' side is transposed, once per block of
+ *             |    \    |              queries, and K is read where it lies.
+ *             +---------+   causal: the part below the diagonal (key > query) is never computed,
+ *                           tile by tile, and blocks that are all below it are skipped.
+ *
+ * All products are C (m,n) (+)= A (m,k) B (k,n) with B rows contiguous and n padded to two vectors;
+ * A is read by broadcasts, so a transposed A costs nothing. Head dimensions are padded with zeros.
+ *
+ *     forward                        backward, from S and the log-sum-exp (Dao et al., 2022)
+ *     S^T = K (s Q)^T                S^T = K (s Q)^T        P^T = exp(S^T - lse)
+ *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
+ *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
+ *
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
+
+#define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
+
+/* The micro-kernel: six rows by two vectors in twelve registers, each with a name of its own,
+ * because compilers do not keep arrays of vectors in registers. With fewer rows the last one is
+ * repeated and not stored. */
+#define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#define DTRAIN__TILE_BEGIN(r)                                                                      \
+    dtrain__v left##r = dtrain__vset(0), right##r = left##r;                                       \
+    const float *a##r = a + ((r) < rows ? (r) : rows - 1) * a_row;
+#define DTRAIN__TILE_STEP(r)                                                                       \
+    do {                                                                                           \
+        const dtrain__v x = dtrain__vset(a##r[at]);                                                \
+        left##r = dtrain__vfma(x, b_left, left##r);                                                \
+        right##r = dtrain__vfma(x, b_right, right##r);                                             \
+    } while (0);
+#define DTRAIN__TILE_END(r)                                                                        \
+    if ((r) < rows) {                                                                              \
+        float *to = c + (r)*c_row;                                                                 \
+        if (accumulate) {                                                                          \
+            left##r += dtrain__vload(to);                                                          \
+            right##r += dtrain__vload(to + DTRAIN__W);                                             \
+        }                                                                                          \
+        dtrain__vstore(to, left##r);                                                               \
+        dtrain__vstore(to + DTRAIN__W, right##r);                                                  \
+    }
+
+#define dtrain__tile DTRAIN__INSTANCE(dtrain__tile)
+DTRAIN__KERNEL void dtrain__tile(int64_t rows, int64_t k, const float *a, int64_t a_row,
+                                 int64_t a_step, const float *b, int64_t b_row, float *c,
+                                 int64_t c_row, bool accumulate)
+{
+    DTRAIN__SIX(DTRAIN__TILE_BEGIN)
+    for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) {
+        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);
+        DTRAIN__SIX(DTRAIN__TILE_STEP)
+    }
+    DTRAIN__SIX(DTRAIN__TILE_END)
+}
+
+/* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
+#define dtrain__product DTRAIN__INSTANCE(dtrain__product)
+DTRAIN__KERNEL void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
+                                    int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                                    float *c, int64_t c_row, bool accumulate)
+{
+    for (int64_t i = 0; i < m; i += 6) {
+        const int64_t rows = m - i < 6 ? m - i : 6;
+        const int64_t j0 = shape == DTRAIN__C_UPPER ? i / DTRAIN__N * DTRAIN__N : 0;
+        const int64_t p0 = shape == DTRAIN__A_UPPER ? i : 0;
+        const int64_t p1 = shape == DTRAIN__A_LOWER && i + rows < k ? i + rows : k;
+        for (int64_t j = j0; j < n; j += DTRAIN__N)
+            dtrain__tile(rows, p1 - p0, a + i * a_row + p0 * a_step, a_row, a_step,
+                         b + p0 * b_row + j, b_row, c + i * c_row + j, c_row, accumulate);
+    }
+}
+
+/* to (padded, width) = scale * from (rows, d), zeros around it. width is d rounded up to
+ * vectors. */
+#define dtrain__pack_rows DTRAIN__INSTANCE(dtrain__pack_rows)
+DTRAIN__KERNEL void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const float *from,
+                                      int64_t stride, int64_t rows, int64_t d, float scale)
+{
+    const dtrain__v s = dtrain__vset(scale);
+    for (int64_t r = 0; r < padded; r++, to += width, from += stride)
+        for (int64_t j = 0; j < width; j += DTRAIN__W) {
+            const bool inside = r < rows && j < d;
+            dtrain__vstore(to + j, inside ? s * dtrain__vload_n(from + j, d - j) : dtrain__vset(0));
+        }
+}
+
+/* to (width, 64) = transpose of from (padded, width). Eight by eight in registers. */
+#define dtrain__transpose DTRAIN__INSTANCE(dtrain__transpose)
+#if DTRAIN__ISA >= 2
+DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
+{
+    for (int64_t r = 0; r < padded; r += 8)
+        for (int64_t j = 0; j < width; j += 8) {
+            const float *in = from + r * width + j;
+            float *out = to + j * DTRAIN__ATTENTION_BLOCK + r;
+            __m256 x[8], y[8];
+            for (int i = 0; i < 8; i += 2) { /* pairs of rows: a0 b0 a1 b1 | a4 b4 a5 b5, ... */
+                const __m256 a = _mm256_loadu_ps(in + i * width);
+                const __m256 b = _mm256_loadu_ps(in + (i + 1) * width);
+                x[i] = _mm256_unpacklo_ps(a, b);
+                x[i + 1] = _mm256_unpackhi_ps(a, b);
+            }
+            for (int i = 0; i < 8;
+                 i += 4) { /* four rows: column 0 | column 4, 1 | 5, 2 | 6, 3 | 7 */
+                y[i] = _mm256_shuffle_ps(x[i], x[i + 2], 0x44);
+                y[i + 1] = _mm256_shuffle_ps(x[i], x[i + 2], 0xee);
+                y[i + 2] = _mm256_shuffle_ps(x[i + 1], x[i + 3], 0x44);
+                y[i + 3] = _mm256_shuffle_ps(x[i + 1], x[i + 3], 0xee);
+            }
+            for (int i = 0; i < 4; i++) {
+                _mm256_storeu_ps(out + i * DTRAIN__ATTENTION_BLOCK,
+                                 _mm256_permute2f128_ps(y[i], y[i + 4], 0x20));
+                _mm256_storeu_ps(out + (i + 4) * DTRAIN__ATTENTION_BLOCK,
+                                 _mm256_permute2f128_ps(y[i], y[i + 4], 0x31));
+            }
+        }
+}
+#else
+DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
+{
+    for (int64_t r = 0; r < padded; r++)
+        for (int64_t j = 0; j < width; j++) to[j * DTRAIN__ATTENTION_BLOCK + r] = from[r * width + j];
+}
+#endif
+
+/* What one item works on. q, k, v, y, d_y, d_qkv begin at the head's columns of the sequence's
+ * first row; the rest is scratch of this thread. */
+#define dtrain__head DTRAIN__INSTANCE(dtrain__head)
+typedef struct dtrain__head {
+    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
+    bool causal;
+    float scale;
+    const float *q, *k, *v, *y, *d_y;
+    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
+    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *scores;              /* (64 keys, 64 queries) */
+    float *out;                 /* (64, width): O forward, dQ backward */
+    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
+    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
+    float *slopes;              /* (64, 64): dS^T */
+    float *delta, *lse;         /* (64): rowsum(dO O) */
+    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+} dtrain__head;
+
+#define dtrain__head_open DTRAIN__INSTANCE(dtrain__head_open)
+DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_args *a,
+                                        int64_t item, float *scratch)
+{
+    const int64_t d = a->n / a->heads, batch = item / a->heads, column = item % a->heads * d;
+    const int64_t row = batch * a->sequence;
+    h->sequence = a->sequence;
+    h->d = d;
+    h->width = (d + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
+    h->stride = 3 * a->n;
+    h->y_stride = a->n;
+    h->causal = a->causal;
+    h->scale = 1 / sqrtf((float)d);
+    h->q = a->qkv + row * h->stride + column;
+    h->k = h->q + a->n;
+    h->v = h->k + a->n;
+    h->queries = scratch;
+    h->queries_t = h->queries + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->keys = h->queries_t + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->out = h->keys + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->scores = h->out + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->top = h->scores + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
+    h->sum = h->top + DTRAIN__ATTENTION_BLOCK;
+    h->factor = h->sum + DTRAIN__ATTENTION_BLOCK;
+    return h->factor + DTRAIN__ATTENTION_BLOCK;
+}
+
+#define dtrain__padded DTRAIN__INSTANCE(dtrain__padded)
+DTRAIN__VECTOR int64_t dtrain__padded(int64_t rows)
+{
+    return (rows + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
+}
+
+/* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
+ * position. The masked rest of these scores is -FLT_MAX, whose exp is 0. */
+#define dtrain__mask_column DTRAIN__INSTANCE(dtrain__mask_column)
+DTRAIN__VECTOR int64_t dtrain__mask_column(float *scores, int64_t c, int64_t keys, bool diagonal)
+{
+    const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
+    if (!diagonal) return keys;
+    const int64_t end = c + DTRAIN__W < keys ? c + DTRAIN__W : keys;
+    for (int64_t key = c + 1; key < end; key++) {
+        float *at = scores + key * DTRAIN__ATTENTION_BLOCK + c;
+        const dtrain__vi hidden = dtrain__viless(query, dtrain__viset((int32_t)key));
+        dtrain__vstore(at, dtrain__vselect(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
+    }
+    return end;
+}
+
+/* Products that use the result skip zeros by tiles of six: five more rows must be 0. */
+#define dtrain__clear_below DTRAIN__INSTANCE(dtrain__clear_below)
+DTRAIN__VECTOR void dtrain__clear_below(float *scores, int64_t c, int64_t seen, int64_t keys)
+{
+    for (int64_t key = seen; key < keys && key < seen + 5; key++)
+        dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
+}
+
+/* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
+ * keys so far; sum and what O holds already are rescaled by factor = exp(old top - top). */
+#define dtrain__softmax_block DTRAIN__INSTANCE(dtrain__softmax_block)
+DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries, int64_t keys,
+                                          bool diagonal)
+{
+    for (int64_t c = 0; c < queries; c += DTRAIN__W) {
+        const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
+        const dtrain__v old = dtrain__vload(h->top + c);
+        dtrain__v top = old, sum = dtrain__vset(0);
+        float *s = h->scores + c;
+        for (int64_t key = 0; key < seen; key++)
+            top = dtrain__vmax(top, dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK));
+        for (int64_t key = 0; key < seen; key++) {
+            const dtrain__v p = dtrain__vexp(dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK) - top);
+            dtrain__vstore(s + key * DTRAIN__ATTENTION_BLOCK, p);
+            sum += p;
+        }
+        dtrain__clear_below(h->scores, c, seen, keys);
+        const dtrain__v factor = dtrain__vexp(old - top);
+        dtrain__vstore(h->factor + c, factor);
+        dtrain__vstore(h->top + c, top);
+        dtrain__vstore(h->sum + c, dtrain__vfma(dtrain__vload(h->sum + c), factor, sum));
+    }
+}
+
+#define dtrain__scale_rows DTRAIN__INSTANCE(dtrain__scale_rows)
+DTRAIN__KERNEL void dtrain__scale_rows(float *x, int64_t rows, int64_t width, const float *factor)
+{
+    for (int64_t r = 0; r < rows; r++, x += width) {
+        const dtrain__v f = dtrain__vset(factor[r]);
+        if (factor[r] == 1) continue;
+        for (int64_t j = 0; j < width; j += DTRAIN__W)
+            dtrain__vstore(x + j, dtrain__vload(x + j) * f);
+    }
+}
+
+/* Item: one block of queries of one head; the long ones come first. */
+#define dtrain__range_attention DTRAIN__INSTANCE(dtrain__range_attention)
+DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
+    const int64_t head_count = a->batch * a->heads;
+    const int64_t blocks = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    for (int64_t item = begin; item < end; item++) {
+        dtrain__head h;
+        const int64_t head = item % head_count, batch = head / a->heads;
+        const int64_t q0 = (blocks - 1 - item / head_count) * DTRAIN__ATTENTION_BLOCK;
+        const int64_t left = a->sequence - q0, m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
+        const int64_t limit = a->causal ? q0 + m : a->sequence;
+        dtrain__head_open(&h, a, head, job->scratch + index * job->slot);
+        dtrain__pack_rows(h.queries, h.width, dtrain__padded(m), h.q + q0 * h.stride, h.stride, m,
+                          h.d, h.scale);
+        dtrain__transpose(h.queries_t, h.queries, h.width, dtrain__padded(m));
+        for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
+            h.top[i] = -FLT_MAX;
+            h.sum[i] = 0;
+        }
+        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
+            const int64_t keys = limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+            const bool diagonal = a->causal && k0 == q0;
+            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, dtrain__padded(m), h.d,
+                            h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
+                            DTRAIN__ATTENTION_BLOCK, false);
+            dtrain__softmax_block(&h, m, keys, diagonal);
+            if (k0 > 0) dtrain__scale_rows(h.out, m, h.width, h.factor);
+            dtrain__pack_rows(h.keys, h.width, keys, h.v + k0 * h.stride, h.stride, keys, h.d, 1);
+            dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
+                            1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
+        }
+        for (int64_t r = 0; r < m; r++) {
+            float *y = a->y + (batch * a->sequence + q0 + r) * a->n + head % a->heads * h.d;
+            const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
+            for (int64_t j = 0; j < h.d; j += DTRAIN__W)
+                dtrain__vstore_n(y + j, dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
+            a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
+        }
+    }
+}
+
+/* ---- Backward ---- */
+
+/* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
+#define dtrain__open_queries DTRAIN__INSTANCE(dtrain__open_queries)
+DTRAIN__KERNEL void dtrain__open_queries(const dtrain__head *h, int64_t q0, int64_t m,
+                                         const float *lse)
+{
+    const int64_t padded = dtrain__padded(m);
+    dtrain__pack_rows(h->queries, h->width, padded, h->q + q0 * h->stride, h->stride, m, h->d,
+                      h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y + q0 * h->y_stride, h->y_stride, m, h->d,
+                      1);
+    dtrain__transpose(h->queries_t, h->queries, h->width, padded);
+    dtrain__transpose(h->d_out_t, h->d_out, h->width, padded);
+    for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
+        dtrain__v delta = dtrain__vset(0);
+        for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
+            delta =
+                dtrain__vfma(dtrain__vload(h->d_out + r * h->width + j),
+                             dtrain__vload_n(h->y + (q0 + r) * h->y_stride + j, h->d - j), delta);
+        h->delta[r] = dtrain__vsum(delta);
+        h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
+    }
+}
+
+/* scores = P^T = exp(S^T - lse); slopes = dS^T = P^T (dP^T - delta). */
+#define dtrain__softmax_slopes DTRAIN__INSTANCE(dtrain__softmax_slopes)
+DTRAIN__KERNEL void dtrain__softmax_slopes(const dtrain__head *h, int64_t queries, int64_t keys,
+                                           bool diagonal)
+{
+    for (int64_t c = 0; c < queries; c += DTRAIN__W) {
+        const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
+        const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
+        float *s = h->scores + c, *g = h->slopes + c;
+        for (int64_t key = 0; key < seen; key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
+            const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse);
+            dtrain__vstore(s, p);
+            dtrain__vstore(g, p * (dtrain__vload(g) - delta));
+        }
+        dtrain__clear_below(h->scores, c, seen, keys);
+        dtrain__clear_below(h->slopes, c, seen, keys);
+    }
+}
+
+/* One block of keys against the open block of queries: five products. */
+#define dtrain__attend_backward DTRAIN__INSTANCE(dtrain__attend_backward)
+DTRAIN__KERNEL void dtrain__attend_backward(const dtrain__head *h, int64_t m, int64_t k0,
+                                            int64_t keys, bool diagonal, bool first_keys)
+{
+    const int64_t b = DTRAIN__ATTENTION_BLOCK, n = dtrain__padded(m);
+    const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
+    const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
+    const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
+    dtrain__pack_rows(h->keys, h->width, keys, h->k + k0 * h->stride, h->stride, keys, h->d, 1);
+    dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
+                    false);
+    dtrain__product(inner, keys, n, h->d, h->v + k0 * h->stride, h->stride, 1, h->d_out_t, b,
+                    h->slopes, b, false);
+    dtrain__softmax_slopes(h, m, keys, diagonal);
+    dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
+                    h->d_values + k0 * h->width, h->width, true);
+    dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
+                    h->d_keys + k0 * h->width, h->width, true);
+    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out,
+                    h->width, !first_keys);
+}
+
+/* to (rows, d) = scale * from (rows, width). */
+#define dtrain__unpack_rows DTRAIN__INSTANCE(dtrain__unpack_rows)
+DTRAIN__KERNEL void dtrain__unpack_rows(float *to, int64_t stride, const float *from, int64_t width,
+                                        int64_t rows, int64_t d, float scale)
+{
+    const dtrain__v s = dtrain__vset(scale);
+    for (int64_t r = 0; r < rows; r++, to += stride, from += width)
+        for (int64_t j = 0; j < d; j += DTRAIN__W)
+            dtrain__vstore_n(to + j, dtrain__vload(from + j) * s, d - j);
+}
+
+/* Item: one head of one sequence, so that no two threads write one element. */
+#define dtrain__range_attention_backward DTRAIN__INSTANCE(dtrain__range_attention_backward)
+DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                     int index)
+{
+    const dtrain_attention_backward_args *a = (const dtrain_attention_backward_args *)job->args;
+    dtrain_attention_args forward;
+    memset(&forward, 0, sizeof forward);
+    forward.sequence = a->sequence;
+    forward.heads = a->heads;
+    forward.n = a->n;
+    forward.causal = a->causal;
+    forward.qkv = a->qkv;
+    for (int64_t item = begin; item < end; item++) {
+        dtrain__head h;
+        float *scratch = dtrain__head_open(&h, &forward, item, job->scratch + index * job->slot);
+        const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
+        const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
+        float *d_q = a->d_qkv + (h.q - a->qkv);
+        h.y = a->y + at;
+        h.d_y = a->d_y + at;
+        h.d_out = scratch;
+        h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
+        h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
+        h.delta = h.slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
+        h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
+        h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
+        h.d_values = h.d_keys + rounded * h.width;
+        memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
+        for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
+            const int64_t left = a->sequence - q0, m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
+            const int64_t limit = a->causal ? q0 + m : a->sequence;
+            dtrain__open_queries(&h, q0, m, a->lse + item * a->sequence);
+            for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
+                const int64_t keys = limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+                dtrain__attend_backward(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
+            }
+            dtrain__unpack_rows(d_q + q0 * h.stride, h.stride, h.out, h.width, m, h.d, h.scale);
+        }
+        dtrain__unpack_rows(d_q + a->n, h.stride, h.d_keys, h.width, a->sequence, h.d, 1);
+        dtrain__unpack_rows(d_q + 2 * a->n, h.stride, h.d_values, h.width, a->sequence, h.d, 1);
+    }
+}
+
+/* ---- The table of this instance ---------------------------------------------------------------*/
+
+static const dtrain__kernels DTRAIN__INSTANCE(dtrain__kernels) = {
+    DTRAIN__STRING(DTRAIN__SUFFIX),
+    dtrain__range_activate,
+    dtrain__range_activation_backward,
+    dtrain__range_layernorm,
+    dtrain__range_layernorm_backward,
+    dtrain__range_layernorm_params,
+    dtrain__range_embedding,
+    dtrain__range_embedding_backward,
+    dtrain__range_attention,
+    dtrain__range_attention_backward,
+    dtrain__range_cross_entropy,
+    dtrain__range_cross_entropy_backward,
+    dtrain__range_add,
+    dtrain__range_axpby,
+    dtrain__range_dropout,
+    dtrain__range_sum,
+    dtrain__range_convert,
+    dtrain__range_adamw,
+    dtrain__range_sgd,
+};
+
+#undef DTRAIN__SUFFIX
+#undef DTRAIN__W
+#undef DTRAIN__ON
+
+#endif /* DTRAIN__ISA */
+/* ------------------------------------------------------------------------------------------------*/
+
+#if defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__ISA) && !defined(DTRAIN__SECOND_HALF)
+#define DTRAIN__SECOND_HALF
+
+static const dtrain__kernels *dtrain__kernels_select(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return &dtrain__kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &dtrain__kernels_avx2; /* F16C came two generations earlier */
+#endif
+#if defined(__GNUC__)
+    return &dtrain__kernels_generic;
+#else
+    return &dtrain__kernels_scalar;
+#endif
+}
+
+DTRAIN_API const char *dtrain_cpu_kernel_name(void)
+{
+#ifdef DTRAIN_USE_CBLAS
+    return "cblas";
+#else
+    return dtrain__kernels_select()->name;
+#endif
+}
+
+/* ---- State and memory -------------------------------------------------------------------------*/
+
+typedef struct dtrain__cpu {
+    dtrain_allocator allocator;
+    dtrain__pool *pool;
+    int thread_count;
+    const dtrain__kernels *kernels;
+    dtrain__gemm_workspace gemm;
+    float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
+    size_t scratch_bytes;
+    double sums[DTRAIN__SUM_CHUNKS];
+} dtrain__cpu;
+
+/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
+ * kept in the bytes before the memory that is handed out. */
+#define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
+
+static int64_t dtrain__multiple(int64_t value, int64_t unit)
+{
+    return (value + unit - 1) / unit * unit;
+}
+
+/* Asks for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
+ * and first touch is some ten times faster. A refusal changes nothing. */
+static void dtrain__advise_huge(char *memory, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    const size_t huge = (size_t)2 << 20;
+    char *begin = memory + (size_t)(-(uintptr_t)memory & (huge - 1));
+    if (bytes < 2 * huge || (size_t)(memory + bytes - begin) < huge) return;
+    madvise(begin, (size_t)(memory + bytes - begin) & ~(huge - 1), MADV_HUGEPAGE);
+#else
+    (void)memory;
+    (void)bytes;
+#endif
+}
+
+static void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
+{
+    if (bytes > SIZE_MAX - DTRAIN__ALIGN_EXTRA) return NULL;
+    char *block = (char *)allocator->alloc(allocator->user, bytes + DTRAIN__ALIGN_EXTRA);
+    if (!block) return NULL;
+    dtrain__advise_huge(block, bytes);
+    char *memory = block + sizeof(void *);
+    memory += (size_t)(-(uintptr_t)memory & 63);
+    memcpy(memory - sizeof(void *), &block, sizeof block);
+    return memory;
+}
+
+static void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory, size_t bytes)
+{
+    void *block;
+    if (!memory) return;
+    memcpy(&block, (char *)memory - sizeof(void *), sizeof block);
+    allocator->free(allocator->user, block, bytes + DTRAIN__ALIGN_EXTRA);
+}
+
+/* At least `floats` of scratch in job->scratch. Contents do not survive. */
+static dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job, int64_t floats)
+{
+    const size_t bytes = (size_t)floats * sizeof(float);
+    if ((uint64_t)floats > SIZE_MAX / (4 * sizeof(float)))
+        return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                            "a CPU kernel's scratch of %lld floats is too large",
+                            (long long)floats);
+    if (bytes > cpu->scratch_bytes) {
+        dtrain__aligned_free(&cpu->allocator, cpu->scratch, cpu->scratch_bytes);
+        cpu->scratch_bytes = 0;
+        cpu->scratch = (float *)dtrain__aligned_alloc(&cpu->allocator, bytes);
+        if (!cpu->scratch)
+            return dtrain__fail(DTRAIN_ERROR_MEMORY, "no memory for %lld bytes of kernel scratch",
+                                (long long)bytes);
+        cpu->scratch_bytes = bytes;
+    }
+    job->scratch = cpu->scratch;
+    return DTRAIN_OK;
+}
+
+static void dtrain__cpu_destroy(dtrain_device *device)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (!cpu) return;
+    const dtrain_allocator allocator = cpu->allocator;
+    dtrain__pool_destroy(cpu->pool);
+    dtrain__gemm_workspace_free(&cpu->gemm);
+    dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
+    dtrain__free(&allocator, cpu, 1, sizeof *cpu);
+    device->state = NULL;
+}
+
+static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    const int threads = desc->thread_count ? (int)desc->thread_count : 1;
+    const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
+    device->state = NULL;
+    if (threads < 1 || threads > 1024)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "thread_count is %u, expected 1 to 1024",
+                            (unsigned)desc->thread_count);
+    dtrain__cpu *cpu = (dtrain__cpu *)dtrain__alloc(&allocator, 1, sizeof *cpu, "a CPU device");
+    if (!cpu) return DTRAIN_ERROR_MEMORY;
+    cpu->allocator = allocator;
+    cpu->gemm.allocator = &cpu->allocator;
+    cpu->thread_count = threads;
+    cpu->kernels = dtrain__kernels_select();
+    if (threads > 1) {
+        const int error = dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
+        if (error) {
+            dtrain__free(&allocator, cpu, 1, sizeof *cpu);
+            return dtrain__fail(error == ENOMEM ? DTRAIN_ERROR_MEMORY : DTRAIN_ERROR_SYSTEM,
+                                "could not start %d compute threads: %s", threads, strerror(error));
+        }
+    }
+    device->state = cpu;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
+{
+    (void)device;
+    return DTRAIN_OK;
+}
+
+static void dtrain__device_count(dtrain_device *device, size_t bytes)
+{
+    device->allocated_bytes += bytes;
+    if (device->allocated_bytes > device->peak_bytes) device->peak_bytes = device->allocated_bytes;
+}
+
+static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
+    if (!*memory)
+        return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                            "no memory for %llu bytes on the CPU device, which holds %llu already",
+                            (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
+    dtrain__device_count(device, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (!memory) return;
+    dtrain__aligned_free(&cpu->allocator, memory, bytes);
+    device->allocated_bytes -= bytes;
+}
+
+static dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
+                                      size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)kind;
+    if (bytes) memmove(to, from, bytes);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    if (bytes) memset(memory, 0, bytes);
+    return DTRAIN_OK;
+}
+
+/* ---- Launching --------------------------------------------------------------------------------*/
+
+static void dtrain__job_task(void *ctx, int index, int count)
+{
+    dtrain__job *job = (dtrain__job *)ctx;
+    if (job->dynamic) {
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+            if (item >= job->total) return;
+            job->range(job, item, item + 1, index);
+        }
+    }
+    const int64_t units = (job->total + job->unit - 1) / job->unit;
+    const int64_t begin = units * index / count * job->unit;
+    const int64_t end = units * (index + 1) / count * job->unit;
+    if (begin < job->total) job->range(job, begin, end < job->total ? end : job->total, index);
+}
+
+static dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit)
+{
+    dtrain__job job;
+    memset(&job, 0, sizeof job);
+    job.args = args;
+    job.total = total;
+    job.unit = unit;
+    return job;
+}
+
+/* `elements` is the work's size: a small job stays on the calling thread. */
+static dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job, dtrain__range_fn range,
+                                     int64_t elements)
+{
+    job->range = range;
+    dtrain__parallel(elements > DTRAIN__SMALL ? cpu->pool : NULL, dtrain__job_task, job);
+    return DTRAIN_OK;
+}
+
+/* Each element by itself, cut at cache lines. */
+static dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args, int64_t count,
+                                             dtrain__range_fn range)
+{
+    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, count);
+}
+
+static const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device)
+{
+    return ((dtrain__cpu *)device->state)->kernels;
+}
+
+/* ---- Matrix multiplication --------------------------------------------------------------------*/
+
+#ifdef DTRAIN_USE_CBLAS
+
+/* A copy of a (rows, columns) matrix as fp32, or back; both with leading dimension ld. */
+static void dtrain__cpu_convert_matrix(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
+                                       void *y, dtrain_dtype y_dtype, int64_t rows, int64_t columns,
+                                       int64_t ld)
+{
+    for (int64_t row = 0; row < rows; row++) {
+        dtrain_convert_args args;
+        args.count = columns;
+        args.x = (const char *)x + (size_t)(row * ld) * dtrain_dtype_bytes(x_dtype);
+        args.y = (char *)y + (size_t)(row * ld) * dtrain_dtype_bytes(y_dtype);
+        args.x_dtype = x_dtype;
+        args.y_dtype = y_dtype;
+        dtrain__job job = dtrain__job_make(&args, columns, DTRAIN__LINE);
+        dtrain__job_run(cpu, &job, cpu->kernels->convert, columns);
+    }
+}
+
+/* The library multiplies fp32; operands in half precision are converted through the scratch; bias,
+ * aux and activation follow in a second pass over C. */
+static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
+    const bool trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const int64_t a_rows = trans_a ? args->k : args->m, b_rows = trans_b ? args->n : args->k;
+    const int64_t a_size = args->a_dtype == DTRAIN_F32 ? 0 : a_rows * args->lda;
+    const int64_t b_size = args->b_dtype == DTRAIN_F32 ? 0 : b_rows * args->ldb;
+    const int64_t c_size = args->c_dtype == DTRAIN_F32 ? 0 : args->m * args->ldc;
+    dtrain_gemm_args plain = *args;
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
+        args->ldb > INT_MAX || args->ldc > INT_MAX)
+        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
+    dtrain__job job = dtrain__job_make(&plain, args->m, 1);
+    const dtrain_result result = dtrain__cpu_scratch(cpu, &job, a_size + b_size + c_size);
+    if (result != DTRAIN_OK) return result;
+    if (a_size) {
+        plain.a = job.scratch;
+        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_F32, a_rows,
+                                   trans_a ? args->m : args->k, args->lda);
+    }
+    if (b_size) {
+        plain.b = job.scratch + a_size;
+        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size, DTRAIN_F32,
+                                   b_rows, trans_b ? args->k : args->n, args->ldb);
+    }
+    if (c_size) {
+        plain.c = job.scratch + a_size + b_size;
+        if (args->beta != 0)
+            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_F32, args->m,
+                                       args->n, args->ldc);
+    }
+    cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans,
+                trans_b ? CblasTrans : CblasNoTrans, (int)args->m, (int)args->n, (int)args->k,
+                args->alpha, (const float *)plain.a, (int)args->lda, (const float *)plain.b,
+                (int)args->ldb, args->beta, (float *)plain.c, (int)args->ldc);
+    if (args->bias || args->aux || args->activation != DTRAIN_ACT_NONE)
+        dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
+    if (c_size)
+        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_F32, args->c, args->c_dtype, args->m,
+                                   args->n, args->ldc);
+    return DTRAIN_OK;
+}
+
+#else
+
+static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
+        return dtrain__fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- Kernels ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__cpu_activation_backward(dtrain_device *device,
+                                                     const dtrain_activation_backward_args *args)
+{
+    dtrain_activation_backward_args flat = *args;
+    if (!args->d_bias) { /* no column sums: one long row */
+        flat.n = args->rows * args->n;
+        flat.rows = 1;
+    }
+    dtrain__job job = dtrain__job_make(&flat, flat.n, DTRAIN__LINE);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job,
+                           dtrain__cpu_kernels(device)->activation_backward, flat.rows * flat.n);
+}
+
+static dtrain_result dtrain__cpu_layernorm(dtrain_device *device, const dtrain_layernorm_args *args)
+{
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job,
+                           dtrain__cpu_kernels(device)->layernorm, args->rows * args->n);
+}
+
+/* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
+static dtrain_result dtrain__cpu_layernorm_backward(dtrain_device *device,
+                                                    const dtrain_layernorm_backward_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
+    const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
+    dtrain__job job = dtrain__job_make(args, chunk_count, 1);
+    job.chunk = chunk;
+    job.chunk_count = chunk_count;
+    const dtrain_result result = dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n);
+    if (result != DTRAIN_OK) return result;
+    dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n);
+    job.total = args->n;
+    job.unit = DTRAIN__LINE;
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
+}
+
+static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
+{
+    for (int64_t row = 0; row < rows; row++)
+        if (tokens[row] < 0 || tokens[row] >= vocab)
+            return dtrain__fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
+                                (long)tokens[row], (long long)row, (long long)vocab);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows, int64_t n)
+{
+    for (int64_t row = 0; row < rows; row++)
+        if (targets[row] < -1 || targets[row] >= n)
+            return dtrain__fail(DTRAIN_ERROR_DATA,
+                                "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
+                                (long)targets[row], (long long)row, (long long)n);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_embedding(dtrain_device *device, const dtrain_embedding_args *args)
+{
+    const dtrain_result result = dtrain__check_tokens(args->tokens, args->rows, args->vocab);
+    if (result != DTRAIN_OK) return result;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job,
+                           dtrain__cpu_kernels(device)->embedding, args->rows * args->n);
+}
+
+static dtrain_result dtrain__cpu_embedding_backward(dtrain_device *device,
+                                                    const dtrain_embedding_backward_args *args)
+{
+    const dtrain_result result = dtrain__check_tokens(args->tokens, args->rows, args->vocab);
+    if (result != DTRAIN_OK) return result;
+    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job,
+                           dtrain__cpu_kernels(device)->embedding_backward, args->rows * args->n);
+}
+
+/* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
+static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence, bool backward)
+{
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
+    int64_t floats = 4 * block * width + block * block + 3 * block;
+    if (backward) {
+        floats += 2 * block * width + block * block + 2 * block;
+        floats += 2 * dtrain__multiple(sequence, block) * width;
+    }
+    return dtrain__multiple(floats, DTRAIN__LINE);
+}
+
+static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
+{
+    if (heads > 0 && n > 0 && n % heads == 0) return DTRAIN_OK;
+    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                        "attention: %lld columns cannot be cut into %lld heads", (long long)n,
+                        (long long)heads);
+}
+
+static dtrain_result dtrain__cpu_attention(dtrain_device *device, const dtrain_attention_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
+    dtrain_result result = dtrain__check_heads(args->n, args->heads);
+    if (result != DTRAIN_OK) return result;
+    job.dynamic = true;
+    job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
+    result = dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count);
+    if (result != DTRAIN_OK) return result;
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention,
+                           args->batch * args->sequence * args->n * 8);
+}
+
+static dtrain_result dtrain__cpu_attention_backward(dtrain_device *device,
+                                                    const dtrain_attention_backward_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
+    dtrain_result result = dtrain__check_heads(args->n, args->heads);
+    if (result != DTRAIN_OK) return result;
+    job.dynamic = true;
+    job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
+    result = dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count);
+    if (result != DTRAIN_OK) return result;
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward,
+                           args->batch * args->sequence * args->n * 16);
+}
+
+static dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
+                                               const dtrain_cross_entropy_args *args)
+{
+    const dtrain_result result = dtrain__check_targets(args->targets, args->rows, args->n);
+    if (result != DTRAIN_OK) return result;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job,
+                           dtrain__cpu_kernels(device)->cross_entropy, args->rows * args->n);
+}
+
+static dtrain_result
+dtrain__cpu_cross_entropy_backward(dtrain_device *device,
+                                   const dtrain_cross_entropy_backward_args *args)
+{
+    const dtrain_result result = dtrain__check_targets(args->targets, args->rows, args->n);
+    if (result != DTRAIN_OK) return result;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job,
+                           dtrain__cpu_kernels(device)->cross_entropy_backward,
+                           args->rows * args->n);
+}
+
+static dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
+{
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
+}
+
+static dtrain_result dtrain__cpu_axpby(dtrain_device *device, const dtrain_axpby_args *args)
+{
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
+}
+
+static dtrain_result dtrain__cpu_dropout(dtrain_device *device, const dtrain_dropout_args *args)
+{
+    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* one Philox vector */
+    return dtrain__job_run((dtrain__cpu *)device->state, &job, dtrain__cpu_kernels(device)->dropout,
+                           args->count);
+}
+
+static dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
+    const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
+    double sum = 0;
+    job.chunk = chunk;
+    job.sums = cpu->sums;
+    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
+    for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
+    args->out[0] = args->scale * sum;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_convert(dtrain_device *device, const dtrain_convert_args *args)
+{
+    const dtrain_dtype low = args->x_dtype < args->y_dtype ? args->x_dtype : args->y_dtype;
+    const dtrain_dtype high = args->x_dtype < args->y_dtype ? args->y_dtype : args->x_dtype;
+    if (low < DTRAIN_F32 || high > DTRAIN_F16)
+        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
+                            dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->convert);
+}
+
+static dtrain_result dtrain__cpu_adamw(dtrain_device *device, const dtrain_adamw_args *args)
+{
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->adamw);
+}
+
+static dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
+{
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->sgd);
+}
+
+/* Every kernel in the table's order; Y is the one that has a result on the host. */
+#define DTRAIN__KERNEL_LIST(X, Y)                                                                  \
+    X(gemm)                                                                                        \
+    X(activation_backward) X(layernorm) X(layernorm_backward) X(embedding) X(embedding_backward)   \
+        X(attention) X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add)       \
+            X(axpby) X(dropout) Y(sum) X(convert) X(adamw) X(sgd)
+
+DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
+{
+#define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
+    static const dtrain_device_ops ops = {
+        DTRAIN_DEVICE_ABI,
+        "cpu",
+        true,
+        dtrain__cpu_create,
+        dtrain__cpu_destroy,
+        dtrain__cpu_synchronize,
+        dtrain__cpu_alloc,
+        dtrain__cpu_free,
+        dtrain__cpu_copy,
+        dtrain__cpu_zero,
+        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
+    return &ops;
+}
+
+/* ---- The plan device --------------------------------------------------------------------------
+ *
+ * Addresses without memory: an allocation is a step of a counter that lives in device->state
+ * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
+ * answer. */
+
+static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    (void)desc;
+    device->state = (void *)(uintptr_t)4096;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
+
+static dtrain_result dtrain__plan_synchronize(dtrain_device *device)
+{
+    (void)device;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    const uintptr_t at = (uintptr_t)device->state;
+    *memory = NULL;
+    if (bytes > UINTPTR_MAX - at - 128)
+        return dtrain__fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
+                            (unsigned long long)bytes);
+    *memory = (void *)at;
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    dtrain__device_count(device, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (memory) device->allocated_bytes -= bytes;
+}
+
+static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
+                                       size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    (void)kind;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+
+#define DTRAIN__PLAN_KERNEL(op)                                                                    \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args)  \
+    {                                                                                              \
+        (void)device;                                                                              \
+        (void)args;                                                                                \
+        return DTRAIN_OK;                                                                          \
+    }
+#define DTRAIN__PLAN_RESULT(op)                                                                    \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args)  \
+    {                                                                                              \
+        (void)device;                                                                              \
+        args->out[0] = 0;                                                                          \
+        return DTRAIN_OK;                                                                          \
+    }
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_RESULT)
+
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+{
+#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
+    static const dtrain_device_ops ops = {
+        DTRAIN_DEVICE_ABI,
+        "plan",
+        false,
+        dtrain__plan_create,
+        dtrain__plan_destroy,
+        dtrain__plan_synchronize,
+        dtrain__plan_alloc,
+        dtrain__plan_free,
+        dtrain__plan_copy,
+        dtrain__plan_zero,
+        DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY, DTRAIN__PLAN_ENTRY)};
+    return &ops;
+}
+
+/* ---- A device of one's own --------------------------------------------------------------------*/
+
+/* The allocator is kept behind the public part: backends need not. */
+typedef struct dtrain__owned_device {
+    dtrain_device device;
+    dtrain_allocator allocator;
+} dtrain__owned_device;
+
+DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
+                                              const dtrain_device_desc *desc, dtrain_device **out)
+{
+    dtrain_device_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_create: out is NULL");
+    *out = NULL;
+    if (!desc) desc = &defaults;
+    if (!ops) ops = dtrain_cpu_device_ops();
+    if (ops->abi != DTRAIN_DEVICE_ABI)
+        return dtrain__fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
+            (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
+    const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
+    dtrain__owned_device *owned =
+        (dtrain__owned_device *)dtrain__alloc(&allocator, 1, sizeof *owned, "a device");
+    if (!owned) return DTRAIN_ERROR_MEMORY;
+    owned->allocator = allocator;
+    owned->device.ops = ops;
+    const dtrain_result result = ops->create(desc, &owned->device);
+    if (result != DTRAIN_OK) {
+        dtrain__free(&allocator, owned, 1, sizeof *owned);
+        return result;
+    }
+    *out = &owned->device;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
+{
+    dtrain__owned_device *owned = (dtrain__owned_device *)(void *)device;
+    if (!device) return;
+    const dtrain_allocator allocator = owned->allocator;
+    device->ops->destroy(device);
+    dtrain__free(&allocator, owned, 1, sizeof *owned);
+}
+
+/* ================================================================================================
+ * [S25] World, launch
+ *
+ * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It has
+ * no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees it at
+ * the same address, so pointers into it can be handed around:
+ *
+ *     | control: first failure, how each rank ended | arena of rank 0 | ... | arena of rank N-1 |
+ *
+ * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
+ * memory: no lock is shared, so no rank can die holding one.
+ *
+ * The launcher installs no signal handler. It blocks SIGCHLD and the signals it forwards and sleeps
+ * in sigtimedwait; a rank's death is in the control page some 100 us after it happened, where the
+ * waiting ranks see it. Invariant: whatever happens, every rank that was started has been reaped
+ * when dtrain_launch returns.
+ * ==============================================================================================*/
+
+#include <sys/resource.h>
+
+typedef enum dtrain__end {
+    DTRAIN__RUNNING = 0,
+    DTRAIN__LEFT = 1,     /* rank_main returned 0 */
+    DTRAIN__RETURNED = 2, /* something else */
+    DTRAIN__SIGNALED = 3,
+    DTRAIN__UNSTARTED = 4, /* its world could not be made */
+    DTRAIN__STOPPED = 5    /* killed by the launcher after the grace period */
+} dtrain__end;
+
+/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
+typedef struct dtrain__fate {
+    uint32_t how;    /* atomic, stored last: dtrain__end */
+    int32_t value;   /* return value or signal */
+    char error[504]; /* the rank's last error, when it did not end well */
+} dtrain__fate;
+
+typedef struct dtrain__control {
+    uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
+    uint64_t promised;     /* atomic: bytes handed out by all arenas */
+    uint64_t free_at_start;
+    char *arenas; /* all of them */
+    size_t arena_bytes;
+    dtrain__fate fates[DTRAIN_MAX_RANKS];
+} dtrain__control;
+
+/* Memory handed out by an arena. What lies between two of these is free: nothing to coalesce. */
+typedef struct dtrain__range {
+    size_t begin, end; /* whole pages, from the start of the arena */
+} dtrain__range;
+
+typedef struct dtrain__part dtrain__part; /* of a communicator, see [S26] */
+
+struct dtrain_world {
+    int rank, size;
+    uint32_t threads;
+    bool oversubscribed;   /* more threads than cores: waiting must not spin */
+    pid_t launcher;        /* 0 in threads mode */
+    uint64_t timeout_ns;
+    dtrain__control *control;
+    uint32_t *mine;        /* reads 0 in a process forked by a rank */
+    dtrain__range *ranges; /* (range_count), sorted */
+    size_t range_count, range_room;
+    dtrain_allocator allocator;
+    dtrain__log_sink log;
+    dtrain_device *device;
+    dtrain_comm *comm;
+    dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
+};
+
+/* The world's communicator comes from [S26]. */
+static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out);
+static void dtrain__local_release(dtrain_comm *comm);
+
+DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
+DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
+DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
+{
+    return world ? world->device : NULL;
+}
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world) { return world ? world->comm : NULL; }
+DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world)
+{
+    return world ? &world->allocator : NULL;
+}
+DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world)
+{
+    return world ? world->threads : 0;
+}
+
+DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
+{
+    if (!world || !format) return;
+    va_list args;
+    va_start(args, format);
+    dtrain__log_va(&world->log, level, format, args);
+    va_end(args);
+}
+
+/* ---- How ranks end ------------------------------------------------------------------------------*/
+
+static const char *dtrain__signal_name(int number)
+{
+    switch (number) {
+    case SIGHUP: return "SIGHUP";
+    case SIGINT: return "SIGINT";
+    case SIGQUIT: return "SIGQUIT";
+    case SIGILL: return "SIGILL, an illegal instruction";
+    case SIGABRT: return "SIGABRT, abort() or a failed assert";
+    case SIGBUS: return "SIGBUS, memory or a mapped file that is not there";
+    case SIGFPE: return "SIGFPE, an integer division by zero";
+    case SIGKILL: return "SIGKILL; it may have run out of memory";
+    case SIGSEGV: return "SIGSEGV, an invalid memory access";
+    case SIGPIPE: return "SIGPIPE, its output was closed";
+    case SIGTERM: return "SIGTERM";
+    default: return "see kill -l";
+    }
+}
+
+static void dtrain__describe_end(const dtrain__control *control, int rank, char *text, size_t room)
+{
+    const dtrain__fate *fate = &control->fates[rank];
+    switch (dtrain__load(&fate->how)) {
+    case DTRAIN__LEFT: snprintf(text, room, "rank %d left (returned 0)", rank); break;
+    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, fate->value); break;
+    case DTRAIN__SIGNALED:
+        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, fate->value,
+                 dtrain__signal_name(fate->value));
+        break;
+    case DTRAIN__UNSTARTED: snprintf(text, room, "rank %d could not start", rank); break;
+    case DTRAIN__STOPPED:
+        snprintf(text, room, "rank %d was killed by the launcher: it did not end in time", rank);
+        break;
+    default: snprintf(text, room, "rank %d is running", rank); break;
+    }
+}
+
+/* An error sentence without the "rank 3: " that dtrain__fail will put in front of it again. */
+static const char *dtrain__bare(const char *text)
+{
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__thread_rank);
+    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+static void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how, int value,
+                               const char *error)
+{
+    dtrain__fate *fate = &control->fates[rank];
+    uint32_t none = 0;
+    fate->value = value;
+    snprintf(fate->error, sizeof fate->error, "%s", dtrain__bare(error));
+    dtrain__store(&fate->how, (uint32_t)how);
+    if (how == DTRAIN__LEFT) return;
+    __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
+                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* ---- Waiting --------------------------------------------------------------------------------------
+ *
+ *     dtrain__wait wait = dtrain__wait_begin();
+ *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
+ *
+ * A turn is a pause while every thread has a core of its own, and a yield otherwise: the rank waited
+ * for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
+ * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
+ * yield everywhere: on a machine that also does other work the peer may be waiting for a core.
+ * The clock and the failure record are looked at between yields, and only then a turn can fail;
+ * wait.looked tells the caller to make its own rarer checks.
+ *
+ * Only time in which this rank could look counts towards the deadline: a job that was suspended as a
+ * whole and resumed an hour later does not time out. */
+
+#define DTRAIN__SPIN_TURNS 256u     /* 10 to 25 us of pauses, then yield: the peer may have lost its core */
+#define DTRAIN__YIELDS_PER_LOOK 32u /* 10 us on an idle machine */
+
+typedef struct dtrain__wait {
+    uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
+    bool looked;
+    uint64_t last_ns, waited_ns; /* last look at the clock, time waited so far */
+} dtrain__wait;
+
+static dtrain__wait dtrain__wait_begin(void)
+{
+    dtrain__wait wait;
+    memset(&wait, 0, sizeof wait);
+    return wait;
+}
+
+/* TIMEOUT without a sentence (the caller knows what it was waiting for), PEER with one. */
+static dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait)
+{
+    const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
+    const uint64_t gap = wait->last_ns ? now - wait->last_ns : 0;
+    wait->last_ns = now;
+    wait->waited_ns += gap < longest_gap ? gap : longest_gap;
+    wait->looked = true;
+    const uint32_t failed = dtrain__load(&world->control->first_failed);
+    if (failed) {
+        char text[160];
+        dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
+        return dtrain__fail(DTRAIN_ERROR_PEER, "%s", text);
+    }
+    if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
+        return dtrain__fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
+    return wait->waited_ns >= world->timeout_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK;
+}
+
+static dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
+{
+    wait->looked = false;
+    if (!world->oversubscribed && wait->turns < DTRAIN__SPIN_TURNS) {
+        wait->turns++;
+        dtrain__pause();
+        return DTRAIN_OK;
+    }
+    sched_yield();
+    return ++wait->yields % DTRAIN__YIELDS_PER_LOOK ? DTRAIN_OK : dtrain__wait_look(world, wait);
+}
+
+/* A rank that forks by itself has a child with the same pointers and none of the rights. MADV_WIPEONFORK
+ * makes the flag read 0 there, so the check is one load and no getpid. */
+static dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
+{
+    if (world->mine && *world->mine) return DTRAIN_OK;
+    return dtrain__fail(DTRAIN_ERROR_USAGE,
+                        "%s: called in a process that a rank has forked; only the rank itself can", call);
+}
+
+/* ---- Shared memory -------------------------------------------------------------------------------*/
+
+static size_t dtrain__page_bytes(void)
+{
+    const long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is none
+ * (no file, no line, "max"). */
+static uint64_t dtrain__read_number(const char *path, const char *key)
+{
+    char text[8192];
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return UINT64_MAX;
+    const ssize_t got = read(file, text, sizeof text - 1);
+    close(file);
+    text[got > 0 ? got : 0] = 0;
+    for (const char *line = text; line; line = strchr(line, '\n')) {
+        if (*line == '\n') line++;
+        if (strncmp(line, key, strlen(key)) != 0) continue;
+        char *end;
+        const char *digits = line + strlen(key);
+        const unsigned long long number = strtoull(digits, &end, 10);
+        return end == digits ? UINT64_MAX : number;
+    }
+    return UINT64_MAX;
+}
+
+/* What could be touched now without swapping or being killed: the machine's estimate and, in a
+ * container (cgroup v2), its limit. File cache counts as free: it goes when memory is needed. */
+static uint64_t dtrain__free_memory(void)
+{
+    uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
+    if (bytes <= UINT64_MAX / 1024) bytes *= 1024;
+    const uint64_t limit = dtrain__read_number("/sys/fs/cgroup/memory.max", "");
+    const uint64_t used = dtrain__read_number("/sys/fs/cgroup/memory.current", "");
+    if (limit == UINT64_MAX || used == UINT64_MAX) return bytes;
+    const uint64_t active = dtrain__read_number("/sys/fs/cgroup/memory.stat", "active_file ");
+    const uint64_t inactive = dtrain__read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    uint64_t rest = limit > used ? limit - used : 0;
+    if (active != UINT64_MAX && inactive != UINT64_MAX) rest += active + inactive;
+    return rest < bytes ? rest : bytes;
+}
+
+static char *dtrain__arena(const dtrain__control *control, int rank)
+{
+    return control->arenas + (size_t)rank * control->arena_bytes;
+}
+
+/* Every byte of it can be read and written by every rank, at this address. */
+static bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
+{
+    const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
+    const size_t all = (size_t)world->size * world->control->arena_bytes;
+    return at >= begin && at - begin <= all && bytes <= all - (at - begin);
+}
+
+/* Pages are promised now and committed when touched: so all promises together must fit in what was
+ * free at the start (or is free now, if that is more), or some rank would be killed later. */
+static dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
+{
+    const uint64_t now = dtrain__free_memory();
+    const uint64_t free_bytes = now > control->free_at_start ? now : control->free_at_start;
+    const uint64_t promised = dtrain__fetch_add(&control->promised, (uint64_t)bytes);
+    if (bytes <= now && promised + bytes <= free_bytes) return DTRAIN_OK;
+    __atomic_fetch_sub(&control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+    return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                        "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
+                        "use a smaller model, more accumulation steps or another machine",
+                        bytes, (unsigned long long)now, (unsigned long long)promised);
+}
+
+static dtrain_result dtrain__ranges_grow(dtrain_world *world)
+{
+    const size_t room = world->range_room ? 2 * world->range_room : 64;
+    dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
+                                                         "the book of shared memory");
+    if (!grown) return DTRAIN_ERROR_MEMORY;
+    if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
+    dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
+    world->ranges = grown;
+    world->range_room = room;
+    return DTRAIN_OK;
+}
+
+/* Zeroed whole pages of this rank's arena, first fit. */
+static dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
+{
+    const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
+    *out = NULL;
+    if (bytes > all)
+        return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                            "shared memory: %zu bytes needed, %zu reserved per rank; raise "
+                            "reserve_bytes of dtrain_launch_desc", bytes, all);
+    bytes = dtrain__round_up(bytes ? bytes : 1, page);
+    if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
+    size_t at = 0, i = 0;
+    for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++) at = world->ranges[i].end;
+    if (bytes > all - at)
+        return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
+                            "reserve_bytes of dtrain_launch_desc", bytes, all);
+    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    memmove(world->ranges + i + 1, world->ranges + i, (world->range_count - i) * sizeof *world->ranges);
+    world->ranges[i].begin = at;
+    world->ranges[i].end = at + bytes;
+    world->range_count++;
+    *out = dtrain__arena(world->control, world->rank) + at;
+    return DTRAIN_OK;
+}
+
+/* Gives the pages back at once: memory handed out next reads as zero without being cleared. Memory
+ * that is not ours is left alone. */
+static void dtrain__shared_free(dtrain_world *world, void *memory)
+{
+    char *arena = dtrain__arena(world->control, world->rank);
+    for (size_t i = 0; memory && i < world->range_count; i++) {
+        const dtrain__range range = world->ranges[i];
+        if (arena + range.begin != memory) continue;
+        if (madvise(memory, range.end - range.begin, MADV_REMOVE) != 0)
+            memset(memory, 0, range.end - range.begin);
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)(range.end - range.begin),
+                           __ATOMIC_ACQ_REL);
+        world->range_count--;
+        memmove(world->ranges + i, world->ranges + i + 1,
+                (world->range_count - i) * sizeof *world->ranges);
+        return;
+    }
+}
+
+/* ---- A rank --------------------------------------------------------------------------------------*/
+
+typedef struct dtrain__launch {
+    dtrain_launch_desc desc; /* resolved */
+    dtrain_rank_fn rank_main;
+    void *user;
+    dtrain__control *control;
+    size_t region_bytes;
+    uint32_t cores;
+    uint64_t start_ns, kill_ns;  /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;              /* 0 in threads mode */
+    pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
+    int live;                    /* processes to reap */
+    int forwarded, stop_count;   /* last signal passed on; how often we were asked to stop */
+    bool foreign_child;          /* a SIGCHLD that was not about a rank */
+    sigset_t watched, old_mask;
+    uint32_t gate;               /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+} dtrain__launch;
+
+static uint32_t dtrain__cores(void)
+{
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
+        return (uint32_t)CPU_COUNT(&set);
+    const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than cpu_set_t can hold */
+    return count > 0 ? (uint32_t)count : 1;
+}
+
+static void dtrain__world_destroy(dtrain_world *world)
+{
+    if (!world) return;
+    const dtrain_allocator allocator = world->allocator;
+    if (world->comm) dtrain__local_release(world->comm);
+    dtrain_device_destroy(world->device);
+    if (world->mine) munmap(world->mine, dtrain__page_bytes());
+    dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
+    dtrain__free(&allocator, world, 1, sizeof *world);
+}
+
+static dtrain_result dtrain__world_mark(dtrain_world *world)
+{
+    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return dtrain__fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                            strerror(errno));
+    world->mine = (uint32_t *)page;
+    *world->mine = 1;
+#ifdef MADV_WIPEONFORK
+    madvise(page, dtrain__page_bytes(), MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+#endif
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain_device_ops *ops)
+{
+    dtrain_device_desc device;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->rank;
+    device.oversubscribed = world->oversubscribed;
+    device.allocator = world->allocator;
+    DTRAIN__TRY(dtrain__world_mark(world));
+    DTRAIN__TRY(dtrain__local_world_comm(world, &world->comm));
+    return dtrain_device_create(ops, &device, &world->device);
+}
+
+static dtrain_world *dtrain__world_create(const dtrain__launch *launch, int rank)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_world *world = (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+    if (!world) return NULL;
+    world->rank = rank;
+    world->size = (int)desc->rank_count;
+    world->threads = desc->threads_per_rank;
+    world->oversubscribed = (uint64_t)desc->rank_count * world->threads > launch->cores;
+    world->launcher = launch->launcher;
+    world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->control = launch->control;
+    world->allocator = desc->allocator;
+    world->log.write = desc->log;
+    world->log.user = desc->log_user;
+    world->log.level = (dtrain_log_level)desc->log_level;
+    world->log.rank = rank;
+    if (dtrain__world_parts(world, desc->device_ops) == DTRAIN_OK) return world;
+    dtrain__world_destroy(world);
+    return NULL;
+}
+
+/* All of a rank's life, in a process or a thread of its own. */
+static int dtrain__rank_run(dtrain__launch *launch, int rank)
+{
+    int code = 1;
+    dtrain__end how = DTRAIN__UNSTARTED;
+    dtrain__thread_rank = rank;
+    dtrain__error_text[0] = 0;
+    dtrain_world *world = dtrain__world_create(launch, rank);
+    if (world) {
+        code = launch->rank_main(world, launch->user);
+        how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
+    }
+    dtrain__record_end(launch->control, rank, how, code, code ? dtrain__error_text : "");
+    dtrain__world_destroy(world);
+    dtrain__thread_rank = -1;
+    return code;
+}
+
+/* An exit status has eight bits; 256 must not look like success. */
+static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
+
+/* ---- Ranks as processes --------------------------------------------------------------------------*/
+
+static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+#define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
+
+static void dtrain__signal_ranks(dtrain__launch *launch, int number)
+{
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
+        if (launch->pids[i] > 0) kill(launch->pids[i], number);
+}
+
+/* What waitpid said about one rank. A rank that returned has left its own, better record. */
+static void dtrain__reaped(dtrain__launch *launch, int rank, int status)
+{
+    const uint32_t known = dtrain__load(&launch->control->fates[rank].how);
+    launch->pids[rank] = 0;
+    launch->live--;
+    if (WIFSIGNALED(status)) {
+        const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
+        if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
+        dtrain__record_end(launch->control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
+                           WTERMSIG(status), "");
+    } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
+        const int code = WEXITSTATUS(status);
+        dtrain__record_end(launch->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code, "");
+    }
+}
+
+static void dtrain__reap(dtrain__launch *launch)
+{
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++) {
+        int status = 0;
+        if (launch->pids[i] <= 0) continue;
+        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
+        if (pid == launch->pids[i]) dtrain__reaped(launch, (int)i, status);
+        else if (pid < 0 && errno == ECHILD) /* another thread of the host has reaped it */
+            dtrain__reaped(launch, (int)i, 0);
+    }
+}
+
+/* Typed at a terminal, a signal has reached the whole process group: ranks must not get it twice. The
+ * second request to stop is obeyed without asking the ranks. */
+static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
+{
+    const bool stop = number != SIGUSR1 && number != SIGUSR2;
+    if (!from_terminal) dtrain__signal_ranks(launch, number);
+    if (!stop) return;
+    launch->forwarded = number;
+    if (++launch->stop_count < 2) return;
+    launch->kill_ns = 1;
+    dtrain__signal_ranks(launch, SIGKILL);
+}
+
+/* SIGCHLD wakes us; the nap only matters when another thread of the host swallowed it. */
+static void dtrain__watch(dtrain__launch *launch)
+{
+    struct timespec nap;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 50000000;
+    while (launch->live > 0) {
+        siginfo_t what;
+        const int number = sigtimedwait(&launch->watched, &what, &nap);
+        dtrain__reap(launch);
+        if (number > 0 && number != SIGCHLD)
+            dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
+        const uint64_t now = dtrain__now_ns();
+        if (!launch->kill_ns && dtrain__load(&launch->control->first_failed))
+            launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
+        if (launch->kill_ns && now >= launch->kill_ns) {
+            launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
+            dtrain__signal_ranks(launch, SIGKILL);
+        }
+    }
+}
+
+/* Never returns. The launcher's death must not leave ranks behind; it may have died already before
+ * prctl, which the second look sees. */
+static void dtrain__child(dtrain__launch *launch, int rank)
+{
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+    if (getppid() != launch->launcher) _exit(1);
+    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+    const int code = dtrain__rank_run(launch, rank);
+    fflush(NULL);
+    _exit(dtrain__exit_code(code));
+}
+
+static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int rank, int error)
+{
+    struct rlimit limit;
+    launch->kill_ns = 1;
+    dtrain__signal_ranks(launch, SIGKILL);
+    dtrain__watch(launch);
+    if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
+    return dtrain__fail(DTRAIN_ERROR_SYSTEM,
+                        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
+                        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
+                        rank, launch->desc.rank_count, strerror(error),
+                        (unsigned long long)limit.rlim_cur);
+}
+
+static dtrain_result dtrain__fork_all(dtrain__launch *launch)
+{
+    for (int rank = 0; rank < (int)launch->desc.rank_count; rank++) {
+        const pid_t pid = fork();
+        if (pid == 0) dtrain__child(launch, rank);
+        if (pid < 0) return dtrain__fork_failed(launch, rank, errno);
+        launch->pids[rank] = pid;
+        launch->live++;
+    }
+    dtrain__watch(launch);
+    return DTRAIN_OK;
+}
+
+/* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
+ * place while ranks run. Our last SIGCHLD is taken off the queue, or a handler of the host's would
+ * wait for a child that is gone; one that was about another child is raised again. */
+static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
+{
+    struct sigaction found, plain;
+    sigset_t only_child;
+    struct timespec no_time;
+    siginfo_t what;
+    memset(&plain, 0, sizeof plain);
+    memset(&no_time, 0, sizeof no_time);
+    plain.sa_handler = SIG_DFL;
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
+    launch->watched = only_child;
+    for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
+        sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
+    sigaction(SIGCHLD, NULL, &found);
+    const bool deaf = found.sa_handler == SIG_IGN || (found.sa_flags & SA_NOCLDWAIT);
+    pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
+    const bool was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
+    if (deaf) sigaction(SIGCHLD, &plain, NULL);
+
+    fflush(NULL); /* or each rank would write what is in the buffers now once more */
+    const dtrain_result result = dtrain__fork_all(launch);
+
+    while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
+    if (deaf) sigaction(SIGCHLD, &found, NULL);
+    if (was_pending) kill(getpid(), SIGCHLD);
+    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+    return result;
+}
+
+/* ---- Ranks as threads ----------------------------------------------------------------------------*/
+
+typedef struct dtrain__rank_thread {
+    dtrain__launch *launch;
+    int rank;
+    pthread_t thread;
+} dtrain__rank_thread;
+
+static void *dtrain__thread_main(void *argument)
+{
+    dtrain__rank_thread *self = (dtrain__rank_thread *)argument;
+    uint32_t gate;
+    while ((gate = dtrain__load(&self->launch->gate)) == 0) sched_yield();
+    if (gate == 1) dtrain__rank_run(self->launch, self->rank);
+    return NULL;
+}
+
+/* No rank runs before all threads are there: a thread cannot be killed when a later one is refused. */
+static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
+{
+    dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
+    const int count = (int)launch->desc.rank_count;
+    int started = 0, error = 0;
+    for (; started < count && !error; started += !error) {
+        threads[started].launch = launch;
+        threads[started].rank = started;
+        error = pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
+    }
+    dtrain__store(&launch->gate, error ? 2u : 1u);
+    for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
+    if (!error) return DTRAIN_OK;
+    return dtrain__fail(DTRAIN_ERROR_SYSTEM, "dtrain_launch: thread of rank %d of %d could not be made: %s",
+                        started, count, strerror(error));
+}
+
+/* ---- dtrain_launch -------------------------------------------------------------------------------*/
+
+/* -1: not set or empty; -2: not a plain decimal number. */
+static long dtrain__environment_number(const char *name)
+{
+    const char *text = name[0] ? getenv(name) : NULL;
+    if (!text || !text[0]) return -1;
+    const size_t digits = strspn(text, "0123456789");
+    return text[digits] || digits > 9 ? -2 : strtol(text, NULL, 10);
+}
+
+/* Started by mpirun or torchrun, N copies of this program would each believe to be the whole run and
+ * overwrite each other's files: better no run. */
+static dtrain_result dtrain__check_launcher(void)
+{
+    static const char *const families[][3] = {
+        {"WORLD_SIZE", "RANK", ""}, /* size, rank, only when this is set too */
+        {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ""},
+        {"PMI_SIZE", "PMI_RANK", ""},
+        {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}, /* the sbatch shell itself has no step */
+    };
+    for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {
+        const char *const *name = families[i];
+        if (name[2][0] && dtrain__environment_number(name[2]) == -1) continue;
+        const long size = dtrain__environment_number(name[0]), rank = dtrain__environment_number(name[1]);
+        for (int k = 0; k < 2; k++)
+            if ((k ? rank : size) == -2)
+                return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                                    "dtrain_launch: %s=\"%s\" in the environment is not a number; "
+                                    "unset it or set it right", name[k], getenv(name[k]));
+        if (size > 1)
+            return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED,
+                                "dtrain_launch: %s=%ld announces ranks started by another launcher, which "
+                                "this version cannot join; start the program once and let it fork its "
+                                "ranks, or unset %s", name[0], size, name[0]);
+        if (size == 0 || (rank >= 0 && rank >= size))
+            return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                                "dtrain_launch: %s=\"%s\" with %s=\"%s\" in the environment makes no "
+                                "sense; unset both", name[1], rank < 0 ? "" : getenv(name[1]), name[0],
+                                size < 0 ? "" : getenv(name[0]));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
+{
+    dtrain_launch_desc *desc = &launch->desc;
+    if (given) *desc = *given;
+    if (desc->rank_count > DTRAIN_MAX_RANKS)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
+                            desc->rank_count, DTRAIN_MAX_RANKS);
+    if (desc->mode > DTRAIN_LAUNCH_THREADS)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: mode is %u, expected 0 (processes) or "
+                            "1 (threads)", desc->mode);
+    if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: log_level is %u (0 to 4 expected), "
+                            "threads_per_rank %u (0 to 4096 expected)", desc->log_level,
+                            desc->threads_per_rank);
+    launch->cores = dtrain__cores();
+    if (!desc->rank_count) desc->rank_count = 1;
+    if (!desc->threads_per_rank) desc->threads_per_rank = launch->cores / desc->rank_count;
+    if (!desc->threads_per_rank) desc->threads_per_rank = 1;
+    if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    if (!desc->grace_ms) desc->grace_ms = 5000;
+    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
+    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES ? getpid() : 0;
+    return DTRAIN_OK;
+}
+
+/* Address space, not memory: as much per rank as the machine has. Where that much cannot be had
+ * (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an explicit size does not. */
+static dtrain_result dtrain__map_region(dtrain__launch *launch)
+{
+    const size_t page = dtrain__page_bytes(), least = (size_t)64 << 20;
+    const size_t control = dtrain__round_up(sizeof(dtrain__control), page);
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    const size_t given = launch->desc.reserve_bytes;
+    size_t arena = given ? given : pages > 0 ? (size_t)pages * page : least, bytes = 0;
+    for (;; arena /= 2) {
+        if (arena < least && !given) arena = least;
+        void *region = MAP_FAILED;
+        if (arena <= SIZE_MAX / 2) arena = dtrain__round_up(arena, page);
+        if (dtrain__size_mul(arena, launch->desc.rank_count, &bytes) && bytes <= SIZE_MAX / 2)
+            region = mmap(NULL, bytes += control, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (region != MAP_FAILED) {
+            launch->control = (dtrain__control *)region;
+            launch->region_bytes = bytes;
+            launch->control->arenas = (char *)region + control;
+            launch->control->arena_bytes = arena;
+            launch->control->free_at_start = dtrain__free_memory();
+#ifdef MADV_DONTDUMP
+            madvise(region, bytes, MADV_DONTDUMP); /* a core file of the whole reserve helps nobody */
+#endif
+            return DTRAIN_OK;
+        }
+        if (given || arena == least)
+            return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                                "dtrain_launch: %u times %zu bytes of address space could not be "
+                                "reserved: %s; lower reserve_bytes or raise ulimit -v",
+                                launch->desc.rank_count, arena, strerror(errno));
+    }
+}
+
+/* Turns the fates of all ranks into one result, one sentence and the info. */
+static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    dtrain__control *control = launch->control;
+    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    int others = 0;
+    char how[200], stopped[80] = "", too[64] = "";
+    info->signal = launch->forwarded;
+    if (first < 0) return DTRAIN_OK;
+    const dtrain__fate *fate = &control->fates[first];
+    const bool killed = fate->how == DTRAIN__SIGNALED || fate->how == DTRAIN__STOPPED;
+    for (int i = 0; i < (int)launch->desc.rank_count; i++)
+        others += i != first && control->fates[i].how != DTRAIN__LEFT;
+    info->first_failed_rank = first;
+    if (killed) info->signal = fate->value;
+    info->exit_code = killed ? 128 + fate->value : dtrain__exit_code(fate->value);
+    dtrain__describe_end(control, first, how, sizeof how);
+    if (launch->forwarded)
+        snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)", launch->forwarded,
+                 dtrain__signal_name(launch->forwarded));
+    if (others) snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
+    return dtrain__fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, info->seconds,
+                        stopped, too, fate->error[0] ? "; its last error: " : "", fate->error);
+}
+
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info)
+{
+    dtrain__launch launch;
+    dtrain_launch_info ignored;
+    if (!info) info = &ignored;
+    memset(&launch, 0, sizeof launch);
+    memset(info, 0, sizeof *info);
+    info->first_failed_rank = -1;
+    info->exit_code = 1;
+    if (!rank_main) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
+    if (dtrain__thread_rank >= 0)
+        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_launch: called by a rank; launch once, from main");
+    launch.rank_main = rank_main;
+    launch.user = user;
+    launch.start_ns = dtrain__now_ns();
+    DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
+    DTRAIN__TRY(dtrain__check_launcher());
+    DTRAIN__TRY(dtrain__map_region(&launch));
+    info->rank_count = launch.desc.rank_count;
+    dtrain_result result = launch.launcher ? dtrain__launch_processes(&launch)
+                                           : dtrain__launch_threads(&launch);
+    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
+    if (result == DTRAIN_OK) {
+        info->exit_code = 0;
+        result = dtrain__conclude(&launch, info);
+    }
+    munmap(launch.control, launch.region_bytes);
+    return result;
+}
+
+/* ================================================================================================
+ * [S26] Communicators
+ *
+ * Above: the public calls check their arguments, keep the books and hand a dtrain_collective to the
+ * backend. Below: the `local` backend for ranks of one machine.
+ *
+ * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
+ *
+ *     part of rank r   | failure | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
+ *     slot s % Q       | progress = (s, stage) | fingerprint, pointers of operation s | payload |
+ *
+ * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
+ * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
+ * when all are there and agree, one of three paths is taken, the same on every rank:
+ *
+ *     small    the data came along in the slots: every rank computes its own result, done
+ *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
+ *              reaches stage 2; when all have, done. No copy, no temporary
+ *     staged   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
+ *              all have, every rank computes its own result from the stages
+ *
+ * All three add in rank order in fp32 and round once, so the bits do not tell which one ran.
+ * ==============================================================================================*/
+
+struct dtrain_work {
+    dtrain_comm *comm;
+};
+
+/* What all backends have in common; a backend's own struct begins with it. */
+struct dtrain_comm {
+    const dtrain_comm_ops *ops;
+    dtrain_world *world;
+    int rank, size;
+    int *world_ranks;      /* (size) */
+    uint64_t in_flight;    /* operations started and not finished */
+    uint64_t outstanding;  /* handles not given back */
+    uint64_t inside_ns, flight_ns, flight_since; /* flight_since 0: nothing in flight */
+    dtrain_comm_info info;
+};
+
+typedef struct dtrain__kind {
+    const char *call, *name;
+    bool reduces, rooted;
+} dtrain__kind;
+
+static const dtrain__kind dtrain__kinds[] = {
+    {"?", "?", false, false},
+    {"dtrain_all_reduce", "all-reduce", true, false},
+    {"dtrain_reduce_scatter", "reduce-scatter", true, false},
+    {"dtrain_all_gather", "all-gather", false, false},
+    {"dtrain_broadcast", "broadcast", false, true},
+    {"dtrain_reduce", "reduce", true, true},
+    {"dtrain_barrier", "barrier", false, false},
+    {"dtrain_send", "send", false, true},
+    {"dtrain_recv", "recv", false, true},
+    {"dtrain_comm_split", "split", false, false},
+};
+
+/* "all-reduce sum f32 count 100", for messages. */
+static void dtrain__describe(const dtrain_collective *what, char *text, size_t room)
+{
+    static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
+    char root[32] = "";
+    const dtrain__kind *kind = &dtrain__kinds[what->kind <= DTRAIN_SPLIT ? what->kind : 0];
+    if (kind->rooted)
+        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_SEND ? "root" : "peer", what->root);
+    if (what->kind == DTRAIN_BARRIER || what->kind == DTRAIN_SPLIT) snprintf(text, room, "%s", kind->name);
+    else
+        snprintf(text, room, "%s%s %s count %zu%s", kind->name, ops[what->op <= DTRAIN_PROD ? what->op : 0],
+                 dtrain_dtype_name(what->dtype), what->count, root);
+}
+
+/* Elements of the send and the receive buffer: one of them is `size` times larger in the two calls
+ * that cut or join slices. */
+static size_t dtrain__send_count(const dtrain_collective *what, int size)
+{
+    return what->kind == DTRAIN_REDUCE_SCATTER ? what->count * (size_t)size : what->count;
+}
+static size_t dtrain__recv_count(const dtrain_collective *what, int size)
+{
+    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT;
+    return joins ? what->count * (size_t)size : what->count;
+}
+
+/* ---- Checks --------------------------------------------------------------------------------------*/
+
+/* In place is allowed; a shifted overlap would overwrite what is still to be read. */
+static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain_collective *what,
+                                           size_t unit)
+{
+    const uintptr_t send = (uintptr_t)what->send, recv = (uintptr_t)what->recv;
+    const size_t send_bytes = dtrain__send_count(what, comm->size) * unit;
+    const size_t recv_bytes = dtrain__recv_count(what, comm->size) * unit;
+    const size_t slice = (size_t)comm->rank * what->count * unit;
+    bool in_place = send == recv;
+    if (what->kind == DTRAIN_ALL_GATHER) in_place = send == recv + slice;
+    if (what->kind == DTRAIN_REDUCE_SCATTER) in_place = recv == send + slice;
+    if (in_place || send >= recv + recv_bytes || recv >= send + send_bytes) return DTRAIN_OK;
+    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                        "%s: send and recv overlap; use one buffer in place or two separate ones",
+                        dtrain__kinds[what->kind].call);
+}
+
+static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    const char *call = dtrain__kinds[what->kind].call;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool reads = what->kind != DTRAIN_RECV;
+    const bool writes = what->kind != DTRAIN_SEND &&
+                        (what->kind != DTRAIN_REDUCE || what->root == comm->rank);
+    size_t bytes;
+    if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: count %zu times %d ranks is more than memory can hold",
+                            call, what->count, comm->size);
+    if (what->count && reads && !what->send)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to send is NULL and count is %zu", call,
+                            what->count);
+    if (what->count && writes && !what->recv)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to receive is NULL and count is %zu", call,
+                            what->count);
+    return reads && writes && what->count ? dtrain__check_overlap(comm, what, unit) : DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_collective(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    const dtrain__kind *kind = &dtrain__kinds[what->kind];
+    if (what->kind == DTRAIN_BARRIER) return DTRAIN_OK;
+    if (!dtrain_dtype_bytes(what->dtype))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call, (int)what->dtype);
+    if (kind->reduces && (what->op < DTRAIN_SUM || what->op > DTRAIN_PROD))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call, what->op);
+    if (what->op == DTRAIN_MEAN && (what->dtype == DTRAIN_I32 || what->dtype == DTRAIN_I64))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: DTRAIN_MEAN of %s would have to round; sum and divide",
+                            kind->call, dtrain_dtype_name(what->dtype));
+    if (kind->rooted && (what->root < 0 || what->root >= comm->size))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d", kind->call,
+                            what->root, comm->size - 1);
+    if (what->kind >= DTRAIN_SEND && what->root == comm->rank)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call, what->root);
+    return dtrain__check_buffers(comm, what);
+}
+
+/* ---- Books ---------------------------------------------------------------------------------------*/
+
+/* This rank's share of the traffic as rings would make it, the usual figure for comparing systems. */
+static uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
+{
+    const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
+    const uint64_t n = (uint64_t)size;
+    switch (what->kind) {
+    case DTRAIN_ALL_REDUCE: return 2 * (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
+    case DTRAIN_BROADCAST:
+    case DTRAIN_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
+    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_ALL_GATHER: return bytes * (n - 1);
+    case DTRAIN_SEND: return bytes;
+    default: return 0;
+    }
+}
+
+static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
+{
+    const size_t elements = what->kind == DTRAIN_RECV ? what->count : dtrain__send_count(what, comm->size);
+    comm->info.operation_count++;
+    comm->info.payload_bytes += (uint64_t)elements * dtrain_dtype_bytes(what->dtype);
+    comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
+    if (!comm->flight_since) comm->flight_since = now;
+}
+
+/* Every public call that may work or wait ends here: two looks at the clock per call. */
+static void dtrain__comm_leave(dtrain_comm *comm, uint64_t entered)
+{
+    const uint64_t now = dtrain__now_ns();
+    comm->inside_ns += now - entered;
+    if (comm->in_flight || !comm->flight_since) return;
+    comm->flight_ns += now - comm->flight_since;
+    comm->flight_since = 0;
+}
+
+DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!comm) return;
+    uint64_t flight = comm->flight_ns;
+    if (comm->flight_since) flight += dtrain__now_ns() - comm->flight_since;
+    *info = comm->info;
+    info->backend = comm->ops->name;
+    info->inside_seconds = 1e-9 * (double)comm->inside_ns;
+    info->flight_seconds = 1e-9 * (double)flight;
+}
+
+/* ---- Public calls --------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *call)
+{
+    if (!comm) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the communicator is NULL", call);
+    return dtrain__world_check(comm->world, call);
+}
+
+/* A rank that made a mistake in its arguments has missed an operation the others count on. Were it
+ * allowed to go on, its next call could be taken for this one: so the communicator fails. */
+static dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send, void *recv,
+                                 size_t count, dtrain_dtype dtype, uint32_t op, int root,
+                                 dtrain_work **work)
+{
+    dtrain_collective what;
+    dtrain_work *started = NULL;
+    memset(&what, 0, sizeof what);
+    what.kind = kind;
+    what.dtype = dtype;
+    what.op = op;
+    what.root = root;
+    what.count = count;
+    what.send = send;
+    what.recv = recv;
+    if (work) *work = NULL;
+    DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kinds[kind].call));
+    const uint64_t entered = dtrain__now_ns();
+    dtrain_result result = dtrain__check_collective(comm, &what);
+    if (result != DTRAIN_OK) {
+        result = comm->ops->fail(comm, result, dtrain__error_text);
+    } else {
+        dtrain__count_operation(comm, &what, entered);
+        result = comm->ops->start(comm, &what, &started);
+        if (result == DTRAIN_OK && work) *work = started;
+        else if (result == DTRAIN_OK) result = comm->ops->wait(started);
+    }
+    dtrain__comm_leave(comm, entered);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
+                                           dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_ALL_REDUCE, send, recv, count, dtype, (uint32_t)op, -1, work);
+}
+
+DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
+                                               size_t recv_count, dtrain_dtype dtype,
+                                               dtrain_reduce_op op, dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_REDUCE_SCATTER, send, recv, recv_count, dtype, (uint32_t)op, -1, work);
+}
+
+DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t send_count, dtrain_dtype dtype,
+                                           dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_ALL_GATHER, send, recv, send_count, dtype, 0, -1, work);
+}
+
+DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
+                                          dtrain_dtype dtype, int root, dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_BROADCAST, buffer, buffer, count, dtype, 0, root, work);
+}
+
+DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
+                                       size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
+                                       int root, dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_REDUCE, send, recv, count, dtype, (uint32_t)op, root, work);
+}
+
+DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
+                                     dtrain_dtype dtype, int peer, dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_SEND, buffer, NULL, count, dtype, 0, peer, work);
+}
+
+DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
+                                     dtrain_dtype dtype, int peer, dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_RECV, NULL, buffer, count, dtype, 0, peer, work);
+}
+
+DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm)
+{
+    return dtrain__run(comm, DTRAIN_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1, NULL);
+}
+
+DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
+{
+    if (!work) return DTRAIN_OK;
+    dtrain_comm *comm = work->comm;
+    DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
+    const uint64_t entered = dtrain__now_ns();
+    const dtrain_result result = comm->ops->wait(work);
+    dtrain__comm_leave(comm, entered);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
+{
+    if (!done) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_work_test: done is NULL");
+    *done = true;
+    if (!work) return DTRAIN_OK;
+    dtrain_comm *comm = work->comm;
+    DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
+    const uint64_t entered = dtrain__now_ns();
+    const dtrain_result result = comm->ops->test(work, done);
+    dtrain__comm_leave(comm, entered);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
+{
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
+    *out = NULL;
+    DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
+    return comm->ops->split(comm, color, key, out);
+}
+
+DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm)
+{
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__world_check(comm->world, "dtrain_comm_destroy"));
+    if (comm == comm->world->comm)
+        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_comm_destroy: the world's communicator ends with it");
+    if (comm->outstanding)
+        return dtrain__fail(DTRAIN_ERROR_USAGE,
+                            "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
+                            (unsigned long long)comm->outstanding);
+    return comm->ops->destroy(comm);
+}
+
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm) { return comm ? comm->rank : -1; }
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm) { return comm ? comm->size : 0; }
+DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank)
+{
+    return comm && rank >= 0 && rank < comm->size ? comm->world_ranks[rank] : -1;
+}
+
+DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_alloc: out is NULL");
+    *out = NULL;
+    DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_alloc"));
+    return comm->ops->alloc(comm, bytes, out);
+}
+
+DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    if (!comm || !memory || dtrain__world_check(comm->world, "dtrain_comm_free") != DTRAIN_OK) return;
+    comm->ops->free(comm, memory, bytes);
+}
+
+/* ---- Reductions ----------------------------------------------------------------------------------
+ *
+ * in_count inputs are combined, element by element and in their order, into out_count equal outputs.
+ * A block of 1024 elements stays in the L1 cache from the first input to the last output: DRAM sees
+ * each input read once and each output written once, whatever the dtype and the number of ranks. An
+ * output may be one of the inputs: a block is written after it has been read everywhere. */
+
+#define DTRAIN__BLOCK 1024u
+
+typedef float dtrain__mix_f __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint32_t dtrain__mix_u __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint64_t dtrain__mix_l __attribute__((vector_size(32), aligned(1), may_alias));
+
+/* acc = acc OP x for the operators that exist on vectors; gcc -O2 vectorises no loop of unknown
+ * length by itself. x need not be aligned. */
+#define DTRAIN__MIX_LOOP(T, V, OP)                                                               \
+    do {                                                                                         \
+        const size_t lanes = sizeof(V) / sizeof(T);                                              \
+        for (; i + lanes <= count; i += lanes)                                                   \
+            *(V *)(void *)(acc + i) = *(V *)(void *)(acc + i) OP *(const V *)(const void *)(x + i * sizeof(T)); \
+        for (; i < count; i++) {                                                                 \
+            T one;                                                                               \
+            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
+            acc[i] = acc[i] OP one;                                                              \
+        }                                                                                        \
+    } while (0)
+
+static bool dtrain__is_nan(float value)
+{
+    return (dtrain__f32_bits(value) & 0x7fffffffu) > 0x7f800000u; /* survives -ffast-math */
+}
+
+/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+static void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
+{
+    size_t i = 0;
+    if (op == DTRAIN_SUM || op == DTRAIN_MEAN) DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
+    if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
+    for (; i < count; i++) {
+        float one;
+        memcpy(&one, x + i * sizeof one, sizeof one);
+        const bool better = op == DTRAIN_MIN ? one < acc[i] : one > acc[i];
+        if (!dtrain__is_nan(acc[i]) && (dtrain__is_nan(one) || better)) acc[i] = one;
+    }
+}
+
+/* Unsigned arithmetic: integers wrap, and overflow is defined. */
+#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
+    static void name(U *acc, const char *x, size_t count, uint32_t op)                           \
+    {                                                                                            \
+        size_t i = 0;                                                                            \
+        if (op == DTRAIN_SUM) DTRAIN__MIX_LOOP(U, V, +);                                         \
+        if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(U, V, *);                                        \
+        for (; i < count; i++) {                                                                 \
+            U one;                                                                               \
+            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
+            if (op == DTRAIN_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one;        \
+        }                                                                                        \
+    }
+DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
+DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
+
+static void dtrain__widen(float *to, const char *from, size_t count, dtrain_dtype dtype)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint16_t bits;
+        memcpy(&bits, from + 2 * i, sizeof bits);
+        to[i] = dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+    }
+}
+
+static void dtrain__narrow(char *to, const float *from, size_t count, dtrain_dtype dtype)
+{
+    for (size_t i = 0; i < count; i++) {
+        const uint16_t bits = dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(from[i])
+                                                   : dtrain_f32_to_f16(from[i]);
+        memcpy(to + 2 * i, &bits, sizeof bits);
+    }
+}
+
+typedef union dtrain__block {
+    float f[DTRAIN__BLOCK];
+    uint32_t u[DTRAIN__BLOCK];
+    uint64_t l[DTRAIN__BLOCK];
+} dtrain__block;
+
+static void dtrain__mix(dtrain__block *acc, const char *x, size_t count, dtrain_dtype dtype, uint32_t op)
+{
+    float wide[DTRAIN__BLOCK];
+    switch (dtype) {
+    case DTRAIN_F32: dtrain__mix_f32(acc->f, x, count, op); break;
+    case DTRAIN_I32: dtrain__mix_i32(acc->u, x, count, op); break;
+    case DTRAIN_I64: dtrain__mix_i64(acc->l, x, count, op); break;
+    default:
+        dtrain__widen(wide, x, count, dtype);
+        dtrain__mix_f32(acc->f, (const char *)wide, count, op);
+        break;
+    }
+}
+
+static void dtrain__combine(const dtrain_collective *what, const char *const *in, int in_count,
+                            char *const *out, int out_count, size_t count)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool half = what->dtype == DTRAIN_BF16 || what->dtype == DTRAIN_F16;
+    const float scale = 1.0f / (float)in_count;
+    dtrain__block acc;
+    for (size_t at = 0; at < count; at += DTRAIN__BLOCK) {
+        const size_t m = count - at < DTRAIN__BLOCK ? count - at : DTRAIN__BLOCK;
+        if (half) dtrain__widen(acc.f, in[0] + at * unit, m, what->dtype);
+        else memcpy(&acc, in[0] + at * unit, m * unit);
+        for (int i = 1; i < in_count; i++) dtrain__mix(&acc, in[i] + at * unit, m, what->dtype, what->op);
+        if (what->op == DTRAIN_MEAN)
+            for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
+        for (int i = 0; i < out_count; i++) {
+            if (half) dtrain__narrow(out[i] + at * unit, acc.f, m, what->dtype);
+            else memcpy(out[i] + at * unit, &acc, m * unit);
+        }
+    }
+}
+
+/* ---- The local backend: shared structures --------------------------------------------------------
+ *
+ * Why a slot may be used again after 2 W operations without asking: a rank starts operation t only
+ * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and those
+ * ranks started t - W only after they had finished t - 2W, that is, after their last look at its
+ * slots and payloads. So with 2 W slots nobody can still be reading what operation t overwrites. */
+
+#define DTRAIN__WINDOW 32u                    /* W: collectives of one rank under way at once */
+#define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
+#define DTRAIN__SMALL_BYTES 4096u             /* data that travels inside a slot ... */
+#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all slots */
+#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10) /* half a stage: two ranks' stages stay in L2 */
+#define DTRAIN__CELL_BYTES ((size_t)32 << 10)
+#define DTRAIN__CELLS 4u
+#define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
+
+/* Written by its rank only; 65 cache lines, so that slots spread over the sets of a cache. */
+typedef struct dtrain__slot {
+    uint64_t progress; /* atomic; only grows */
+    uint64_t count;
+    const char *send;
+    char *recv;
+    uint32_t kind, dtype, op;
+    int32_t root;
+    uint32_t direct; /* the other ranks can reach these buffers */
+    uint32_t unused[3];
+    char payload[DTRAIN__SMALL_BYTES];
+} dtrain__slot;
+
+/* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
+typedef struct dtrain__cell {
+    uint64_t count; /* of the whole message */
+    uint32_t dtype;
+    uint32_t unused[13];
+    char data[DTRAIN__CELL_BYTES];
+} dtrain__cell;
+
+typedef struct dtrain__channel {
+    uint64_t head; /* atomic, the sender's */
+    uint64_t head_line[7];
+    uint64_t tail; /* atomic, the receiver's */
+    uint64_t tail_line[7];
+    dtrain__cell cells[DTRAIN__CELLS];
+} dtrain__channel;
+
+/* What one rank shows the others; all zero is the valid beginning. */
+struct dtrain__part {
+    uint32_t failure;     /* atomic, of the first part only: 0 none, 1 being written, 2 stands */
+    int32_t failure_code; /* dtrain_result, as the rank that found it returns it */
+    int32_t failure_rank;
+    uint32_t departed;    /* atomic: ranks that have destroyed the communicator ... */
+    uint32_t size;        /* ... out of so many */
+    char *stage;          /* 2 chunks, made when first needed */
+    dtrain__part *next;   /* among this rank's retired parts */
+    char failure_text[480];
+    dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
+    dtrain__slot slots[DTRAIN__SLOTS];
+};
+
+typedef struct dtrain__local_work {
+    dtrain_work base;
+    struct dtrain__local_work *next; /* in the queue, or among the idle */
+    dtrain_collective what;
+    uint64_t sequence;      /* collectives: from 1, the same on all ranks; messages: 0 */
+    uint32_t stage, final;  /* reached; 0 = not shown to the others yet. final 0 = path not chosen */
+    int seen;               /* ranks below it have reached `stage` */
+    bool done;
+    size_t moved;           /* messages: bytes */
+} dtrain__local_work;
+
+typedef struct dtrain__work_block {
+    struct dtrain__work_block *next;
+    dtrain__local_work works[DTRAIN__WINDOW];
+} dtrain__work_block;
+
+typedef struct dtrain__local_comm {
+    dtrain_comm base;
+    dtrain__part **parts; /* (size) */
+    bool failed;
+    uint64_t sequence;    /* of the collective started last */
+    dtrain__local_work *queue, **queue_end; /* not done, in the order of their start */
+    dtrain__local_work *idle;
+    dtrain__work_block *blocks; /* one is enough unless very many handles are kept open */
+} dtrain__local_comm;
+
+static dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, int rank, uint64_t sequence)
+{
+    return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
+}
+
+/* ---- Failure -------------------------------------------------------------------------------------
+ *
+ * The first rank that finds something wrong writes it into the first part; everybody returns that. */
+
+static dtrain_result dtrain__local_standing(dtrain__local_comm *comm)
+{
+    const dtrain__part *part = comm->parts[0];
+    dtrain_result code = (dtrain_result)part->failure_code;
+    if (code == DTRAIN_OK) code = DTRAIN_ERROR_PEER; /* who was to write it has died */
+    comm->failed = true;
+    comm->queue = NULL; /* nothing in flight will be finished */
+    comm->queue_end = &comm->queue;
+    comm->base.in_flight = 0;
+    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
+                            code == DTRAIN_ERROR_PEER || part->failure_rank == comm->base.rank;
+    if (everybodys) return dtrain__fail(code, "%s", part->failure_text);
+    return dtrain__fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s",
+                        comm->base.world_ranks[part->failure_rank], part->failure_text);
+}
+
+/* A rank may die between the two stores; the one who waits for the second then goes on alone. */
+static dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code, const char *text)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    dtrain__part *part = comm->parts[0];
+    uint32_t none = 0;
+    if (__atomic_compare_exchange_n(&part->failure, &none, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        part->failure_code = (int32_t)code;
+        part->failure_rank = base->rank;
+        snprintf(part->failure_text, sizeof part->failure_text, "%s", dtrain__bare(text));
+        dtrain__store(&part->failure, 2);
+    }
+    for (int i = 0; i < 10000 && dtrain__load(&part->failure) != 2; i++) sched_yield();
+    return dtrain__local_standing(comm);
+}
+
+DTRAIN__PRINTF(3, 4)
+static dtrain_result dtrain__local_failf(dtrain__local_comm *comm, dtrain_result code, const char *format, ...)
+{
+    char text[480];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain__local_fail(&comm->base, code, text);
+}
+
+/* ---- Collectives ---------------------------------------------------------------------------------*/
+
+static void dtrain__slot_what(const dtrain__slot *slot, dtrain_collective *what)
+{
+    memset(what, 0, sizeof *what);
+    what->kind = slot->kind;
+    what->dtype = (dtrain_dtype)slot->dtype;
+    what->op = slot->op;
+    what->root = slot->root;
+    what->count = (size_t)slot->count;
+}
+
+/* Compares what another rank calls with what this rank calls. */
+static dtrain_result dtrain__compare(dtrain__local_comm *comm, const dtrain__local_work *work, int rank)
+{
+    const dtrain__slot *slot = dtrain__slot_of(comm, rank, work->sequence);
+    const dtrain_collective *mine = &work->what;
+    dtrain_collective theirs;
+    char a[80], b[80];
+    if (slot->kind == mine->kind && slot->dtype == (uint32_t)mine->dtype && slot->op == mine->op &&
+        slot->root == mine->root && slot->count == mine->count)
+        return DTRAIN_OK;
+    dtrain__slot_what(slot, &theirs);
+    const bool first = rank < comm->base.rank;
+    dtrain__describe(first ? &theirs : mine, a, sizeof a);
+    dtrain__describe(first ? mine : &theirs, b, sizeof b);
+    const int me = comm->base.world_ranks[comm->base.rank], other = comm->base.world_ranks[rank];
+    return dtrain__local_failf(comm, DTRAIN_ERROR_MISMATCH,
+                               "collective #%llu differs: rank %d called %s, rank %d called %s",
+                               (unsigned long long)work->sequence, first ? other : me, a,
+                               first ? me : other, b);
+}
+
+static bool dtrain__reached(const dtrain__local_comm *comm, const dtrain__local_work *work, int rank)
+{
+    const uint64_t goal = work->sequence << DTRAIN__STAGE_BITS | work->stage;
+    return dtrain__load(&dtrain__slot_of(comm, rank, work->sequence)->progress) >= goal;
+}
+
+static bool dtrain__all_reached(const dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    while (work->seen < comm->base.size && dtrain__reached(comm, work, work->seen)) work->seen++;
+    return work->seen == comm->base.size;
+}
+
+static void dtrain__reach(const dtrain__local_comm *comm, dtrain__local_work *work, uint32_t stage)
+{
+    work->stage = stage;
+    work->seen = 0;
+    dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->sequence)->progress,
+                  work->sequence << DTRAIN__STAGE_BITS | stage);
+}
+
+static bool dtrain__is_small(const dtrain_collective *what, int size)
+{
+    const size_t bytes = dtrain__send_count(what, size) * dtrain_dtype_bytes(what->dtype);
+    return bytes <= DTRAIN__SMALL_BYTES && bytes * (size_t)size <= DTRAIN__SMALL_TOTAL;
+}
+
+/* The buffers that other ranks would touch on the direct path are where they can touch them. */
+static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool given = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_BROADCAST ||
+                       (what->kind == DTRAIN_REDUCE && what->root == comm->rank);
+    if (comm->size == 1) return true;
+    return dtrain__is_shared(comm->world, what->send, dtrain__send_count(what, comm->size) * unit) &&
+           (!given || dtrain__is_shared(comm->world, what->recv, what->count * unit));
+}
+
+/* Stage 1: what this rank calls, with the data when it is small. */
+static void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
+    const size_t bytes = dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
+    const bool gives = what->kind != DTRAIN_BROADCAST || what->root == comm->base.rank;
+    slot->count = what->count;
+    slot->send = (const char *)what->send;
+    slot->recv = (char *)what->recv;
+    slot->kind = what->kind;
+    slot->dtype = (uint32_t)what->dtype;
+    slot->op = what->op;
+    slot->root = what->root;
+    slot->direct = dtrain__is_direct(&comm->base, what);
+    if (bytes && gives && dtrain__is_small(what, comm->base.size)) memcpy(slot->payload, what->send, bytes);
+    dtrain__reach(comm, work, 1);
+}
+
+/* Elements [first, first + count) of this rank's own result from everybody's input, in (size). */
+static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective *what,
+                         const char *const *in, size_t first, size_t count)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const int size = comm->base.size, rank = comm->base.rank;
+    char *out = (char *)what->recv + first * unit;
+    if (!count) return;
+    switch (what->kind) {
+    case DTRAIN_REDUCE:
+        if (rank != what->root) break;
+        /* fall through */
+    case DTRAIN_ALL_REDUCE:
+    case DTRAIN_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
+    case DTRAIN_BROADCAST:
+        if (rank != what->root) memcpy(out, in[what->root], count * unit);
+        break;
+    default: /* all-gather, split */
+        for (int i = 0; i < size; i++, out += what->count * unit)
+            if (out != in[i]) memcpy(out, in[i], count * unit);
+        break;
+    }
+}
+
+static void dtrain__small_path(const dtrain__local_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const char *in[DTRAIN_MAX_RANKS];
+    const size_t slice = what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.rank * what->count : 0;
+    for (int i = 0; i < comm->base.size; i++)
+        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload + slice * dtrain_dtype_bytes(what->dtype);
+    dtrain__pull(comm, what, in, 0, what->count);
+}
+
+/* Slice `rank` of count elements, cut at multiples of 64 bytes so that no two ranks write one line. */
+static void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first, size_t *length)
+{
+    const size_t step = DTRAIN__CACHE_LINE / unit, steps = count / step + (count % step != 0);
+    const size_t each = steps / (size_t)size, more = steps % (size_t)size, r = (size_t)rank;
+    const size_t begin = (each * r + (r < more ? r : more)) * step;
+    const size_t end = begin + (each + (r < more)) * step;
+    *first = begin < count ? begin : count;
+    *length = (end < count ? end : count) - *first;
+}
+
+static void dtrain__direct_path(const dtrain__local_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const int size = comm->base.size, rank = comm->base.rank;
+    const bool sliced = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_REDUCE ||
+                        what->kind == DTRAIN_BROADCAST;
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first = 0, length = what->count;
+    int outs = 0;
+    if (sliced) dtrain__slice(what->count, unit, size, rank, &first, &length);
+    else if (what->kind == DTRAIN_REDUCE_SCATTER) first = (size_t)rank * what->count;
+    for (int i = 0; i < size; i++) {
+        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
+        in[i] = slot->send + first * unit;
+        const bool receives = what->kind == DTRAIN_ALL_REDUCE || (what->kind == DTRAIN_REDUCE) == (i == what->root);
+        if (sliced && receives) out[outs++] = slot->recv + first * unit;
+    }
+    if (!sliced) dtrain__pull(comm, what, in, 0, length);
+    else if (what->kind == DTRAIN_BROADCAST) dtrain__combine(what, in + what->root, 1, out, outs, length);
+    else dtrain__combine(what, in, size, out, outs, length);
+}
+
+/* ---- The staged path -----------------------------------------------------------------------------
+ *
+ *     chunk c        copy in -> reach c + 2 -> all there -> pull -> copy chunk c + 1 in -> reach c + 3
+ *
+ * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they reached
+ * stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that all have
+ * pulled everything and the stages are free for the next operation, so only the oldest one in flight
+ * uses them. */
+
+static size_t dtrain__chunk_count(const dtrain__local_comm *comm, const dtrain_collective *what)
+{
+    const size_t pieces = what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.size : 1;
+    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
+}
+
+/* Copies chunk c of this rank's input into its stage: one piece, or one for each rank's slice. */
+static dtrain_result dtrain__stage_in(dtrain__local_comm *comm, const dtrain_collective *what, size_t c)
+{
+    dtrain__part *part = comm->parts[comm->base.rank];
+    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
+    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
+    const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
+    if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return DTRAIN_OK;
+    if (!part->stage) {
+        void *stage;
+        if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+            return dtrain__local_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain__error_text);
+        part->stage = (char *)stage;
+    }
+    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
+    for (size_t i = 0; i < pieces; i++)
+        memcpy(half + i * chunk * unit, (const char *)what->send + (i * what->count + c * chunk) * unit,
+               length * unit);
+    comm->base.info.staged_bytes += pieces * length * unit;
+    return DTRAIN_OK;
+}
+
+static void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_collective *what, size_t c)
+{
+    const char *in[DTRAIN_MAX_RANKS];
+    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
+    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
+    const size_t slice = what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.rank * chunk : 0;
+    for (int i = 0; i < comm->base.size; i++) {
+        const char *stage = comm->parts[i]->stage; /* NULL on ranks that give nothing */
+        in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
+    }
+    dtrain__pull(comm, what, in, c * chunk, length);
+}
+
+/* ---- The engine ----------------------------------------------------------------------------------*/
+
+/* All ranks have shown what they call: they must agree; then the path follows from what they showed. */
+static dtrain_result dtrain__choose_path(dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const bool small = dtrain__is_small(what, comm->base.size);
+    bool direct = true;
+    for (int i = 0; i < comm->base.size; i++) {
+        DTRAIN__TRY(dtrain__compare(comm, work, i));
+        direct = direct && dtrain__slot_of(comm, i, work->sequence)->direct;
+    }
+    /* A rank that gave up has taken its buffers back; what it left in a slot is still good. */
+    if (!small && dtrain__load(&comm->parts[0]->failure))
+        return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
+    const size_t chunk = what->count ? dtrain__chunk_count(comm, what) : 1;
+    if (small) work->final = 1;
+    else if (direct) work->final = 2;
+    else work->final = (uint32_t)((what->count + chunk - 1) / chunk) + 2;
+    return DTRAIN_OK;
+}
+
+/* Moves one collective as far as it goes without waiting; true when it is done. */
+static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work *work, uint64_t oldest)
+{
+    const dtrain_collective *what = &work->what;
+    if (work->stage == 0) {
+        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
+        dtrain__show(comm, work);
+    }
+    while (dtrain__all_reached(comm, work)) {
+        if (!work->final && dtrain__choose_path(comm, work) != DTRAIN_OK) return false;
+        if (work->stage == 1 && work->final == 1) dtrain__small_path(comm, work);
+        if (work->stage == work->final) return true;
+        if (work->final == 2) {
+            dtrain__direct_path(comm, work);
+        } else {
+            if (work->sequence != oldest) return false;
+            if (work->stage > 1) dtrain__stage_out(comm, what, work->stage - 2);
+            if (work->stage + 1 < work->final &&
+                dtrain__stage_in(comm, what, work->stage - 1) != DTRAIN_OK)
+                return false;
+        }
+        dtrain__reach(comm, work, work->stage + 1);
+    }
+    return false;
+}
+
+/* ---- Messages ------------------------------------------------------------------------------------*/
+
+/* Messages between two ranks in one direction go one after the other. */
+static bool dtrain__message_first(const dtrain__local_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain__local_work *other = comm->queue;
+    while (other != work && (other->what.kind != work->what.kind || other->what.root != work->what.root))
+        other = other->next;
+    return other == work;
+}
+
+static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm, const dtrain_collective *what)
+{
+    const int from = what->kind == DTRAIN_SEND ? comm->base.rank : what->root;
+    const int to = what->kind == DTRAIN_SEND ? what->root : comm->base.rank;
+    return dtrain__load(&comm->parts[from]->channels[to]);
+}
+
+/* The other side has to do something first. */
+static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain_collective *what)
+{
+    dtrain__channel *channel = dtrain__channel_of(comm, what);
+    if (!channel) return what->kind == DTRAIN_RECV;
+    const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
+    return filled == (what->kind == DTRAIN_SEND ? DTRAIN__CELLS : 0u);
+}
+
+static dtrain_result dtrain__channel_make(dtrain__local_comm *comm, int to)
+{
+    void *memory;
+    if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &memory) != DTRAIN_OK)
+        return dtrain__local_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain__error_text);
+    dtrain__store(&comm->parts[comm->base.rank]->channels[to], (dtrain__channel *)memory);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__message_differs(dtrain__local_comm *comm, const dtrain_collective *what,
+                                             const dtrain__cell *cell)
+{
+    const int *world = comm->base.world_ranks;
+    return dtrain__local_failf(comm, DTRAIN_ERROR_MISMATCH,
+                               "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+                               world[what->root], dtrain_dtype_name((dtrain_dtype)cell->dtype),
+                               (unsigned long long)cell->count, world[comm->base.rank],
+                               dtrain_dtype_name(what->dtype), what->count);
+}
+
+/* One cell further; an empty message is one empty cell. */
+static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    dtrain__channel *channel = dtrain__channel_of(comm, what);
+    const bool sends = what->kind == DTRAIN_SEND;
+    uint64_t *mine = sends ? &channel->head : &channel->tail;
+    dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype), rest = bytes - work->moved;
+    const size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
+    if (sends) {
+        cell->count = what->count;
+        cell->dtype = (uint32_t)what->dtype;
+        if (length) memcpy(cell->data, (const char *)what->send + work->moved, length);
+    } else {
+        if (cell->count != what->count || cell->dtype != (uint32_t)what->dtype)
+            return dtrain__message_differs(comm, what, cell);
+        if (length) memcpy((char *)what->recv + work->moved, cell->data, length);
+    }
+    dtrain__store(mine, *mine + 1);
+    comm->base.info.staged_bytes += length;
+    work->moved += length;
+    work->done = work->moved == bytes;
+    return DTRAIN_OK;
+}
+
+static bool dtrain__message_move(dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    if (!dtrain__message_first(comm, work)) return false;
+    if (work->what.kind == DTRAIN_SEND && !dtrain__channel_of(comm, &work->what) &&
+        dtrain__channel_make(comm, work->what.root) != DTRAIN_OK)
+        return false;
+    while (!work->done && !dtrain__message_stuck(comm, &work->what))
+        if (dtrain__message_cell(comm, work) != DTRAIN_OK) return false;
+    return work->done;
+}
+
+/* ---- Start, test, wait ---------------------------------------------------------------------------*/
+
+/* Moves everything in flight, oldest first. The host's threads do all the work, here. */
+static void dtrain__local_advance(dtrain__local_comm *comm)
+{
+    uint64_t oldest = 0; /* sequence of the first collective that is not done */
+    dtrain__local_work **link = &comm->queue;
+    while (*link) {
+        dtrain__local_work *work = *link;
+        if (!oldest) oldest = work->sequence;
+        const bool done = work->sequence ? dtrain__collective_move(comm, work, oldest)
+                                         : dtrain__message_move(comm, work);
+        if (comm->failed) return;
+        if (!done) {
+            link = &work->next;
+            continue;
+        }
+        work->done = true;
+        *link = work->next;
+        if (!*link) comm->queue_end = link;
+        comm->base.in_flight--;
+        if (oldest == work->sequence) oldest = 0;
+    }
+}
+
+/* The sequence number of a rank's latest collective, for messages. */
+static uint64_t dtrain__last_sequence(const dtrain__local_comm *comm, int rank)
+{
+    uint64_t last = 0;
+    for (uint32_t i = 0; i < DTRAIN__SLOTS; i++) {
+        const uint64_t progress = dtrain__load(&comm->parts[rank]->slots[i].progress);
+        if (progress >> DTRAIN__STAGE_BITS > last) last = progress >> DTRAIN__STAGE_BITS;
+    }
+    return last;
+}
+
+/* What keeps `work` from being done: an older collective, maybe. */
+static const dtrain__local_work *dtrain__blocking(const dtrain__local_comm *comm, const dtrain__local_work *work)
+{
+    const dtrain__local_work *first = work->sequence ? comm->queue : work;
+    while (first != work && !first->sequence) first = first->next;
+    return first;
+}
+
+static bool dtrain__waits_for(const dtrain__local_comm *comm, const dtrain__local_work *work, int rank)
+{
+    if (work->sequence) return !dtrain__reached(comm, work, rank);
+    return rank == work->what.root && dtrain__message_stuck(comm, &work->what);
+}
+
+/* "collective #17 (all-reduce sum f32 count 4)" */
+static void dtrain__name_work(const dtrain__local_work *work, char *text, size_t room)
+{
+    char what[80];
+    dtrain__describe(&work->what, what, sizeof what);
+    if (!work->sequence) snprintf(text, room, "%s", what);
+    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, what);
+}
+
+/* The rarer checks of a wait: has another rank failed the communicator, called something else, left?
+ * How it ended is read before its progress: what it did before leaving counts. */
+static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm, const dtrain__local_work *waited)
+{
+    const dtrain__local_work *work = dtrain__blocking(comm, waited);
+    const int *world = comm->base.world_ranks;
+    char name[128];
+    if (dtrain__load(&comm->parts[0]->failure)) return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
+    for (int i = 0; i < comm->base.size; i++) {
+        const uint32_t how = dtrain__load(&comm->base.world->control->fates[world[i]].how);
+        if (!dtrain__waits_for(comm, work, i)) {
+            if (work->sequence && work->stage == 1) DTRAIN__TRY(dtrain__compare(comm, work, i));
+            continue;
+        }
+        if (how != DTRAIN__LEFT) continue;
+        dtrain__name_work(work, name, sizeof name);
+        return dtrain__local_failf(comm, DTRAIN_ERROR_PEER,
+                                   "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+                                   world[i], (unsigned long long)dtrain__last_sequence(comm, i),
+                                   world[comm->base.rank], name);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm, const dtrain__local_work *waited)
+{
+    const dtrain__local_work *work = dtrain__blocking(comm, waited);
+    char name[128], list[200] = "";
+    size_t used = 0;
+    dtrain__name_work(work, name, sizeof name);
+    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
+        used += (size_t)snprintf(list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
+                                 comm->base.world_ranks[i],
+                                 work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
+    return dtrain__local_failf(comm, DTRAIN_ERROR_TIMEOUT,
+                               "%s: rank %d waited %.1f s for %s; if they are only slow, raise timeout_ms", name,
+                               comm->base.world_ranks[comm->base.rank],
+                               1e-9 * (double)comm->base.world->timeout_ns, list);
+}
+
+static dtrain_result dtrain__local_more_works(dtrain__local_comm *comm)
+{
+    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(&comm->base.world->allocator, 1,
+                                                                    sizeof *block, "operations in flight");
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->next = comm->blocks;
+    comm->blocks = block;
+    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
+        block->works[i].next = comm->idle;
+        comm->idle = &block->works[i];
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__local_recycle(dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+}
+
+static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collective *what, dtrain_work **out)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    if (comm->failed) return dtrain__local_standing(comm);
+    if (!comm->idle && dtrain__local_more_works(comm) != DTRAIN_OK)
+        return dtrain__local_fail(base, DTRAIN_ERROR_MEMORY, dtrain__error_text);
+    dtrain__local_work *work = comm->idle;
+    comm->idle = work->next;
+    memset(work, 0, sizeof *work);
+    work->base.comm = base;
+    work->what = *what;
+    if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
+    *comm->queue_end = work;
+    comm->queue_end = &work->next;
+    base->outstanding++;
+    base->in_flight++;
+    dtrain__local_advance(comm);
+    *out = &work->base;
+    if (!comm->failed) return DTRAIN_OK;
+    dtrain__local_recycle(comm, work);
+    return dtrain__local_standing(comm);
+}
+
+/* The rarer half of a wait, after dtrain__wait_look said `turn`. A peer's death has a sentence already,
+ * which becomes the communicator's. Before anything is given up, what the others did until they
+ * failed or left is looked at once more: it may be all that was needed. */
+static void dtrain__local_look(dtrain__local_comm *comm, const dtrain__local_work *work, dtrain_result turn)
+{
+    if (turn != DTRAIN_OK || dtrain__load(&comm->parts[0]->failure)) dtrain__local_advance(comm);
+    if (work->done || comm->failed) return;
+    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__local_fail(&comm->base, turn, dtrain__error_text);
+    else if (dtrain__local_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
+        (void)dtrain__local_timeout(comm, work);
+}
+
+static dtrain_result dtrain__local_wait(dtrain_work *base)
+{
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    dtrain__local_comm *comm = (dtrain__local_comm *)base->comm;
+    dtrain__wait wait = dtrain__wait_begin();
+    while (!work->done && !comm->failed) {
+        dtrain__local_advance(comm);
+        if (work->done || comm->failed) break;
+        const dtrain_result turn = dtrain__wait_turn(comm->base.world, &wait);
+        if (wait.looked) dtrain__local_look(comm, work, turn); /* may set failed */
+    }
+    const dtrain_result result = work->done ? DTRAIN_OK : dtrain__local_standing(comm);
+    dtrain__local_recycle(comm, work);
+    return result;
+}
+
+static dtrain_result dtrain__local_test(dtrain_work *base, bool *done)
+{
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    dtrain__local_comm *comm = (dtrain__local_comm *)base->comm;
+    dtrain__wait wait = dtrain__wait_begin();
+    if (!work->done && !comm->failed) dtrain__local_advance(comm);
+    if (!work->done && !comm->failed)
+        dtrain__local_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+    *done = work->done || comm->failed;
+    return work->done || !comm->failed ? DTRAIN_OK : dtrain__local_standing(comm);
+}
+
+/* ---- Making and ending a communicator ------------------------------------------------------------*/
+
+static dtrain_result dtrain__local_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    return dtrain__shared_alloc(comm->world, bytes, out);
+}
+static void dtrain__local_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    (void)bytes;
+    dtrain__shared_free(comm->world, memory);
+}
+
+/* Private memory only. Operations in flight are dropped: at the end of a rank nobody waits for them,
+ * and ranks that wait for this one learn that it left. */
+static void dtrain__local_release(dtrain_comm *base)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    const dtrain_allocator *allocator = &base->world->allocator;
+    while (comm->blocks) {
+        dtrain__work_block *block = comm->blocks;
+        comm->blocks = block->next;
+        dtrain__free(allocator, block, 1, sizeof *block);
+    }
+    dtrain__free(allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
+    dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof *base->world_ranks);
+    dtrain__free(allocator, comm, 1, sizeof *comm);
+}
+
+/* A part outlives its rank's communicator while another member may still read its payloads. */
+static void dtrain__sweep_retired(dtrain_world *world)
+{
+    dtrain__part **link = &world->retired;
+    while (*link) {
+        dtrain__part *part = *link;
+        if (dtrain__load(&part->departed) < part->size) {
+            link = &part->next;
+            continue;
+        }
+        *link = part->next;
+        for (int i = 0; i < DTRAIN_MAX_RANKS; i++) dtrain__shared_free(world, part->channels[i]);
+        dtrain__shared_free(world, part->stage);
+        dtrain__shared_free(world, part);
+    }
+}
+
+static dtrain_result dtrain__local_destroy(dtrain_comm *base)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    dtrain_world *world = base->world;
+    dtrain__part *part = comm->parts[base->rank];
+    part->next = world->retired;
+    world->retired = part;
+    for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
+    dtrain__local_release(base);
+    dtrain__sweep_retired(world);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key, dtrain_comm **out);
+
+static const dtrain_comm_ops dtrain__local_ops = {
+    DTRAIN_COMM_ABI,     "local",            dtrain__local_start, dtrain__local_test,   dtrain__local_wait,
+    dtrain__local_alloc, dtrain__local_free, dtrain__local_split, dtrain__local_fail,
+    dtrain__local_destroy};
+
+/* This rank's half of a communicator of `size` ranks; its part is made, the others' are not known. */
+static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank, dtrain__local_comm **out)
+{
+    const dtrain_allocator *allocator = &world->allocator;
+    void *part = NULL;
+    dtrain__sweep_retired(world);
+    *out = (dtrain__local_comm *)dtrain__alloc(allocator, 1, sizeof **out, "a communicator");
+    if (!*out) return DTRAIN_ERROR_MEMORY;
+    dtrain__local_comm *comm = *out;
+    comm->base.ops = &dtrain__local_ops;
+    comm->base.world = world;
+    comm->base.size = size;
+    comm->base.rank = rank;
+    comm->queue_end = &comm->queue;
+    comm->base.world_ranks = (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
+    if (comm->base.world_ranks)
+        comm->parts = (dtrain__part **)dtrain__alloc(allocator, (size_t)size, sizeof *comm->parts,
+                                                     "a table of ranks");
+    if (comm->parts && dtrain__local_more_works(comm) == DTRAIN_OK &&
+        dtrain__shared_alloc(world, sizeof(dtrain__part), &part) == DTRAIN_OK) {
+        comm->parts[rank] = (dtrain__part *)part;
+        comm->parts[rank]->size = (uint32_t)size;
+        return DTRAIN_OK;
+    }
+    dtrain__local_release(&comm->base);
+    *out = NULL;
+    return DTRAIN_ERROR_MEMORY;
+}
+
+/* The first thing in each arena is the rank's part: nothing has to be exchanged, and zeroed memory is
+ * a rank that has not started yet. */
+static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out)
+{
+    dtrain__local_comm *comm;
+    DTRAIN__TRY(dtrain__local_make(world, world->size, world->rank, &comm));
+    for (int i = 0; i < world->size; i++) {
+        comm->base.world_ranks[i] = i;
+        comm->parts[i] = (dtrain__part *)(void *)dtrain__arena(world->control, i);
+    }
+    *out = &comm->base;
+    return DTRAIN_OK;
+}
+
+/* Ranks of `mine`'s color in the new order: by key, then by old rank. Writes their old ranks. */
+static int dtrain__split_members(int64_t (*all)[2], int size, int mine, int *members)
+{
+    int count = 0;
+    for (int i = 0; i < size; i++) {
+        if (all[i][0] != all[mine][0]) continue;
+        int at = count++;
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
+    return count;
+}
+
+/* Two exchanges: colors and keys; then where each rank's part is, or that it has none, in which case
+ * no rank gets a communicator: half a group would wait for ever. */
+static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key, dtrain_comm **out)
+{
+    int64_t mine[2] = {color < 0 ? -1 : color, key}, all[DTRAIN_MAX_RANKS][2], parts[DTRAIN_MAX_RANKS];
+    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
+    dtrain__local_comm *comm = NULL;
+    DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 2, DTRAIN_I64, 0, -1, NULL));
+    const int size = dtrain__split_members(all, parent->size, parent->rank, members);
+    while (members[rank] != parent->rank) rank++;
+    if (color >= 0) (void)dtrain__local_make(parent->world, size, rank, &comm);
+    int64_t part = color < 0 ? 1 : comm ? (int64_t)(intptr_t)comm->parts[rank] : 0;
+    const dtrain_result shared = dtrain__run(parent, DTRAIN_SPLIT, &part, parts, 1, DTRAIN_I64, 0, -1, NULL);
+    for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
+        if (!parts[i]) lacking = i;
+    if (shared != DTRAIN_OK || lacking >= 0) {
+        if (comm) dtrain__shared_free(parent->world, comm->parts[rank]);
+        if (comm) dtrain__local_release(&comm->base);
+        if (shared != DTRAIN_OK) return shared;
+        return dtrain__fail(DTRAIN_ERROR_MEMORY, "dtrain_comm_split: rank %d has no memory for its part",
+                            parent->world_ranks[lacking]);
+    }
+    for (int i = 0; comm && i < size; i++) {
+        comm->parts[i] = (dtrain__part *)(intptr_t)parts[members[i]];
+        comm->base.world_ranks[i] = parent->world_ranks[members[i]];
+    }
+    *out = comm ? &comm->base : NULL;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * [S27] Parameters, units, buckets
+ *
+ * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
+ * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
+ * text per parameter, compared by hash).
+ *
+ *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
+ *     storage   0        1        2        0               head is an alias of wte
+ *
+ *     gradient region, one allocation, cut in buckets in launch order:
+ *         | b1 ... pad | w1 ........ pad |  | wte .................... pad |
+ *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
+ *
+ * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
+ * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
+ * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
+ * zero under the mean, so it costs bytes but never bits.
+ * ==============================================================================================*/
+
+typedef struct dtrain__entry {
+    uint32_t bucket;  /* of its storage's gradient */
+    uint32_t uses;    /* storages: trainable entries that share this gradient ... */
+    uint32_t pending; /* ... and how many of them are not yet marked in this backward */
+    int64_t offset;   /* storages: first element in the gradient region */
+    bool trainable;
+    bool marked;                  /* ready was called in this backward */
+    bool seen;                    /* ready was called since the last synchronised finish */
+    bool warned;                  /* its missing gradient has been reported */
+    bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
+} dtrain__entry;
+
+typedef struct dtrain__bucket {
+    int64_t first, count;   /* elements of the gradient region, padding included */
+    uint32_t uses, pending; /* as in dtrain__entry, of all gradients inside */
+    dtrain_work *work;      /* between launch and finish */
+} dtrain__bucket;
+
+/* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
+static bool dtrain__is_trainable(const dtrain_param *p)
+{
+    return !((p->flags | p->storage->flags) & DTRAIN_PARAM_FROZEN);
+}
+
+static int dtrain__param_dims(const dtrain_param *p)
+{
+    int dims = 0;
+    while (dims < 4 && p->shape[dims]) dims++;
+    return dims;
+}
+
+/* ---- Hashes -----------------------------------------------------------------------------------*/
+
+#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
+static uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
+{
+    const unsigned char *at = (const unsigned char *)bytes;
+    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* ---- Checking what the host registered --------------------------------------------------------*/
+
+DTRAIN__PRINTF(3, 4)
+static dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index, const char *format,
+                                        ...)
+{
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                        "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
+                        p->name ? p->name : "", text);
+}
+
+/* Makes count and shape agree; either may have been left to the other. */
+static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
+{
+    const int dims = dtrain__param_dims(p);
+    size_t product = 1, bytes;
+    if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
+    for (int d = 0; d < 4; d++) {
+        if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
+            return dtrain__param_fail(p, index,
+                                      "shape (%lld, %lld, %lld, %lld) must be positive sizes "
+                                      "followed by zeros",
+                                      (long long)p->shape[0], (long long)p->shape[1],
+                                      (long long)p->shape[2], (long long)p->shape[3]);
+        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
+            return dtrain__param_fail(p, index, "the product of its shape overflows");
+    }
+    if (dims == 0) p->shape[0] = p->count;
+    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
+    if (dims && (size_t)p->count != product)
+        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                                  (long long)p->count, product);
+    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
+                                  (long long)p->count);
+    return DTRAIN_OK;
+}
+
+/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
+ * pass. An alias without a shape takes its target's. */
+static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
+{
+    dtrain_param *p = &params[index];
+    const uintptr_t distance = (uintptr_t)p->alias_of - (uintptr_t)params;
+    if (distance % sizeof *p || distance / sizeof *p >= index)
+        return dtrain__param_fail(p, index,
+                                  "alias_of must point to an earlier entry of the same array");
+    dtrain_param *storage = p->alias_of->storage;
+    if (p->count == 0 && p->shape[0] == 0) {
+        p->count = storage->count;
+        memcpy(p->shape, storage->shape, sizeof p->shape);
+    }
+    if (p->count != storage->count)
+        return dtrain__param_fail(
+            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
+            (long long)p->count, storage->name, (long long)storage->count);
+    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
+        return dtrain__param_fail(p, index,
+                                  "an alias shares value and grad of its target: leave its "
+                                  "own pointers NULL");
+    p->storage = storage;
+    return DTRAIN_OK;
+}
+
+/* Quadratic, once, over 64-bit hashes: a thousand parameters take a millisecond. */
+static dtrain_result dtrain__check_names(const dtrain_param *params, size_t count, uint64_t *hashes)
+{
+    for (size_t i = 0; i < count; i++) {
+        hashes[i] = dtrain__fnv1a(DTRAIN__FNV_BASIS, params[i].name, strlen(params[i].name));
+        for (size_t k = 0; k < i; k++)
+            if (hashes[k] == hashes[i] && strcmp(params[k].name, params[i].name) == 0)
+                return dtrain__param_fail(&params[i], i, "parameter %zu has the same name", k);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count, uint64_t *hashes)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        dtrain_param *p = &params[i];
+        if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
+        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
+            return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
+                                      (unsigned)p->flags);
+        if (p->init > DTRAIN_INIT_UNIFORM)
+            return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
+        DTRAIN__TRY(dtrain__resolve_shape(p, i));
+        p->storage = p;
+        p->index = (uint32_t)i;
+        p->pending_uses = 0;
+        p->grad_written = false;
+        if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
+        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
+        if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
+            return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
+    }
+    return dtrain__check_names(params, count, hashes);
+}
+
+/* ---- Ranks agree ------------------------------------------------------------------------------
+ *
+ * A call that fails on one rank only would leave the others waiting in its next collective. Calls
+ * that do local work in between therefore bring its outcome here: all ranks leave with success, or
+ * all with an error, and the communicator is as good as before. */
+
+typedef struct dtrain__verdict {
+    int32_t code;
+    char text[sizeof dtrain__error_text];
+} dtrain__verdict;
+
+static dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
+{
+    dtrain__verdict verdict;
+    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
+    if (dtrain_comm_size(comm) == 1) return mine;
+    memset(&verdict, 0, sizeof verdict);
+    verdict.code = (int32_t)mine;
+    snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain__error_text));
+    DTRAIN__TRY(dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_I32, DTRAIN_MIN, NULL));
+    if (first == INT32_MAX) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_I32, (int)first, NULL));
+    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
+    return dtrain__fail((dtrain_result)verdict.code, "rank %d failed: %s",
+                        dtrain_comm_world_rank(comm, (int)first), verdict.text);
+}
+
+/* One small all-reduce without memory for all ranks' values: since ~ reverses the order, the
+ * maximum of the complements is the complement of the minimum. */
+static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
+{
+    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
+    *common = true;
+    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_I64, DTRAIN_MAX, NULL));
+    *common = pair[0] == ~pair[1];
+    return DTRAIN_OK;
+}
+
+/* Of values that differ: the first rank that has what most have (a tie goes to the lower
+ * rank), and the first that has something else. gathered (size) is scratch. */
+static dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
+                                      int *usual, int *odd)
+{
+    const int size = dtrain_comm_size(comm);
+    const int64_t mine = (int64_t)value;
+    int most = 0;
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_I64, NULL));
+    *usual = *odd = 0;
+    for (int i = 0; i < size; i++) {
+        int same = 0;
+        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
+        if (same > most) *usual = i;
+        if (same > most) most = same;
+    }
+    while (*odd < size - 1 && gathered[*odd] == gathered[*usual]) ++*odd;
+    return DTRAIN_OK;
+}
+
+/* ---- All ranks must have registered the same --------------------------------------------------*/
+
+typedef struct dtrain__registration {
+    const dtrain_param *params;
+    size_t count;
+    char settings[160]; /* of the strategy */
+} dtrain__registration;
+
+#define DTRAIN__LINE_BYTES 320
+
+/* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
+static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
+{
+    const size_t room = DTRAIN__LINE_BYTES;
+    char origin[64];
+    memset(text, 0, room);
+    if (line == 0 || line > mine->count) {
+        if (line == 0) snprintf(text, room, "%s", mine->settings);
+        else snprintf(text, room, "only %zu parameters", mine->count);
+        return;
+    }
+    const dtrain_param *p = &mine->params[line - 1];
+    if (p->alias_of)
+        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
+    else if (p->value) snprintf(origin, sizeof origin, "values from the host");
+    else
+        snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
+                 (double)p->init_scale);
+    snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
+             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
+}
+
+static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size_t line)
+{
+    char text[DTRAIN__LINE_BYTES];
+    dtrain__registration_line(mine, line, text);
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    if (line == 0 || line > mine->count) return hash;
+    const char *name = mine->params[line - 1].name; /* the line may have cut it */
+    return dtrain__fnv1a(hash, name, strlen(name));
+}
+
+static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
+                                                  const dtrain__registration *mine, size_t line,
+                                                  int64_t *gathered)
+{
+    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the settings";
+    int usual, odd;
+    dtrain__registration_line(mine, line, usual_text);
+    dtrain__registration_line(mine, line, odd_text);
+    DTRAIN__TRY(
+        dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, usual, NULL));
+    DTRAIN__TRY(dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, odd, NULL));
+    if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
+    return dtrain__fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
+        "the same on every rank",
+        what, dtrain_comm_world_rank(comm, usual), usual_text, dtrain_comm_world_rank(comm, odd),
+        odd_text);
+}
+
+/* One hash of everything when all is well; otherwise line by line, up to the first that
+ * differs. The outcome of each step is the same on all ranks, so they stay in step, and no
+ * memory is needed. */
+static dtrain_result
+dtrain__registration_compare(dtrain_comm *comm, const dtrain__registration *mine, int64_t *gathered)
+{
+    int64_t lines = (int64_t)mine->count + 1;
+    uint64_t all = DTRAIN__FNV_BASIS;
+    bool common;
+    for (size_t line = 0; line <= mine->count; line++) {
+        const uint64_t hash = dtrain__registration_hash(mine, line);
+        all = dtrain__fnv1a(all, &hash, sizeof hash);
+    }
+    DTRAIN__TRY(dtrain__is_common(comm, all, &common));
+    if (common) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_I64, DTRAIN_MAX, NULL));
+    for (size_t line = 0; line < (size_t)lines; line++) {
+        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(mine, line), &common));
+        if (!common) return dtrain__registration_differs(comm, mine, line, gathered);
+    }
+    return dtrain__fail(DTRAIN_ERROR_INTERNAL,
+                        "dtrain_strategy_create: registrations differ, but no line does");
+}
+
+/* ---- The bucket plan --------------------------------------------------------------------------*/
+
+static int64_t dtrain__padded(int64_t count)
+{
+    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
+                     sizeof(float));
+}
+
+/* A pure function of what all ranks have in common: they need not exchange the plan, and a
+ * simulator can make one without ranks. Fills entries (count) and buckets (room for count),
+ * both zeroed by the caller, and returns how many buckets there are. A bucket exceeds its cap
+ * only when a single gradient does. */
+static size_t dtrain__plan_buckets(const dtrain_param *params, size_t count, size_t first_cap,
+                                   size_t cap, dtrain__entry *entries, dtrain__bucket *buckets)
+{
+    size_t used = 0;
+    for (size_t i = count; i-- > 0;) {
+        if (params[i].storage != &params[i] || !dtrain__is_trainable(&params[i])) continue;
+        const int64_t length = dtrain__padded(params[i].count);
+        const size_t limit = (used == 1 ? first_cap : cap) / sizeof(float);
+        dtrain__bucket *last = &buckets[used ? used - 1 : 0];
+        if (used == 0 || (last->count && (size_t)(last->count + length) > limit)) {
+            const int64_t end = used ? last->first + last->count : 0;
+            last = &buckets[used++];
+            last->first = end;
+        }
+        entries[i].bucket = (uint32_t)(used - 1);
+        entries[i].offset = last->first + last->count;
+        last->count += length;
+    }
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *storage = params[i].storage;
+        if (!dtrain__is_trainable(&params[i])) continue;
+        entries[i].trainable = true;
+        entries[i].bucket = entries[storage->index].bucket;
+        entries[storage->index].uses++;
+        buckets[entries[i].bucket].uses++;
+    }
+    return used;
+}
+
+/* ---- Values and gradients ---------------------------------------------------------------------*/
+
+/* Points params at memory of the library; aliases follow their storage. */
+static void dtrain__lend(dtrain_param *params, size_t count, dtrain__entry *entries, float *values,
+                         float *grads)
+{
+    int64_t next = 0;
+    for (size_t i = 0; i < count; i++) {
+        dtrain_param *p = &params[i], *storage = p->storage;
+        dtrain__entry *entry = &entries[i];
+        if (!p->value) {
+            entry->lends_value = true;
+            p->value = storage != p ? storage->value : values + next;
+            if (storage == p) next += dtrain__padded(p->count);
+        }
+        if (!p->grad && entry->trainable) {
+            entry->lends_grad = true;
+            p->grad = storage != p ? storage->grad : grads + entry->offset;
+        }
+    }
+}
+
+/* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
+ * element) only: the same on every rank, for any slicing. */
+static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
+                               float *out)
+{
+    const float scale = p->init_scale;
+    switch (p->init) {
+    case DTRAIN_INIT_NORMAL:
+        dtrain__random_normal_fill(seed, p->index, (uint64_t)first, count, scale, out);
+        break;
+    case DTRAIN_INIT_UNIFORM:
+        dtrain__random_uniform_fill(seed, p->index, (uint64_t)first, count, -scale, 2 * scale, out);
+        break;
+    default:
+        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+        break;
+    }
+}
+
+#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
+
+static dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p, uint64_t seed)
+{
+    const dtrain_device_ops *ops = device->ops;
+    float staging[DTRAIN__STAGING_COUNT];
+    if (ops->host_memory) {
+        dtrain__init_block(p, seed, 0, p->count, p->value);
+        return DTRAIN_OK;
+    }
+    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+        dtrain__init_block(p, seed, at, count, staging);
+        DTRAIN__TRY(ops->copy(device, p->value + at, staging, (size_t)count * sizeof(float),
+                              DTRAIN_COPY_HOST_TO_DEVICE));
+    }
+    return DTRAIN_OK;
+}
+
+/* Rank 0's values of what the host owns. */
+static dtrain_result dtrain__broadcast_values(dtrain_comm *comm, const dtrain_param *params,
+                                              size_t count, const dtrain__entry *entries)
+{
+    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &params[i];
+        if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
+        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_F32, 0, NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* A step of the hash takes eight bytes and is a bijection, so one changed word always changes the
+ * result; the shift brings the upper half down, where a product alone would never carry it. */
+static uint64_t dtrain__hash_floats(uint64_t hash, const float *x, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += 2) {
+        uint64_t word = 0;
+        memcpy(&word, x + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+static dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                        uint64_t *hash)
+{
+    const dtrain_device_ops *ops = device->ops;
+    float staging[DTRAIN__STAGING_COUNT];
+    *hash = DTRAIN__FNV_BASIS;
+    if (ops->host_memory) *hash = dtrain__hash_floats(*hash, p->value, p->count);
+    for (int64_t at = 0; at < p->count && !ops->host_memory; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+        DTRAIN__TRY(ops->copy(device, staging, p->value + at, (size_t)count * sizeof(float),
+                              DTRAIN_COPY_DEVICE_TO_HOST));
+        *hash = dtrain__hash_floats(*hash, staging, count);
+    }
+    return DTRAIN_OK;
+}
+
+/* Names at most eight parameters that ready has not seen in this step; returns how many there
+ * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
+static size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
+                                   dtrain__entry *entries, bool only_new, char *text, size_t room)
+{
+    size_t count = 0, used = 0;
+    text[0] = 0;
+    for (size_t i = 0; i < param_count; i++) {
+        dtrain__entry *entry = &entries[i];
+        if (!entry->trainable || entry->seen || !params[i].count) continue;
+        if (only_new && entry->warned) continue;
+        entry->warned = true;
+        if (count++ < 8 && used < room)
+            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
+                                     params[i].name);
+    }
+    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
+    return count;
+}
+
+/* ================================================================================================
+ * [S28] Strategies: DDP
+ *
+ * The books are the same for every kind: which gradients are marked, which buckets are complete. A
+ * kind adds a few hooks (dtrain__strategy_ops). DDP's whole content is "to reduce a bucket is to
+ * all-reduce it in place".
+ *
+ *     ready(p)     mark p; copy its gradient into the bucket if the host owns it
+ *                  launch complete buckets, in bucket order; give the communicator a turn
+ *     finish()     fill what was not marked; launch the rest, in the same order; wait; copy back
+ *
+ * Why it cannot deadlock: the collectives of a step are buckets 0, 1, 2, ... on every rank, in
+ * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
+ * waits for those before it.
+ *
+ * Why the bits do not depend on overlap, bucket size or copying: each element is the sum over the
+ * ranks, in rank order, times 1/N, wherever it lies.
+ *
+ * What grad_written means: the storage's grad holds a part of this step's gradient. The tape sets
+ * it at the first write, ready sets it for hosts with their own backward, finish clears it unless
+ * no_sync is on. A gradient that was not written in the whole step counts as zero.
+ * ==============================================================================================*/
+
+/* reduce starts bucket->work when all its gradients are there. shards lists what this rank's
+ * optimizer updates, at most one slice per parameter, and returns how many. */
+typedef struct dtrain__strategy_ops {
+    uint32_t kind;
+    const char *name;
+    bool whole_shards; /* every rank updates everything: norms need no reduction */
+    dtrain_result (*gather)(dtrain_strategy *strategy, uint32_t unit);
+    dtrain_result (*release)(dtrain_strategy *strategy, uint32_t unit);
+    dtrain_result (*reduce)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+    size_t (*shards)(dtrain_strategy *strategy, dtrain_shard *shards);
+} dtrain__strategy_ops;
+
+struct dtrain_strategy {
+    const dtrain__strategy_ops *ops;
+    dtrain_world *world;
+    dtrain_device *device;
+    dtrain_comm *comm;
+    dtrain_allocator allocator;
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_param *params;      /* the host's */
+    size_t param_count;
+    dtrain__entry *entries;  /* (param_count) */
+    dtrain__bucket *buckets; /* (param_count), bucket_count in use */
+    dtrain_shard *shards;    /* (param_count), shard_count in use */
+    int64_t *gathered;       /* (ranks): scratch */
+    size_t bucket_count, shard_count;
+    float *grads, *values; /* gradient region; values of parameters the library owns */
+    size_t grad_bytes, value_bytes;
+    size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
+    size_t marked_count;     /* in this backward */
+    bool no_sync;
+    uint64_t sync_count;
+    dtrain_result failure; /* of the communicator or the device: stands until destroy */
+    char failure_text[sizeof dtrain__error_text];
+};
+
+#define DTRAIN__FIRST_BUCKET_BYTES ((size_t)1 << 20)
+#define DTRAIN__BUCKET_BYTES ((size_t)25 << 20)
+
+/* ---- DDP --------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__ddp_keep(dtrain_strategy *strategy, uint32_t unit)
+{
+    (void)strategy;
+    (void)unit;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__ddp_reduce(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    float *grads = strategy->grads + bucket->first;
+    return dtrain_all_reduce(strategy->comm, grads, grads, (size_t)bucket->count, DTRAIN_F32,
+                             DTRAIN_MEAN, &bucket->work);
+}
+
+static size_t dtrain__ddp_shards(dtrain_strategy *strategy, dtrain_shard *shards)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->storage != p || !strategy->entries[i].trainable) continue;
+        shards[count].param = p;
+        shards[count].offset = 0;
+        shards[count].count = p->count;
+        shards[count].value = p->value;
+        shards[count++].grad = p->grad;
+    }
+    return count;
+}
+
+static const dtrain__strategy_ops dtrain__strategies[] = {
+    {DTRAIN_DDP, "DTRAIN_DDP", true, dtrain__ddp_keep, dtrain__ddp_keep, dtrain__ddp_reduce,
+     dtrain__ddp_shards},
+};
+
+static const dtrain__strategy_ops *dtrain__strategy_find(uint32_t kind)
+{
+    const size_t count = sizeof dtrain__strategies / sizeof dtrain__strategies[0];
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__strategies[i].kind == kind) return &dtrain__strategies[i];
+    return NULL;
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------
+ *
+ * 1. local: check the array, allocate the tables             -> agree
+ * 2. compare the registration of all ranks
+ * 3. local: allocate gradients and values, initialise        -> agree
+ * 4. broadcast rank 0's values of parameters the host owns */
+
+DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
+{
+    dtrain_strategy_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_DDP;
+    desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
+    desc.bucket_bytes = DTRAIN__BUCKET_BYTES;
+    return desc;
+}
+
+static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
+                                              const dtrain_strategy_desc *given)
+{
+    dtrain_strategy_desc *desc = &strategy->desc;
+    *desc = given ? *given : dtrain_strategy_defaults();
+    desc->comm = strategy->comm;
+    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_DDP;
+    if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
+    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
+    if (desc->missing_gradient > DTRAIN_MISSING_ERROR)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_strategy_create: %u is not a dtrain_missing_gradient",
+                            (unsigned)desc->missing_gradient);
+    strategy->ops = dtrain__strategy_find(desc->kind);
+    if (strategy->ops) return DTRAIN_OK;
+    return dtrain__fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_strategy_create: strategy kind %u is not built in; use DTRAIN_DDP (%u)",
+        (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
+}
+
+static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
+{
+    const dtrain_allocator *a = &strategy->allocator;
+    const size_t count = strategy->param_count;
+    const size_t ranks = (size_t)dtrain_comm_size(strategy->comm);
+    strategy->entries =
+        (dtrain__entry *)dtrain__alloc(a, count, sizeof *strategy->entries, "parameter entries");
+    strategy->buckets =
+        (dtrain__bucket *)dtrain__alloc(a, count, sizeof *strategy->buckets, "buckets");
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    strategy->gathered =
+        (int64_t *)dtrain__alloc(a, ranks, sizeof *strategy->gathered, "gathered hashes");
+    const bool all =
+        strategy->entries && strategy->buckets && strategy->shards && strategy->gathered;
+    return all ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
+                                               const dtrain_strategy_desc *desc)
+{
+    const size_t count = strategy->param_count;
+    if (!strategy->params && count)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_strategy_create: params is NULL, param_count is %zu", count);
+    if (count > UINT32_MAX - 1)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_strategy_create: %zu parameters are too many", count);
+    DTRAIN__TRY(dtrain__strategy_resolve(strategy, desc));
+    DTRAIN__TRY(dtrain__strategy_tables(strategy));
+    uint64_t *hashes =
+        (uint64_t *)dtrain__alloc(&strategy->allocator, count, sizeof *hashes, "name hashes");
+    if (!hashes) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = dtrain__resolve_params(strategy->params, count, hashes);
+    dtrain__free(&strategy->allocator, hashes, count, sizeof *hashes);
+    return result;
+}
+
+static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    dtrain__registration mine;
+    memset(&mine, 0, sizeof mine);
+    mine.params = strategy->params;
+    mine.count = strategy->param_count;
+    snprintf(mine.settings, sizeof mine.settings,
+             "kind %s, missing_gradient %u, buckets of %zu and %zu bytes, init_seed %llu",
+             strategy->ops->name, (unsigned)desc->missing_gradient, desc->first_bucket_bytes,
+             desc->bucket_bytes, (unsigned long long)desc->init_seed);
+    return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
+}
+
+/* The state between two steps. */
+static void dtrain__strategy_rewind(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &strategy->entries[i];
+        entry->marked = entry->seen = false;
+        entry->pending = entry->uses;
+        strategy->params[i].grad_written = false;
+    }
+    for (size_t i = 0; i < strategy->bucket_count; i++)
+        strategy->buckets[i].pending = strategy->buckets[i].uses;
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+}
+
+/* One block of gradients, one of values. A line more than is needed: also an empty tensor, or the
+ * only tensor of a model, gets an address of its own. */
+static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    size_t value_bytes = DTRAIN__CACHE_LINE, grad_bytes = DTRAIN__CACHE_LINE;
+    void *memory;
+    strategy->bucket_count =
+        dtrain__plan_buckets(strategy->params, strategy->param_count, desc->first_bucket_bytes,
+                             desc->bucket_bytes, strategy->entries, strategy->buckets);
+    for (size_t i = 0; i < strategy->bucket_count; i++)
+        grad_bytes += (size_t)strategy->buckets[i].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->storage == p && !p->value)
+            value_bytes += (size_t)dtrain__padded(p->count) * sizeof(float);
+    }
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, grad_bytes, &memory));
+    strategy->grads = (float *)memory;
+    strategy->grad_bytes = grad_bytes;
+    DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, value_bytes, &memory));
+    strategy->values = (float *)memory;
+    strategy->value_bytes = value_bytes;
+    dtrain__lend(strategy->params, strategy->param_count, strategy->entries, strategy->values,
+                 strategy->grads);
+    strategy->shard_count = strategy->ops->shards(strategy, strategy->shards);
+    dtrain__strategy_rewind(strategy);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_memory(strategy));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->storage == p && strategy->entries[i].lends_value)
+            DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed));
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params,
+                                            size_t param_count, const dtrain_strategy_desc *desc,
+                                            dtrain_comm *comm, dtrain_strategy **out)
+{
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
+    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_strategy *strategy =
+        (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
+    *out = strategy;
+    if (!strategy) return DTRAIN_ERROR_MEMORY;
+    strategy->world = world;
+    strategy->device = dtrain_world_device(world);
+    strategy->comm = comm;
+    strategy->allocator = *allocator;
+    strategy->params = params;
+    strategy->param_count = param_count;
+    return dtrain__strategy_register(strategy, desc);
+}
+
+static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_compare(strategy));
+    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
+    return dtrain__broadcast_values(strategy->comm, strategy->params, strategy->param_count,
+                                    strategy->entries);
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
+                                                size_t param_count,
+                                                const dtrain_strategy_desc *desc,
+                                                dtrain_strategy **out)
+{
+    if (out) *out = NULL;
+    if (!world) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    dtrain_comm *comm = desc && desc->comm ? desc->comm : dtrain_world_comm(world);
+    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, comm, out);
+    result = dtrain__agree(comm, result);
+    if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
+    if (result == DTRAIN_OK || !out) return result;
+    dtrain_strategy_destroy(*out);
+    *out = NULL;
+    return result;
+}
+
+/* Gradients in flight are also read and written by other ranks, and those expect the rest of the
+ * step: the communicator fails, which they hear of at once. Why this rank gave up is more
+ * interesting than this consequence: its last error stays. */
+static void dtrain__strategy_abandon(dtrain_strategy *strategy)
+{
+    char text[sizeof dtrain__error_text];
+    size_t flights = 0;
+    for (size_t i = 0; i < strategy->bucket_count; i++)
+        flights += strategy->buckets[i].work != NULL;
+    if (flights == 0) return;
+    memcpy(text, dtrain__error_text, sizeof text);
+    strategy->comm->ops->fail(strategy->comm, DTRAIN_ERROR_USAGE,
+                              "dtrain_strategy_destroy: called between ready and finish, with "
+                              "gradients in flight");
+    for (size_t i = 0; i < strategy->bucket_count; i++) {
+        dtrain_work_wait(strategy->buckets[i].work);
+        strategy->buckets[i].work = NULL;
+    }
+    if (text[0]) memcpy(dtrain__error_text, text, sizeof text);
+}
+
+DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
+{
+    if (!strategy) return;
+    const dtrain_allocator a = strategy->allocator;
+    const size_t count = strategy->param_count;
+    if (strategy->buckets) dtrain__strategy_abandon(strategy);
+    for (size_t i = 0; strategy->entries && i < count; i++) {
+        if (strategy->entries[i].lends_value) strategy->params[i].value = NULL;
+        if (strategy->entries[i].lends_grad) strategy->params[i].grad = NULL;
+    }
+    if (strategy->values)
+        strategy->device->ops->free(strategy->device, strategy->values, strategy->value_bytes);
+    dtrain_comm_free(strategy->comm, strategy->grads, strategy->grad_bytes);
+    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
+                 sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
+    dtrain__free(&a, strategy->buckets, count, sizeof *strategy->buckets);
+    dtrain__free(&a, strategy->entries, count, sizeof *strategy->entries);
+    dtrain__free(&a, strategy, 1, sizeof *strategy);
+}
+
+/* ---- A backward -------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy, const char *call)
+{
+    if (!strategy) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain__fail(strategy->failure, "%s", strategy->failure_text);
+}
+
+/* Communicator and device do not recover, and some gradients are averaged while others are not:
+ * the error stands. The communicator fails with it, for the other ranks count on this one; when the
+ * error came from there, it is what fail returns. */
+static dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
+{
+    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
+    strategy->failure = strategy->comm->ops->fail(strategy->comm, result, dtrain__error_text);
+    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
+             dtrain__bare(dtrain__error_text));
+    return strategy->failure;
+}
+
+/* The hooks' way in: the kind may do nothing. */
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    return dtrain__strategy_keep(strategy, strategy->ops->gather(strategy, unit));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    return dtrain__strategy_keep(strategy, strategy->ops->release(strategy, unit));
+}
+
+/* Between a storage's own gradient and its place in the bucket; nothing to do when it lives
+ * there. */
+static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
+                                       bool back)
+{
+    const dtrain__entry *entry = &strategy->entries[storage->index];
+    float *place = strategy->grads + entry->offset;
+    const size_t bytes = (size_t)storage->count * sizeof(float);
+    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
+    return strategy->device->ops->copy(strategy->device, back ? storage->grad : place,
+                                       back ? place : storage->grad, bytes,
+                                       DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
+/* In bucket order, up to the first that still waits for a gradient. A single rank's mean is
+ * what it has. */
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
+{
+    const bool alone = dtrain_comm_size(strategy->comm) == 1;
+    for (; strategy->launched < strategy->bucket_count; strategy->launched++) {
+        dtrain__bucket *bucket = &strategy->buckets[strategy->launched];
+        if (bucket->pending) break;
+        if (!alone) DTRAIN__TRY(strategy->ops->reduce(strategy, bucket));
+    }
+    return DTRAIN_OK;
+}
+
+/* One turn for the communicator per ready call: without a progress thread, buckets move only
+ * then. It costs two looks at the clock and one cache line per rank when there is nothing to
+ * do; ready calls are a layer's backward apart. */
+static dtrain_result dtrain__progress(dtrain_strategy *strategy)
+{
+    bool done = true;
+    while (strategy->oldest < strategy->launched) {
+        DTRAIN__TRY(dtrain_work_test(strategy->buckets[strategy->oldest].work, &done));
+        if (!done) break;
+        strategy->oldest++;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
+{
+    dtrain_param *storage = strategy->params[index].storage;
+    dtrain__entry *entry = &strategy->entries[index], *place = &strategy->entries[storage->index];
+    dtrain__bucket *bucket = &strategy->buckets[entry->bucket];
+    entry->marked = true;
+    strategy->marked_count++;
+    bucket->pending--;
+    if (--place->pending == 0) DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    return dtrain__progress(strategy);
+}
+
+/* With no_sync on, nothing tells where one backward ends and the next begins: marks are not
+ * kept. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_ready"));
+    if (index >= strategy->param_count)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_strategy_ready: index %zu, there are %zu parameters", index,
+                            strategy->param_count);
+    dtrain__entry *entry = &strategy->entries[index];
+    if (!entry->trainable)
+        return dtrain__fail(DTRAIN_ERROR_USAGE,
+                            "dtrain_strategy_ready: parameter %zu (\"%.100s\") is frozen", index,
+                            strategy->params[index].name);
+    if (entry->marked)
+        return dtrain__fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_ready: parameter %zu (\"%.100s\") is marked twice in one "
+            "backward; call dtrain_strategy_finish between two",
+            index, strategy->params[index].name);
+    entry->seen = true;
+    strategy->params[index].storage->grad_written = true;
+    if (strategy->no_sync) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_no_sync(dtrain_strategy *strategy, bool on)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_no_sync"));
+    if (on && strategy->marked_count)
+        return dtrain__fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_no_sync: %zu parameters of this backward are already marked; "
+            "switch it on before a backward, or call dtrain_strategy_finish first",
+            strategy->marked_count);
+    strategy->no_sync = on;
+    return DTRAIN_OK;
+}
+
+/* ---- The end of a backward --------------------------------------------------------------------*/
+
+/* Gradients that wait for a mark: what an earlier micro-batch or another use has left counts,
+ * the rest is zero. */
+static dtrain_result dtrain__settle_grads(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &strategy->entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->pending) continue;
+        if (p->grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        else
+            DTRAIN__TRY(strategy->device->ops->zero(strategy->device,
+                                                    strategy->grads + entry->offset,
+                                                    (size_t)p->count * sizeof(float)));
+        entry->pending = 0;
+    }
+    for (size_t i = strategy->launched; i < strategy->bucket_count; i++)
+        strategy->buckets[i].pending = 0;
+    return DTRAIN_OK;
+}
+
+/* All buckets have been launched: whatever this rank lacks, the others are not left waiting. */
+static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
+{
+    char names[640];
+    dtrain_result result = DTRAIN_OK;
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR;
+    const size_t count = dtrain__list_missing(strategy->params, strategy->param_count,
+                                              strategy->entries, !strict, names, sizeof names);
+    if (!strict) {
+        if (count)
+            dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
+                       "dtrain_strategy_finish: no gradient from this backward, zero is used: %s",
+                       names);
+        return DTRAIN_OK;
+    }
+    if (count)
+        result = dtrain__fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
+            "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+            names);
+    return dtrain__agree(strategy->comm, result);
+}
+
+/* Every handle goes back, also after an error: waiting on a failed communicator returns at
+ * once. */
+static dtrain_result dtrain__wait_buckets(dtrain_strategy *strategy)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->launched; i++) {
+        const dtrain_result one = dtrain_work_wait(strategy->buckets[i].work);
+        strategy->buckets[i].work = NULL;
+        if (result == DTRAIN_OK) result = one;
+    }
+    for (size_t i = 0; i < strategy->shard_count && result == DTRAIN_OK; i++)
+        result = dtrain__move_grad(strategy, strategy->shards[i].param, true);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    dtrain_result missing = DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    if (strategy->no_sync) return DTRAIN_OK;
+    dtrain_result result = dtrain__settle_grads(strategy);
+    if (result == DTRAIN_OK) result = dtrain__launch_buckets(strategy);
+    if (result == DTRAIN_OK) missing = dtrain__report_missing(strategy);
+    const dtrain_result waited = dtrain__wait_buckets(strategy);
+    if (result == DTRAIN_OK) result = waited;
+    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
+    dtrain__strategy_rewind(strategy);
+    if (missing == DTRAIN_OK) strategy->sync_count++;
+    return missing;
+}
+
+/* ---- Queries ----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count)
+{
+    if (shards) *shards = NULL;
+    if (count) *count = 0;
+    if (!strategy || !shards || !count)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
+                            !strategy ? "strategy"
+                            : !shards ? "shards"
+                                      : "count");
+    *shards = strategy->shards;
+    *count = strategy->shard_count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!strategy) return;
+    info->desc = strategy->desc;
+    info->param_count = strategy->param_count;
+    info->bucket_count = strategy->bucket_count;
+    info->sync_count = strategy->sync_count;
+    for (size_t i = 0; i < strategy->bucket_count; i++)
+        info->bucket_bytes += (uint64_t)strategy->buckets[i].count * sizeof(float);
+    info->grad_bytes = info->bucket_bytes;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->storage != p) continue;
+        info->total_elements += (uint64_t)p->count;
+        if (!strategy->entries[i].trainable) continue;
+        info->trainable_elements += (uint64_t)p->count;
+        if (!strategy->entries[i].lends_grad)
+            info->grad_bytes += (uint64_t)p->count * sizeof(float);
+    }
+    info->value_bytes = info->total_elements * sizeof(float);
+}
+
+DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
+{
+    return strategy ? strategy->comm : NULL;
+}
+
+/* ---- Replicas that drifted apart --------------------------------------------------------------*/
+
+/* The hash of everything differs somewhere: parameter by parameter, up to the first. */
+static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        uint64_t hash;
+        int usual, odd;
+        bool common;
+        if (p->storage != p) continue;
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, p, &hash));
+        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
+        if (common) continue;
+        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
+        return dtrain__fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            i, p->name, dtrain_comm_world_rank(strategy->comm, odd),
+            dtrain_comm_world_rank(strategy->comm, usual));
+    }
+    return dtrain__fail(DTRAIN_ERROR_INTERNAL,
+                        "dtrain_strategy_verify: hashes differ, but no parameter's does");
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    uint64_t all = DTRAIN__FNV_BASIS;
+    bool common;
+    if (hash) *hash = 0;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        uint64_t one;
+        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &strategy->params[i], &one));
+        all = dtrain__fnv1a(all, &one, sizeof one);
+    }
+    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
+    if (!common) return dtrain__name_drift(strategy);
+    if (hash) *hash = all;
+    return DTRAIN_OK;
+}
+/* ================================================================================================
+ * [S31] Tape and tensors
+ *
+ * Where things live during a step, and who gives them back:
+ *
+ *     host arena      tensors, nodes                       until the next begin
+ *     data arena      every forward value                  until the next begin
+ *     gradient pool   gradients of forward values          from the first contribution until their
+ *                                                          producer's backward has run
+ *     params          values and gradients                 not the tape's
+ *
+ * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
+ * the last one asked for allocates nothing and gets the same addresses. That also makes memory
+ * predictable: the plan device runs this very code and only its allocations do nothing.
+ *
+ * Backward is one walk in reverse. Nodes are recorded after the nodes that made their inputs, so
+ * when the walk reaches a node every use of its output has contributed: the gradient is complete,
+ * is spent, and its buffer goes back. A handful of buffers serves a model of any depth.
+ * ==============================================================================================*/
+
+#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+
+typedef struct dtrain__chunk {
+    struct dtrain__chunk *next;
+    char *memory;
+    size_t bytes;
+    uint32_t owners; /* gradient pool only: tensors whose gradient this is; 0 = free */
+} dtrain__chunk;
+
+/* Chunks in the order they were made; memory is handed out by moving forward through them. A pass
+ * that asks for a part of what an earlier one asked for (an evaluation after a training step) is
+ * never further along than that one was, so it finds room everywhere.
+ *
+ * A chunk of device memory has exactly the size of the request it was made for: nothing is lost at
+ * its end, and a few hundred allocations in the first step are soon forgotten. */
+typedef struct dtrain__bump {
+    dtrain_device *device; /* NULL: host memory */
+    dtrain__chunk *first;
+    dtrain__chunk **at;    /* the link to the chunk in use */
+    size_t used;           /* bytes of that chunk */
+} dtrain__bump;
+
+/* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
+typedef struct dtrain_node {
+    struct dtrain_node *previous; /* recorded before this one */
+    const char *name;             /* of the public function */
+    dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
+    dtrain_tensor *in[2], *out;
+    dtrain_param *param[2];
+    int64_t unit;      /* -1: before the first mark */
+    bool needs_grad;   /* some input or parameter does, and the tape records */
+    bool reads_output; /* backward looks at out->data: nobody may overwrite it */
+    bool reached;      /* by the gradient of this backward's loss */
+    float factor;      /* of scale, sum, mean and cross-entropy: d out / d kernel result */
+    union {
+        dtrain_gemm_args linear;
+        dtrain_layernorm_args layernorm;
+        dtrain_embedding_args embedding;
+        dtrain_attention_args attention;
+        dtrain_dropout_args dropout;
+        dtrain_cross_entropy_args cross_entropy;
+    } forward;
+} dtrain_node;
+
+/* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
+typedef struct dtrain__tape_tensor {
+    dtrain_tensor tensor;
+    dtrain__chunk *gradient; /* what tensor.grad points into */
+    int64_t valid_count;     /* of I32 inputs: entries that are not -1 */
+} dtrain__tape_tensor;
+
+enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
+
+struct dtrain_tape {
+    dtrain_strategy *strategy;
+    dtrain_device *device;
+    dtrain_allocator allocator;
+    bool planning; /* on the plan device: params and strategy are left alone */
+
+    dtrain__bump host, data;
+    dtrain__chunk *gradients; /* the pool */
+    uint64_t activation_bytes, gradient_bytes, allocation_count;
+
+    dtrain_node *last;
+    size_t node_count, tensor_count;
+    uint32_t state, flags;
+    uint64_t seed, dropout_count;
+    int64_t unit; /* gathered now; -1 = none */
+
+    dtrain_result error;
+    char error_text[sizeof dtrain__error_text];
+};
+
+/* ---- Errors ------------------------------------------------------------------------------------
+ *
+ * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
+ * have left theirs in the thread's last error. */
+
+static dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
+{
+    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
+        tape->error = result;
+        memcpy(tape->error_text, dtrain__error_text, sizeof tape->error_text);
+    }
+    return result;
+}
+
+/* A new error that sticks. Always NULL: an operation ends by returning it. */
+DTRAIN__PRINTF(3, 4)
+static dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code, const char *format,
+                                        ...)
+{
+    char text[sizeof dtrain__error_text];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    dtrain__tape_stick(tape, dtrain__fail(code, "%s", text));
+    return NULL;
+}
+
+DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
+{
+    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
+    if (tape->error != DTRAIN_OK)
+        memcpy(dtrain__error_text, tape->error_text, sizeof tape->error_text);
+    return tape->error;
+}
+
+/* ---- Memory ----------------------------------------------------------------------------------*/
+
+static void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device, dtrain__chunk *chunk)
+{
+    while (chunk) {
+        dtrain__chunk *next = chunk->next;
+        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
+        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+        chunk = next;
+    }
+}
+
+/* device NULL: host memory. NULL when there is none; the error sticks. */
+static dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device, size_t bytes)
+{
+    const dtrain_allocator *host = &tape->allocator;
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    void *memory = NULL;
+    dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
+    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
+    else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
+    if (memory) {
+        chunk->bytes = bytes;
+        chunk->memory = (char *)memory;
+        if (device) tape->allocation_count++;
+        return chunk;
+    }
+    dtrain__tape_stick(tape, result);
+    dtrain__chunks_destroy(tape, device, chunk);
+    return NULL;
+}
+
+static void dtrain__bump_rewind(dtrain__bump *arena)
+{
+    arena->at = &arena->first;
+    arena->used = 0;
+}
+
+static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
+{
+    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    while (*arena->at && (*arena->at)->bytes - arena->used < bytes) {
+        arena->at = &(*arena->at)->next;
+        arena->used = 0;
+    }
+    if (!*arena->at) {
+        size_t chunk_bytes = arena->device ? bytes : DTRAIN__TAPE_HOST_BYTES;
+        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
+        if (!*arena->at) return NULL;
+        if (arena->device) tape->activation_bytes += chunk_bytes;
+    }
+    void *memory = (*arena->at)->memory + arena->used;
+    arena->used += bytes;
+    return memory;
+}
+
+/* A zeroed node or tensor. */
+static void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+{
+    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+/* Device memory for count 4-byte values of this pass, contents undefined. */
+static void *dtrain__take_data(dtrain_tape *tape, int64_t count)
+{
+    size_t bytes;
+    if (!dtrain__size_mul((size_t)count, 4, &bytes) || bytes > PTRDIFF_MAX) {
+        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
+                          "a tensor of %lld elements is more than this machine can address",
+                          (long long)count);
+        return NULL;
+    }
+    return dtrain__bump_take(tape, &tape->data, bytes);
+}
+
+/* A tensor of this pass; NULL after an error, which sticks. */
+static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                         const int64_t *shape)
+{
+    dtrain_tensor *tensor =
+        (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
+    if (!tensor) return NULL;
+    size_t count = 1;
+    for (uint32_t i = 0; i < ndim; i++) {
+        /* what overflows is left at the largest count, which take_data refuses */
+        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
+        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
+        tensor->shape[i] = shape[i];
+    }
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    tensor->count = (int64_t)count;
+    tensor->data = dtrain__take_data(tape, tensor->count);
+    tape->tensor_count++;
+    return tensor->data ? tensor : NULL;
+}
+
+/* ---- Gradients of tensors ----------------------------------------------------------------------
+ *
+ * The first contribution overwrites, later ones add. An operation that only hands its gradient on
+ * (add) makes the buffer shared instead of copying it; who wants to write into a shared buffer
+ * makes a copy first. In a residual network
+ *
+ *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
+ *                         and by the time it adds its own share to d x that is the only owner */
+
+static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, int64_t count)
+{
+    size_t bytes = dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE);
+    dtrain__chunk *chunk = tape->gradients;
+    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
+    if (!chunk) {
+        chunk = dtrain__chunk_create(tape, tape->device, bytes);
+        if (!chunk) return NULL;
+        chunk->next = tape->gradients;
+        tape->gradients = chunk;
+        tape->gradient_bytes += bytes;
+    }
+    chunk->owners = 1;
+    return chunk;
+}
+
+static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
+{
+    ((dtrain__tape_tensor *)x)->gradient = chunk;
+    x->grad = chunk ? (float *)(void *)chunk->memory : NULL;
+    x->grad_written = chunk != NULL;
+}
+
+static void dtrain__gradient_drop(dtrain_tensor *x)
+{
+    dtrain__chunk *chunk = ((dtrain__tape_tensor *)x)->gradient;
+    if (chunk) chunk->owners--;
+    dtrain__gradient_set(x, NULL);
+}
+
+/* Makes x the only owner of its gradient, so that it can be written in place. */
+static dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x)
+{
+    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *own;
+    if (shared->owners == 1) return DTRAIN_OK;
+    own = dtrain__gradient_take(tape, x->count);
+    if (!own) return tape->error;
+    shared->owners--;
+    dtrain__gradient_set(x, own);
+    return tape->device->ops->copy(tape->device, own->memory, shared->memory,
+                                   (size_t)x->count * sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
+/* x->grad is ready for one contribution; *accumulate tells the kernel whether to add. */
+static dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x, bool *accumulate)
+{
+    *accumulate = x->grad_written;
+    if (x->grad_written) return dtrain__gradient_own(tape, x);
+    dtrain__gradient_set(x, dtrain__gradient_take(tape, x->count));
+    return x->grad ? DTRAIN_OK : tape->error;
+}
+
+/* The same for kernels that can only overwrite: x->grad is a fresh buffer, and what x had is put
+ * aside in *earlier; gradient_merge adds it when the kernel has run. */
+static dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
+                                            dtrain__chunk **earlier)
+{
+    bool accumulate;
+    *earlier = ((dtrain__tape_tensor *)x)->gradient;
+    dtrain__gradient_set(x, NULL);
+    return dtrain__gradient_open(tape, x, &accumulate);
+}
+
+static dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
+                                            dtrain__chunk *earlier)
+{
+    if (!earlier) return DTRAIN_OK;
+    dtrain_add_args args = {x->count, x->grad, (float *)(void *)earlier->memory, x->grad};
+    earlier->owners--;
+    return tape->device->ops->add(tape->device, &args);
+}
+
+/* x's gradient += from's gradient, by sharing the buffer when x has none yet. */
+static dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
+                                           dtrain_tensor *x)
+{
+    bool accumulate;
+    if (!x->grad_written) {
+        dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
+        chunk->owners++;
+        dtrain__gradient_set(x, chunk);
+        return DTRAIN_OK;
+    }
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    dtrain_add_args args = {x->count, x->grad, from->grad, x->grad};
+    return tape->device->ops->add(tape->device, &args);
+}
+
+/* ---- Parameters ------------------------------------------------------------------------------*/
+
+/* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
+static dtrain_param *dtrain__param_storage(dtrain_param *p)
+{
+    if (p->storage) return p->storage;
+    while (p->alias_of) p = p->alias_of;
+    return p;
+}
+
+/* Whether p gets a gradient in this pass. A plan may be made before gradients are allocated: there
+ * only the flag counts. */
+static bool dtrain__param_trainable(const dtrain_tape *tape, dtrain_param *p)
+{
+    const dtrain_param *storage = dtrain__param_storage(p);
+    if (tape->flags & DTRAIN_TAPE_NO_GRAD) return false;
+    if ((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) return false;
+    return tape->planning || tape->strategy || storage->grad;
+}
+
+/* Where node's backward writes the gradient of param[i], and whether it has to add; NULL when none
+ * is wanted. Whoever asks must write: the gradient counts as written from here on. */
+static float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *node, int i,
+                                 bool *accumulate)
+{
+    *accumulate = false;
+    if (!node->param[i] || !dtrain__param_trainable(tape, node->param[i])) return NULL;
+    dtrain_param *storage = dtrain__param_storage(node->param[i]);
+    *accumulate = storage->grad_written;
+    if (!tape->planning) storage->grad_written = true;
+    return storage->grad;
+}
+
+/* ---- Life of a tape --------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
+                                            dtrain_device *device, dtrain_tape **out)
+{
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
+    *out = NULL;
+    if (!world && !device)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
+                                                   "NULL; a tape needs a device to run on");
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
+    if (!tape) return DTRAIN_ERROR_MEMORY;
+    tape->allocator = allocator;
+    tape->strategy = strategy;
+    tape->device = device ? device : dtrain_world_device(world);
+    tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    tape->data.device = tape->device;
+    tape->unit = -1;
+    *out = tape;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
+{
+    if (!tape) return;
+    dtrain__chunks_destroy(tape, tape->device, tape->data.first);
+    dtrain__chunks_destroy(tape, tape->device, tape->gradients);
+    dtrain__chunks_destroy(tape, NULL, tape->host.first);
+    dtrain_allocator allocator = tape->allocator;
+    dtrain__free(&allocator, tape, 1, sizeof *tape);
+}
+
+/* Lets go of the unit that is gathered and gathers another; -1 = none. Releasing comes first: two
+ * whole units at once would double what a sharded strategy keeps in memory. */
+static dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
+{
+    int64_t before = tape->unit;
+    if (unit == before) return DTRAIN_OK;
+    tape->unit = unit;
+    if (tape->planning || !tape->strategy) return DTRAIN_OK;
+    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
+    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
+{
+    if (!tape || tape->error != DTRAIN_OK) return;
+    if (tape->state != DTRAIN__TAPE_FORWARD)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
+    else dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+}
+
+DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
+{
+    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    tape->error = DTRAIN_OK;
+    dtrain__bump_rewind(&tape->host);
+    dtrain__bump_rewind(&tape->data);
+    for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
+    tape->last = NULL;
+    tape->node_count = tape->tensor_count = 0;
+    tape->flags = flags;
+    tape->seed = seed;
+    tape->dropout_count = 0;
+    tape->state = DTRAIN__TAPE_FORWARD;
+    if (flags & ~DTRAIN_TAPE_NO_GRAD)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x",
+                          flags);
+    else dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
+    return tape->error;
+}
+
+/* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
+static dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
+{
+    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (tape->error != DTRAIN_OK) return tape->error;
+    if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
+    const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
+                                                       : "this pass has had its backward";
+    dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call, why);
+    return tape->error;
+}
+
+static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
+                                         const void *host, bool requires_grad)
+{
+    const char *const call = "dtrain_tape_input";
+    if (dtype != DTRAIN_F32 && dtype != DTRAIN_I32)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
+                            dtrain_dtype_name(dtype));
+    if (dtype == DTRAIN_I32 && requires_grad)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
+    if (!shape || !host)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                            shape ? "host" : "shape");
+    if (ndim < 1 || ndim > 4)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+    for (uint32_t i = 0; i < ndim; i++)
+        if (shape[i] < 1)
+            return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                                (long long)shape[i]);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad)
+{
+    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
+    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
+        return NULL;
+    dtrain_tensor *x = dtrain__tensor_new(tape, dtype, ndim, shape);
+    if (!x) return NULL;
+    x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
+    if (dtype == DTRAIN_I32) {
+        /* counted here because only here are they in host memory */
+        const int32_t *entries = (const int32_t *)host;
+        int64_t valid = 0;
+        for (int64_t i = 0; i < x->count; i++) valid += entries[i] != -1;
+        ((dtrain__tape_tensor *)x)->valid_count = valid;
+    }
+    dtrain_result result = tape->device->ops->copy(
+        tape->device, x->data, host, (size_t)x->count * 4, DTRAIN_COPY_HOST_TO_DEVICE);
+    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
+}
+
+/* ---- Reading ---------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                        const float *host, const char *call)
+{
+    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
+    if (!tensor || !host)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                            tensor ? "host" : "tensor");
+    if (tensor->dtype != DTRAIN_F32)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
+                            dtrain_dtype_name((dtrain_dtype)tensor->dtype));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                            float *host)
+{
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read"));
+    return tape->device->ops->copy(tape->device, host, tensor->data,
+                                   (size_t)tensor->count * sizeof(float),
+                                   DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                                 float *host)
+{
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
+    if (tensor->producer || !tensor->needs_grad)
+        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
+                                                "requires_grad keep their gradient");
+    if (tape->state != DTRAIN__TAPE_DONE)
+        return dtrain__fail(DTRAIN_ERROR_USAGE,
+                            "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
+    size_t bytes = (size_t)tensor->count * sizeof(float);
+    if (!tensor->grad) { /* the loss does not depend on it */
+        memset(host, 0, bytes);
+        return DTRAIN_OK;
+    }
+    return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
+                                   DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    memset(info, 0, sizeof *info);
+    if (!tape) return;
+    info->node_count = tape->node_count;
+    info->tensor_count = tape->tensor_count;
+    info->activation_bytes = tape->activation_bytes;
+    info->gradient_bytes = tape->gradient_bytes;
+    info->block_allocations = tape->allocation_count;
+}
+
+/* ---- Backward ----------------------------------------------------------------------------------
+ *
+ * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
+ *    will get a contribution; alias and target are counted apart, as the strategy registered them
+ * 2. in reverse order: enter the node's unit, run its backward, give its output's gradient back,
+ *    tell the strategy about parameters that have had their last contribution */
+
+static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
+{
+    dtrain_node *node;
+    if (loss->producer) loss->producer->reached = true;
+    for (node = tape->last; node; node = node->previous) {
+        if (!node->reached) continue;
+        for (int i = 0; i < 2; i++) {
+            dtrain_tensor *x = node->in[i];
+            if (x && x->needs_grad && x->producer) x->producer->reached = true;
+            /* a backward that failed half-way leaves a count behind */
+            if (node->param[i] && !tape->planning) node->param[i]->pending_uses = 0;
+        }
+    }
+    if (tape->planning) return;
+    for (node = tape->last; node; node = node->previous)
+        for (int i = 0; i < 2; i++)
+            if (node->reached && node->param[i]) node->param[i]->pending_uses++;
+}
+
+static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
+{
+    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(node->backward(tape, node));
+    dtrain__gradient_drop(node->out);
+    for (int i = 0; i < 2 && !tape->planning; i++) {
+        dtrain_param *p = node->param[i];
+        if (!p || --p->pending_uses > 0 || !tape->strategy || !dtrain__param_trainable(tape, p))
+            continue;
+        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->index));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    bool accumulate;
+    dtrain__mark_reached(tape, loss);
+    DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
+    DTRAIN__TRY(tape->device->ops->copy(tape->device, loss->grad, &scale, sizeof scale,
+                                        DTRAIN_COPY_HOST_TO_DEVICE));
+    for (dtrain_node *node = tape->last; node; node = node->previous)
+        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    return dtrain__tape_enter(tape, -1);
+}
+
+DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    const char *const call = "dtrain_tape_backward";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
+    if (tape->flags & DTRAIN_TAPE_NO_GRAD)
+        result = dtrain__fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
+                              call);
+    else if (!loss) result = dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
+    else if (loss->count != 1)
+        result = dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                              "%s: the loss has %lld elements, not one; use dtrain_mean or "
+                              "dtrain_sum", call, (long long)loss->count);
+    else if (!loss->needs_grad)
+        result = dtrain__fail(DTRAIN_ERROR_USAGE, "%s: the loss depends on no trainable parameter "
+                                                  "and no input with requires_grad", call);
+    else result = dtrain__backward_run(tape, loss, scale);
+    tape->state = DTRAIN__TAPE_DONE;
+    return dtrain__tape_stick(tape, result);
+}
+/* ================================================================================================
+ * [S32] Operations
+ *
+ * Every operation has the same steps, and its own arguments:
+ *
+ *     node = dtrain__op(...)               NULL after an error: the operation does nothing
+ *     dtrain__check_input, _check_param    the sentence says what differs from what
+ *     fill node->forward                   memory from dtrain__output and dtrain__take_data
+ *     if (tape->error) return NULL         one look for all allocations above
+ *     return dtrain__record(tape, node, kernel)
+ *
+ * Its backward reads node->forward and node->out->grad and contributes to the gradients of inputs
+ * and parameters. What a node keeps alive until then, beside its parameters:
+ *
+ *     linear          x; with GELU the value before it, with ReLU the output
+ *     layernorm       x, mean and rstd of each row
+ *     embedding       tokens
+ *     attention       qkv, y, log-sum-exp of each row and head
+ *     cross_entropy   logits, targets, log-sum-exp of each row
+ *     add, scale, dropout, sum, mean: nothing
+ * ==============================================================================================*/
+
+/* A node for one call. Without gradients too: the kernel's arguments have to be somewhere, and it
+ * costs nothing but a little host memory until the next begin. */
+static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name,
+                               dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
+                               dtrain_tensor *first, dtrain_tensor *second)
+{
+    if (dtrain__tape_check(tape, name) != DTRAIN_OK) return NULL;
+    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, sizeof *node);
+    if (!node) return NULL;
+    node->name = name;
+    node->backward = backward;
+    node->in[0] = first;
+    node->in[1] = second;
+    node->unit = tape->unit;
+    return node;
+}
+
+/* ---- Checks ----------------------------------------------------------------------------------*/
+
+typedef struct dtrain__text {
+    char text[96];
+} dtrain__text;
+
+/* "(6, 16)", with "any" for -1. Written to *to, so that one sentence can have several. */
+static const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape, dtrain__text *to)
+{
+    size_t used = 0;
+    for (uint32_t i = 0; i < ndim; i++) {
+        char length[24] = "any";
+        if (shape[i] >= 0) snprintf(length, sizeof length, "%lld", (long long)shape[i]);
+        used += (size_t)snprintf(to->text + used, sizeof to->text - used, "%s%s", i ? ", " : "(",
+                                 length); /* 4 axes of 19 digits fit */
+    }
+    snprintf(to->text + used, sizeof to->text - used, ")");
+    return to->text;
+}
+
+/* Input i is there and of this type. A gradient that it needs makes the node need one. */
+static bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i, dtrain_dtype dtype)
+{
+    const dtrain_tensor *x = node->in[i];
+    if (x && x->dtype == (uint32_t)dtype) {
+        if (x->needs_grad) node->needs_grad = true;
+        return true;
+    }
+    const char *found = x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL";
+    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: input %d is %s, expected %s", node->name,
+                      i + 1, found, dtrain_dtype_name(dtype));
+    return false;
+}
+
+/* The axes of a parameter: all zero means one axis of count, and for an alias its target's. */
+static uint32_t dtrain__param_shape(dtrain_param *p, int64_t shape[4])
+{
+    const dtrain_param *from = p->shape[0] || p->count ? p : dtrain__param_storage(p);
+    uint32_t ndim = 0;
+    memcpy(shape, from->shape, sizeof from->shape);
+    while (ndim < 4 && shape[ndim] != 0) ndim++;
+    if (ndim > 0) return ndim;
+    shape[0] = from->count;
+    return 1;
+}
+
+static int64_t dtrain__param_rows(dtrain_param *p)
+{
+    int64_t shape[4];
+    dtrain__param_shape(p, shape);
+    return shape[0];
+}
+
+static const char *dtrain__param_name(const dtrain_param *p) { return p->name ? p->name : "?"; }
+
+static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p,
+                                uint32_t ndim, const int64_t *expected)
+{
+    int64_t shape[4];
+    dtrain__text found_text, expected_text, input_text;
+    uint32_t found = dtrain__param_shape(p, shape);
+    bool same = found == ndim;
+    for (uint32_t i = 0; same && i < ndim; i++) same = expected[i] < 0 || expected[i] == shape[i];
+    if (same) return true;
+    const dtrain_tensor *x = node->in[0];
+    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                      "%s: parameter %s is %s where input %s needs %s", node->name,
+                      dtrain__param_name(p), dtrain__shape_text(found, shape, &found_text),
+                      dtrain__shape_text(x->ndim, x->shape, &input_text),
+                      dtrain__shape_text(ndim, expected, &expected_text));
+    return false;
+}
+
+/* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
+ * is 0; -1 takes any length. */
+static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtrain_param *p,
+                                int64_t rows, int64_t columns)
+{
+    const int64_t expected[2] = {rows, columns};
+    node->param[i] = p;
+    if (!p) {
+        dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: parameter %d is NULL", node->name,
+                          i + 1);
+        return false;
+    }
+    if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
+    const char *missing = NULL;
+    if (tape->strategy && !p->storage) missing = "belongs to no strategy";
+    else if (!dtrain__param_storage(p)->value) missing = "has no value";
+    if (missing && !tape->planning) {
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
+                          node->name, dtrain__param_name(p), missing);
+        return false;
+    }
+    if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
+    return true;
+}
+
+static float *dtrain__param_value(dtrain_param *p)
+{
+    return p ? dtrain__param_storage(p)->value : NULL;
+}
+
+/* ---- Results ----------------------------------------------------------------------------------*/
+
+/* Output of the node: x's shape with n in the last axis. NULL after an error. */
+static float *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x,
+                             int64_t n)
+{
+    int64_t shape[4];
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = n;
+    node->out = dtrain__tensor_new(tape, DTRAIN_F32, x->ndim, shape);
+    return node->out ? (float *)node->out->data : NULL;
+}
+
+/* Ends an operation: the node goes on the tape if a gradient will have to pass through it. Uses are
+ * counted for in-place backwards, which must know that nobody else will look at an input. */
+static dtrain_tensor *dtrain__record(dtrain_tape *tape, dtrain_node *node, dtrain_result kernel)
+{
+    if (dtrain__tape_stick(tape, kernel) != DTRAIN_OK) return NULL;
+    if (!node->needs_grad) return node->out;
+    node->out->producer = node;
+    node->out->needs_grad = true;
+    for (int i = 0; i < 2; i++)
+        if (node->in[i]) node->in[i]->pending_uses++;
+    node->previous = tape->last;
+    tape->last = node;
+    tape->node_count++;
+    return node->out;
+}
+
+static int64_t dtrain__last_axis(const dtrain_tensor *x) { return x->shape[x->ndim - 1]; }
+static const float *dtrain__values(const dtrain_tensor *x) { return (const float *)x->data; }
+
+/* ---- Linear -----------------------------------------------------------------------------------*/
+
+/* With z = x weight^T + bias and y = act(z):
+ *
+ *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
+ *
+ * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
+ * reads, so it should be the freshest in the cache. */
+static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_gemm_args *forward = &node->forward.linear;
+    const dtrain_device_ops *ops = tape->device->ops;
+    const int64_t rows = forward->m, out = forward->n, in = forward->k;
+    dtrain_tensor *x = node->in[0], *y = node->out;
+    bool add_weight, add_bias, add_x;
+    float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight);
+    float *d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
+    dtrain_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.alpha = 1;
+    gemm.a_dtype = gemm.b_dtype = gemm.c_dtype = DTRAIN_F32;
+
+    if (forward->activation != DTRAIN_ACT_NONE) DTRAIN__TRY(dtrain__gradient_own(tape, y));
+    if (forward->activation != DTRAIN_ACT_NONE || d_bias) {
+        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+        const float *z = forward->aux ? forward->aux : (const float *)forward->c;
+        dtrain_activation_backward_args args = {forward->activation, add_bias, rows, out, z,
+                                                y->grad, y->grad, d_bias};
+        DTRAIN__TRY(ops->activation_backward(tape->device, &args));
+    }
+    gemm.a = y->grad;
+    gemm.lda = out;
+    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in) */
+        gemm.flags = DTRAIN_GEMM_TRANS_A;
+        gemm.m = out, gemm.n = in, gemm.k = rows;
+        gemm.b = forward->a, gemm.ldb = in;
+        gemm.c = d_weight, gemm.ldc = in;
+        gemm.beta = add_weight ? 1.0f : 0.0f;
+        DTRAIN__TRY(ops->gemm(tape->device, &gemm));
+    }
+    if (!x->needs_grad) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &add_x));
+    gemm.flags = 0; /* (rows,in) = d_z (rows,out) weight (out,in) */
+    gemm.m = rows, gemm.n = in, gemm.k = out;
+    gemm.b = forward->b, gemm.ldb = in;
+    gemm.c = x->grad, gemm.ldc = in;
+    gemm.beta = add_x ? 1.0f : 0.0f;
+    return ops->gemm(tape->device, &gemm);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, dtrain_activation activation)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_linear", dtrain__linear_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    const int64_t in = dtrain__last_axis(x), rows = x->count / in;
+    if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
+    const int64_t out = dtrain__param_rows(weight);
+    if (bias && !dtrain__check_param(tape, node, 1, bias, out, 0)) return NULL;
+    if ((uint32_t)activation > DTRAIN_ACT_GELU)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_linear: unknown activation %d", (int)activation);
+
+    dtrain_gemm_args *args = &node->forward.linear;
+    args->flags = DTRAIN_GEMM_TRANS_B;
+    args->activation = activation;
+    args->m = rows, args->n = out, args->k = in;
+    args->alpha = 1;
+    args->a = x->data, args->lda = in;
+    args->b = dtrain__param_value(weight), args->ldb = in;
+    args->c = dtrain__output(tape, node, x, out), args->ldc = out;
+    args->a_dtype = args->b_dtype = args->c_dtype = DTRAIN_F32;
+    args->bias = dtrain__param_value(bias);
+    if (activation == DTRAIN_ACT_GELU && node->needs_grad)
+        args->aux = (float *)dtrain__take_data(tape, rows * out);
+    node->reads_output = activation == DTRAIN_ACT_RELU;
+    if (tape->error != DTRAIN_OK) return NULL;
+    return dtrain__record(tape, node, tape->device->ops->gemm(tape->device, args));
+}
+
+/* ---- Layer normalisation ----------------------------------------------------------------------*/
+
+/* With h = (x - mean) rstd, rows of n elements, and d_h = d_y weight:
+ *
+ *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
+ *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h)) */
+static dtrain_result dtrain__layernorm_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_layernorm_args *forward = &node->forward.layernorm;
+    const dtrain_device_ops *ops = tape->device->ops;
+    dtrain_tensor *x = node->in[0];
+    bool add_weight, add_bias;
+    dtrain_layernorm_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.n = forward->n;
+    args.x = forward->x;
+    args.weight = forward->weight;
+    args.mean = forward->mean;
+    args.rstd = forward->rstd;
+    args.d_y = node->out->grad;
+    args.d_weight = dtrain__param_grad(tape, node, 0, &add_weight);
+    args.d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
+    args.accumulate_params = add_weight || add_bias;
+    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
+    if (args.d_weight && args.d_bias && add_weight != add_bias)
+        DTRAIN__TRY(ops->zero(tape->device, add_weight ? args.d_bias : args.d_weight,
+                              (size_t)args.n * sizeof(float)));
+    if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate_x));
+    args.d_x = x->grad;
+    return ops->layernorm_backward(tape->device, &args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                           dtrain_param *weight, dtrain_param *bias)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_layernorm", dtrain__layernorm_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    const int64_t n = dtrain__last_axis(x), rows = x->count / n;
+    if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
+    if (bias && !dtrain__check_param(tape, node, 1, bias, n, 0)) return NULL;
+
+    dtrain_layernorm_args *args = &node->forward.layernorm;
+    args->rows = rows;
+    args->n = n;
+    args->epsilon = 1e-5f;
+    args->x = dtrain__values(x);
+    args->weight = dtrain__param_value(weight);
+    args->bias = dtrain__param_value(bias);
+    args->y = dtrain__output(tape, node, x, n);
+    args->mean = (float *)dtrain__take_data(tape, rows);
+    args->rstd = (float *)dtrain__take_data(tape, rows);
+    if (tape->error != DTRAIN_OK) return NULL;
+    return dtrain__record(tape, node, tape->device->ops->layernorm(tape->device, args));
+}
+
+/* ---- Embedding --------------------------------------------------------------------------------*/
+
+/* d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
+ * The kernel touches only rows that occur, so the others have to become zero first. */
+static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_embedding_args *forward = &node->forward.embedding;
+    const dtrain_device_ops *ops = tape->device->ops;
+    float *grad[2];
+    for (int i = 0; i < 2; i++) {
+        bool add;
+        grad[i] = dtrain__param_grad(tape, node, i, &add);
+        if (!grad[i] || add) continue;
+        size_t rows = (size_t)dtrain__param_rows(node->param[i]);
+        DTRAIN__TRY(ops->zero(tape->device, grad[i], rows * (size_t)forward->n * sizeof(float)));
+    }
+    dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
+                                           forward->vocab, forward->tokens,   node->out->grad,
+                                           grad[0],        grad[1]};
+    return ops->embedding_backward(tape->device, &args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
+                                           dtrain_param *token, dtrain_param *position)
+{
+    dtrain_node *node =
+        dtrain__op(tape, "dtrain_embedding", dtrain__embedding_backward, tokens, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_I32)) return NULL;
+    if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
+    int64_t token_shape[4];
+    dtrain__param_shape(token, token_shape);
+    const int64_t n = token_shape[1], sequence = dtrain__last_axis(tokens), rows = tokens->count;
+    if (position && !dtrain__check_param(tape, node, 1, position, -1, n)) return NULL;
+    if (position && dtrain__param_rows(position) < sequence)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_embedding: parameter %s has %lld positions, the tokens "
+                                 "%lld",
+                                 dtrain__param_name(position),
+                                 (long long)dtrain__param_rows(position), (long long)sequence);
+
+    const int64_t shape[2] = {rows, n};
+    node->out = dtrain__tensor_new(tape, DTRAIN_F32, 2, shape);
+    if (!node->out) return NULL;
+    dtrain_embedding_args *args = &node->forward.embedding;
+    args->rows = rows;
+    args->sequence = sequence;
+    args->n = n;
+    args->vocab = token_shape[0];
+    args->tokens = (const int32_t *)tokens->data;
+    args->wte = dtrain__param_value(token);
+    args->wpe = dtrain__param_value(position);
+    args->y = (float *)node->out->data;
+    return dtrain__record(tape, node, tape->device->ops->embedding(tape->device, args));
+}
+
+/* ---- Attention --------------------------------------------------------------------------------*/
+
+/* With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
+ *
+ *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
+static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_attention_args *forward = &node->forward.attention;
+    dtrain_tensor *qkv = node->in[0];
+    dtrain__chunk *earlier;
+    DTRAIN__TRY(dtrain__gradient_fresh(tape, qkv, &earlier));
+    dtrain_attention_backward_args args = {forward->batch, forward->sequence, forward->heads,
+                                           forward->n,     forward->causal,   forward->qkv,
+                                           forward->y,     forward->lse,      node->out->grad,
+                                           qkv->grad};
+    DTRAIN__TRY(tape->device->ops->attention_backward(tape->device, &args));
+    return dtrain__gradient_merge(tape, qkv, earlier);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
+                                           int64_t heads, uint32_t flags)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_attention", dtrain__attention_backward, qkv, NULL);
+    dtrain__text text;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
+    if (flags & ~DTRAIN_CAUSAL)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
+                                 flags);
+    if (sequence < 1 || rows % sequence || heads < 1 || width % 3 || n % heads)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_attention: qkv %s does not divide into sequences of %lld "
+                                 "rows and 3 x %lld heads",
+                                 dtrain__shape_text(qkv->ndim, qkv->shape, &text),
+                                 (long long)sequence, (long long)heads);
+
+    dtrain_attention_args *args = &node->forward.attention;
+    args->batch = rows / sequence;
+    args->sequence = sequence;
+    args->heads = heads;
+    args->n = n;
+    args->causal = (flags & DTRAIN_CAUSAL) != 0;
+    args->qkv = dtrain__values(qkv);
+    args->y = dtrain__output(tape, node, qkv, n);
+    args->lse = (float *)dtrain__take_data(tape, rows * heads);
+    node->reads_output = true;
+    if (tape->error != DTRAIN_OK) return NULL;
+    return dtrain__record(tape, node, tape->device->ops->attention(tape->device, args));
+}
+
+/* ---- Elementwise ------------------------------------------------------------------------------*/
+
+/* Both inputs share the gradient of the sum until one of them has more to add. */
+static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    for (int i = 0; i < 2; i++)
+        if (node->in[i]->needs_grad)
+            DTRAIN__TRY(dtrain__gradient_pass(tape, node->out, node->in[i]));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_add", dtrain__add_backward, x, y);
+    dtrain__text left, right;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
+    if (x->count != y->count || dtrain__last_axis(x) != dtrain__last_axis(y))
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
+                                 dtrain__shape_text(x->ndim, x->shape, &left),
+                                 dtrain__shape_text(y->ndim, y->shape, &right));
+    float *out = dtrain__output(tape, node, x, dtrain__last_axis(x));
+    if (!out) return NULL;
+    dtrain_add_args args = {x->count, dtrain__values(x), dtrain__values(y), out};
+    return dtrain__record(tape, node, tape->device->ops->add(tape->device, &args));
+}
+
+/* d_x += factor d_y */
+static dtrain_result dtrain__scale_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    dtrain_tensor *x = node->in[0];
+    dtrain_axpby_args args = {x->count, false, node->factor, 1, node->out->grad, NULL};
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
+    args.y = x->grad;
+    return tape->device->ops->axpby(tape->device, &args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_scale", dtrain__scale_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    node->factor = factor;
+    float *out = dtrain__output(tape, node, x, dtrain__last_axis(x));
+    if (!out) return NULL;
+    dtrain_axpby_args args = {x->count, false, factor, 0, dtrain__values(x), out};
+    return dtrain__record(tape, node, tape->device->ops->axpby(tape->device, &args));
+}
+
+/* Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
+static dtrain_result dtrain__dropout_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    dtrain_tensor *x = node->in[0];
+    dtrain_dropout_args args = node->forward.dropout;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
+    args.x = node->out->grad;
+    args.y = x->grad;
+    return tape->device->ops->dropout(tape->device, &args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", dtrain__dropout_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_dropout: probability is %g, not in [0, 1)",
+                                 (double)probability);
+    if (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)) return x;
+    dtrain_dropout_args *args = &node->forward.dropout;
+    args->count = x->count;
+    args->probability = probability;
+    args->seed = tape->seed;
+    args->stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
+    args->x = dtrain__values(x);
+    args->y = dtrain__output(tape, node, x, dtrain__last_axis(x));
+    if (!args->y) return NULL;
+    return dtrain__record(tape, node, tape->device->ops->dropout(tape->device, args));
+}
+
+/* ---- One-element results ----------------------------------------------------------------------*/
+
+/* factor * sum of x (count), as the node's output (1). The kernel leaves it on the host, in double:
+ * a float sum over many rows would lose digits of the loss. */
+static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node, const float *x,
+                                            int64_t count)
+{
+    const int64_t shape[1] = {1};
+    double sum = 0;
+    node->out = dtrain__tensor_new(tape, DTRAIN_F32, 1, shape);
+    if (!node->out) return NULL;
+    dtrain_sum_args args = {count, false, (double)node->factor, x, &sum};
+    dtrain_result result = tape->device->ops->sum(tape->device, &args);
+    float value = (float)sum;
+    if (result == DTRAIN_OK)
+        result = tape->device->ops->copy(tape->device, node->out->data, &value, sizeof value,
+                                         DTRAIN_COPY_HOST_TO_DEVICE);
+    return dtrain__record(tape, node, result);
+}
+
+/* The gradient of a one-element output on the host: most often the scale given to backward, but
+ * losses may be added and scaled. On the plan device it is 0, and nobody looks. */
+static dtrain_result dtrain__upstream(dtrain_tape *tape, const dtrain_node *node, float *value)
+{
+    *value = 0;
+    return tape->device->ops->copy(tape->device, value, node->out->grad, sizeof *value,
+                                   DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Every element gets the same gradient: one value from the host, then doubled by copies. */
+static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_device_ops *ops = tape->device->ops;
+    dtrain_tensor *x = node->in[0];
+    dtrain__chunk *earlier;
+    float value;
+    DTRAIN__TRY(dtrain__upstream(tape, node, &value));
+    value *= node->factor;
+    DTRAIN__TRY(dtrain__gradient_fresh(tape, x, &earlier));
+    DTRAIN__TRY(ops->copy(tape->device, x->grad, &value, sizeof value, DTRAIN_COPY_HOST_TO_DEVICE));
+    for (int64_t done = 1; done < x->count; done *= 2)
+        DTRAIN__TRY(ops->copy(tape->device, x->grad + done, x->grad,
+                              (size_t)dtrain__min(done, x->count - done) * sizeof(float),
+                              DTRAIN_COPY_DEVICE_TO_DEVICE));
+    return dtrain__gradient_merge(tape, x, earlier);
+}
+
+static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
+{
+    dtrain_node *node = dtrain__op(tape, name, dtrain__sum_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    node->factor = mean ? 1.0f / (float)x->count : 1.0f;
+    return dtrain__sum_to_output(tape, node, dtrain__values(x), x->count);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
+{
+    return dtrain__sum(tape, "dtrain_sum", x, false);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
+{
+    return dtrain__sum(tape, "dtrain_mean", x, true);
+}
+
+/* ---- Cross-entropy ----------------------------------------------------------------------------*/
+
+/* d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
+ *
+ * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
+ * only use and the operation that made them does not look at them in its own backward, they are
+ * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
+ * The block that says so belongs to no pool: it goes with the nodes of the pass. */
+static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_cross_entropy_args *forward = &node->forward.cross_entropy;
+    dtrain_tensor *logits = node->in[0];
+    dtrain__chunk *earlier = NULL;
+    float upstream;
+    DTRAIN__TRY(dtrain__upstream(tape, node, &upstream));
+    if (logits->producer && !logits->producer->reads_output && logits->pending_uses == 1) {
+        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(tape, sizeof *in_place);
+        if (!in_place) return tape->error;
+        in_place->memory = (char *)logits->data;
+        in_place->owners = 1;
+        dtrain__gradient_set(logits, in_place);
+    } else {
+        DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
+    }
+    dtrain_cross_entropy_backward_args args = {
+        forward->rows,    forward->n,   upstream * node->factor, forward->logits,
+        forward->targets, forward->lse, logits->grad};
+    DTRAIN__TRY(tape->device->ops->cross_entropy_backward(tape->device, &args));
+    return dtrain__gradient_merge(tape, logits, earlier);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
+                                               dtrain_tensor *targets)
+{
+    dtrain_node *node =
+        dtrain__op(tape, "dtrain_cross_entropy", dtrain__cross_entropy_backward, logits, targets);
+    dtrain__text left, right;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_I32)) return NULL;
+    const int64_t n = dtrain__last_axis(logits), rows = logits->count / n;
+    if (targets->count != rows)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
+                                 dtrain__shape_text(logits->ndim, logits->shape, &left),
+                                 (long long)rows,
+                                 dtrain__shape_text(targets->ndim, targets->shape, &right));
+
+    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
+    dtrain_cross_entropy_args *args = &node->forward.cross_entropy;
+    args->rows = rows;
+    args->n = n;
+    args->logits = dtrain__values(logits);
+    args->targets = (const int32_t *)targets->data;
+    args->loss = (float *)dtrain__take_data(tape, rows);
+    args->lse = (float *)dtrain__take_data(tape, rows);
+    if (tape->error != DTRAIN_OK) return NULL;
+    node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
+    dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
+    return dtrain__sum_to_output(tape, node, args->loss, rows);
+}
+
+/* ================================================================================================
+ * [S34] Gradient clipping
+ *
+ * The norm is one number from all shards, added in double in registration order: the same bits on
+ * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by the
+ * factor on its way through the gradients anyway, so clipping costs one read of them.
+ * ==============================================================================================*/
+
+static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
+{
+    dtrain_device *device = strategy->device;
+    *total = 0;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        dtrain_sum_args args;
+        double one = 0;
+        memset(&args, 0, sizeof args);
+        args.count = strategy->shards[i].count;
+        args.squares = true;
+        args.scale = 1;
+        args.x = strategy->shards[i].grad;
+        args.out = &one;
+        if (args.count) DTRAIN__TRY(device->ops->sum(device, &args));
+        *total += one;
+    }
+    return DTRAIN_OK;
+}
+
+/* Ranks with different shards exchange their sums and add them in rank order: a sum of doubles
+ * made by the communicator would not be exact. */
+static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
+{
+    int64_t bits;
+    if (strategy->ops->whole_shards) return DTRAIN_OK;
+    memcpy(&bits, total, sizeof bits);
+    DTRAIN__TRY(dtrain_all_gather(strategy->comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
+    *total = 0;
+    for (int i = 0; i < dtrain_comm_size(strategy->comm); i++) {
+        double one;
+        memcpy(&one, &strategy->gathered[i], sizeof one);
+        *total += one;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *scale)
+{
+    double total;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
+    if (!norm || !scale)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
+                            norm ? "scale" : "norm");
+    DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
+    *norm = (float)sqrt(total);
+    *scale = 1;
+    if (!dtrain_is_finite(*norm) || !(max_norm > 0)) return DTRAIN_OK;
+    const float factor = max_norm / (*norm + 1e-6f); /* torch clamps it at 1 */
+    if (factor < 1) *scale = factor;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * [S35] Optimizers, schedules
+ *
+ * One fused kernel per shard reads gradient and state once and writes value and state once. State
+ * is for this rank's shards only, one block, made at creation:
+ *
+ *     AdamW   | m of shard 0 .. pad | v of shard 0 .. pad | m of shard 1 ...
+ *     SGD     | buffer of shard 0 .. pad | buffer of shard 1 ...       (nothing without momentum)
+ * ==============================================================================================*/
+
+struct dtrain_optimizer {
+    dtrain_optimizer_desc desc;
+    dtrain_allocator allocator;
+    dtrain_device *device;
+    const dtrain_shard *shards; /* (shard_count), the strategy's */
+    size_t shard_count;
+    float *state;
+    size_t state_bytes;
+    uint64_t step_count;
+};
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_ADAMW;
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.999f;
+    desc.epsilon = 1e-8f;
+    desc.weight_decay = 0.01f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_SGD;
+    return desc;
+}
+
+/* Comparisons are written so that NaN fails them. */
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+{
+    const char *wrong = NULL;
+    if (desc->kind != DTRAIN_ADAMW && desc->kind != DTRAIN_SGD)
+        return dtrain__fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
+            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
+            (unsigned)desc->kind);
+    if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
+        wrong = "weight_decay >= 0";
+    if (desc->kind == DTRAIN_ADAMW) {
+        if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
+        if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
+        if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
+    } else {
+        if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
+        if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
+    }
+    if (!wrong) return DTRAIN_OK;
+    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                        "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
+                        "%g, epsilon %g, weight_decay %g, momentum %g",
+                        wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
+                        (double)desc->weight_decay, (double)desc->momentum);
+}
+
+/* State tensors per shard. */
+static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
+{
+    if (desc->kind == DTRAIN_ADAMW) return 2;
+    return desc->momentum > 0 ? 1 : 0;
+}
+
+/* The products cannot overflow: a quarter of the address space holds the values, [S27] saw to
+ * it. */
+static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
+{
+    dtrain_device *device = optimizer->device;
+    void *memory;
+    size_t bytes = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++)
+        bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
+    bytes *= dtrain__state_tensors(&optimizer->desc);
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
+    optimizer->state = (float *)memory;
+    optimizer->state_bytes = bytes;
+    return device->ops->zero(device, memory, bytes);
+}
+
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out)
+{
+    const dtrain_shard *shards;
+    size_t shard_count;
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
+    *out = NULL;
+    if (!world || !strategy || !desc)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
+                            !world      ? "world"
+                            : !strategy ? "strategy"
+                                        : "desc");
+    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
+    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_optimizer *optimizer =
+        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
+    if (!optimizer) return DTRAIN_ERROR_MEMORY;
+    optimizer->desc = *desc;
+    optimizer->allocator = *allocator;
+    optimizer->device = dtrain_world_device(world);
+    optimizer->shards = shards;
+    optimizer->shard_count = shard_count;
+    const dtrain_result result = dtrain__optimizer_state(optimizer);
+    if (result == DTRAIN_OK) *out = optimizer;
+    else dtrain_optimizer_destroy(optimizer);
+    return result;
+}
+
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
+{
+    if (!optimizer) return;
+    const dtrain_allocator allocator = optimizer->allocator;
+    dtrain_device *device = optimizer->device;
+    if (optimizer->state) device->ops->free(device, optimizer->state, optimizer->state_bytes);
+    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
+}
+
+DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
+{
+    return optimizer ? optimizer->state_bytes : 0;
+}
+
+/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
+static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
+{
+    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
+    return skipped ? 0.0f : optimizer->desc.weight_decay;
+}
+
+static dtrain_result dtrain__adamw_shard(dtrain_optimizer *optimizer, const dtrain_shard *shard,
+                                         float lr, float grad_scale, float *state)
+{
+    const dtrain_optimizer_desc *desc = &optimizer->desc;
+    const double step = (double)optimizer->step_count;
+    dtrain_adamw_args args;
+    memset(&args, 0, sizeof args);
+    args.count = shard->count;
+    args.lr = lr;
+    args.beta1 = desc->beta1;
+    args.beta2 = desc->beta2;
+    args.epsilon = desc->epsilon;
+    args.weight_decay = dtrain__decay_of(optimizer, shard->param);
+    /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
+    args.correction1 = (float)(1 - pow((double)desc->beta1, step));
+    args.correction2 = (float)(1 - pow((double)desc->beta2, step));
+    args.grad_scale = grad_scale;
+    args.value = shard->value;
+    args.grad = shard->grad;
+    args.m = state;
+    args.v = state + dtrain__padded(shard->count);
+    return optimizer->device->ops->adamw(optimizer->device, &args);
+}
+
+static dtrain_result dtrain__sgd_shard(dtrain_optimizer *optimizer, const dtrain_shard *shard,
+                                       float lr, float grad_scale, float *state)
+{
+    const dtrain_optimizer_desc *desc = &optimizer->desc;
+    dtrain_sgd_args args;
+    memset(&args, 0, sizeof args);
+    args.count = shard->count;
+    args.lr = lr;
+    args.momentum = desc->momentum;
+    args.weight_decay = dtrain__decay_of(optimizer, shard->param);
+    args.grad_scale = grad_scale;
+    args.nesterov = desc->nesterov;
+    args.first = optimizer->step_count == 1;
+    args.value = shard->value;
+    args.grad = shard->grad;
+    args.momentum_buffer = state;
+    return optimizer->device->ops->sgd(optimizer->device, &args);
+}
+
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
+{
+    if (!optimizer)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
+        return dtrain__fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
+            "%g and %g; the parameters are as they were",
+            (double)lr, (double)grad_scale);
+    const int64_t tensors = (int64_t)dtrain__state_tensors(&optimizer->desc);
+    float *state = optimizer->state;
+    optimizer->step_count++;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (shard->count == 0) continue;
+        if (optimizer->desc.kind == DTRAIN_ADAMW)
+            DTRAIN__TRY(dtrain__adamw_shard(optimizer, shard, lr, grad_scale, state));
+        else DTRAIN__TRY(dtrain__sgd_shard(optimizer, shard, lr, grad_scale, state));
+        if (state) state += tensors * dtrain__padded(shard->count);
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Learning rates ---------------------------------------------------------------------------*/
+
+/* In double, rounded once: the same number whatever machine or world size asks. */
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
+{
+    if (!schedule) return 0;
+    const double lr = (double)schedule->lr, low = (double)schedule->min_lr;
+    const int64_t warmup = schedule->warmup_steps, total = schedule->total_steps;
+    if (step < 0) step = 0;
+    if (step < warmup) return (float)(lr * ((double)step + 1) / (double)warmup);
+    if (schedule->kind != DTRAIN_SCHEDULE_LINEAR && schedule->kind != DTRAIN_SCHEDULE_COSINE)
+        return schedule->lr;
+    if (step >= total) return schedule->min_lr;
+    const double done = (double)(step - warmup) / (double)(total - warmup);
+    if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) return (float)(lr + (low - lr) * done);
+    return (float)(low + (lr - low) * 0.5 * (1 + cos(3.14159265358979323846 * done)));
+}
+
+DTRAIN_API float dtrain_scale_lr(float lr, int ranks, dtrain_lr_scaling rule)
+{
+    if (ranks < 1) ranks = 1;
+    if (rule == DTRAIN_LR_SCALE_LINEAR) return lr * (float)ranks;
+    if (rule == DTRAIN_LR_SCALE_SQRT) return (float)((double)lr * sqrt((double)ranks));
+    return lr;
+}
+
+/* ================================================================================================
+ * [S36] Data, samplers
+ *
+ * Three layers: which index comes when (sampler), what a file holds (dataset), which tokens make a
+ * sample (loader).
+ *
+ * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
+ * torch.randperm, its modulo bias included: the order is PyTorch's, number by number.
+ *
+ * Files are read with pread into a small buffer, never mapped: a file that is truncated under us is
+ * then a short read, which is a sentence, and not a SIGBUS, which is a dead rank.
+ *
+ * The loader cuts the stream into windows that share one border token (target of one, input of the
+ * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
+ * seen behind the same context:
+ *
+ *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
+ *               shift  0       1       2    +1 target
+ *
+ *     sample k of the run = window order[k % windows] of epoch k / windows
+ *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
+ *
+ * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
+ * that every shift in [0, sequence) leaves them room (but never fewer than one).
+ * ==============================================================================================*/
+
+/* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
+#define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
+
+#define DTRAIN__MT_COUNT 624
+
+typedef struct dtrain__mt19937 {
+    uint32_t state[DTRAIN__MT_COUNT];
+    uint32_t next; /* first number not handed out */
+} dtrain__mt19937;
+
+static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
+{
+    mt->state[0] = seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
+        uint32_t before = mt->state[i - 1];
+        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
+    }
+    mt->next = DTRAIN__MT_COUNT;
+}
+
+/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
+ * wrap around are the ones renewed in this same pass, as the definition has it. */
+static void dtrain__mt_renew(dtrain__mt19937 *mt)
+{
+    uint32_t *s = mt->state;
+    for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
+        uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
+        s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+    }
+    mt->next = 0;
+}
+
+static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
+{
+    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
+    uint32_t y = mt->state[mt->next++];
+    y ^= y >> 11;
+    y ^= (y << 7) & 0x9d2c5680u;
+    y ^= (y << 15) & 0xefc60000u;
+    return y ^ (y >> 18);
+}
+
+DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
+{
+    dtrain__mt19937 mt;
+    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
+                            (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    dtrain__mt_seed(&mt, (uint32_t)seed);
+    for (int64_t i = 0; i < n - 1; i++) {
+        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- sampler ---- */
+
+static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
+{
+    if (!desc) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
+    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
+    if (desc->rank >= ranks)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
+                            (unsigned)desc->rank, (unsigned)(ranks - 1));
+    if (desc->item_count < 0)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
+                            call, (long long)desc->item_count);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
+{
+    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
+    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
+    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
+    return desc->item_count / ranks + (padded ? 1 : 0);
+}
+
+DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
+                                                int64_t *scratch, int64_t *indices)
+{
+    DTRAIN__TRY(dtrain__sampler_check(desc, "dtrain_sampler_indices"));
+    int64_t count = dtrain_sampler_count(desc);
+    if (count == 0) return DTRAIN_OK;
+    if (!indices || (desc->shuffle && !scratch))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_sampler_indices: %s is NULL, expected %lld numbers",
+                            indices ? "scratch" : "indices",
+                            (long long)(indices ? desc->item_count : count));
+    if (desc->shuffle) DTRAIN__TRY(dtrain_randperm(desc->seed + epoch, desc->item_count, scratch));
+
+    /* Padding repeats the order from its start, as often as it takes: position p is p mod n.
+     * Unsigned, because the padded end may lie past INT64_MAX. */
+    uint64_t ranks = desc->rank_count ? desc->rank_count : 1;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t place = ((uint64_t)i * ranks + desc->rank) % (uint64_t)desc->item_count;
+        indices[i] = desc->shuffle ? scratch[place] : (int64_t)place;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- dataset ---- */
+
+#define DTRAIN__FORMAT_BYTES 1u
+#define DTRAIN__FORMAT_BIN 2u
+#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
+#define DTRAIN__BIN_MAGIC_U16 20240520u
+#define DTRAIN__BIN_MAGIC_U32 20240801u
+
+struct dtrain_dataset {
+    dtrain_allocator allocator;
+    char *path; /* a copy: errors name it long after open */
+    size_t path_bytes;
+    int file;
+    uint32_t token_bytes; /* 1, 2, 4 */
+    int64_t file_bytes, header_bytes, token_count, vocab_count;
+};
+
+/* Little-endian number of `width` bytes, whatever the host's order. */
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
+}
+
+/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
+ * the end of the file, and there the file must have shrunk, because offsets were checked. */
+static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
+                                           unsigned char *buffer, size_t bytes)
+{
+    while (bytes > 0) {
+        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return dtrain__fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
+                                dataset->path, (long long)offset, strerror(errno));
+        if (got == 0)
+            return dtrain__fail(DTRAIN_ERROR_FILE,
+                                "%s ended at byte %lld, but had %lld bytes when it was opened: was "
+                                "it truncated or written again during the run?",
+                                dataset->path, (long long)offset, (long long)dataset->file_bytes);
+        buffer += got;
+        bytes -= (size_t)got;
+        offset += got;
+    }
+    return DTRAIN_OK;
+}
+
+static const char *dtrain__file_kind(mode_t mode)
+{
+    if (S_ISDIR(mode)) return "a directory";
+    if (S_ISFIFO(mode)) return "a pipe";
+    if (S_ISSOCK(mode)) return "a socket";
+    return "a device";
+}
+
+/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
+static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
+{
+    struct stat info;
+    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
+        return dtrain__fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                            dataset->path, strerror(errno));
+    if (!S_ISREG(info.st_mode))
+        return dtrain__fail(DTRAIN_ERROR_FILE,
+                            "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
+                            dtrain__file_kind(info.st_mode));
+    if (info.st_size == 0)
+        return dtrain__fail(DTRAIN_ERROR_DATA,
+                            "dtrain_dataset_open: %s is empty, expected at least one token",
+                            dataset->path);
+    dataset->file_bytes = (int64_t)info.st_size;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
+                                                 const unsigned char *head)
+{
+    char text[5] = "....";
+    for (int i = 0; i < 4; i++)
+        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
+    return dtrain__fail(DTRAIN_ERROR_DATA,
+                        "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
+                        "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
+                        ".bin files lack the header",
+                        dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
+                        (unsigned)dtrain__le(head, 4), text);
+}
+
+/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
+{
+    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
+    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
+    int64_t count = (int32_t)dtrain__le(head + 8, 4);
+    int64_t token_bytes = narrow ? 2 : 4;
+    if (version != expected)
+        return dtrain__fail(DTRAIN_ERROR_DATA,
+                            "dtrain_dataset_open: %s has header version %u, expected %u",
+                            dataset->path, (unsigned)version, (unsigned)expected);
+    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
+        return dtrain__fail(DTRAIN_ERROR_DATA,
+                            "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
+                            "bytes, but has %lld: is it cut off?",
+                            dataset->path, (long long)count,
+                            (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
+                            (long long)dataset->file_bytes);
+    dataset->token_bytes = (uint32_t)token_bytes;
+    dataset->header_bytes = DTRAIN__BIN_HEADER;
+    dataset->token_count = count;
+    return DTRAIN_OK;
+}
+
+/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
+static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
+    uint32_t magic = dtrain__le(head, 4);
+    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
+        dataset->token_bytes = 1;
+        dataset->token_count = dataset->file_bytes;
+        return DTRAIN_OK;
+    }
+    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
+    if (have < DTRAIN__BIN_HEADER)
+        return dtrain__fail(DTRAIN_ERROR_DATA,
+                            "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
+                            dataset->path, have, DTRAIN__BIN_HEADER);
+    return dtrain__dataset_bin(dataset, head);
+}
+
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
+{
+    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
+    if (!desc || !desc->path || !desc->path[0])
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
+    if (desc->format > DTRAIN__FORMAT_BIN)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
+                            "or 2 (.bin)",
+                            (unsigned)desc->format);
+    if (desc->vocab_count < 0 || desc->vocab_count > most)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
+                            (long long)desc->vocab_count, (long long)most);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
+                                             dtrain_dataset **out)
+{
+    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
+    *out = NULL;
+    DTRAIN__TRY(dtrain__dataset_check(desc));
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_dataset *dataset =
+        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
+    if (!dataset) return DTRAIN_ERROR_MEMORY;
+    dataset->allocator = allocator;
+    dataset->file = -1;
+    dataset->path_bytes = strlen(desc->path) + 1;
+    dataset->path = (char *)dtrain__alloc(&allocator, dataset->path_bytes, 1, "a dataset's path");
+
+    dtrain_result result = dataset->path ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) memcpy(dataset->path, desc->path, dataset->path_bytes);
+    if (result == DTRAIN_OK) result = dtrain__dataset_file(dataset);
+    if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
+    if (result != DTRAIN_OK) {
+        dtrain_dataset_close(dataset);
+        return result;
+    }
+    dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
+                           : dataset->token_bytes > 1 ? 50257
+                                                      : 256;
+    *out = dataset;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
+{
+    if (!dataset) return;
+    dtrain_allocator allocator = dataset->allocator;
+    if (dataset->file >= 0) close(dataset->file);
+    dtrain__free(&allocator, dataset->path, dataset->path_bytes, 1);
+    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
+}
+
+DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset)
+{
+    return dataset ? dataset->token_count : 0;
+}
+
+DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset)
+{
+    return dataset ? dataset->vocab_count : 0;
+}
+
+/* `count` tokens, few enough for the buffer; every id is checked here, on use, because checking a
+ * file of 100 GB at open would take minutes. */
+static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
+                                               int64_t count, int32_t *tokens)
+{
+    unsigned char raw[8192];
+    uint32_t width = dataset->token_bytes;
+    DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + first * width, raw,
+                                      (size_t)count * width));
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t id = dtrain__le(raw + i * width, width);
+        if ((int64_t)id >= dataset->vocab_count)
+            return dtrain__fail(DTRAIN_ERROR_DATA,
+                                "%s: token %lld has id %u, but the vocabulary has %lld: was the "
+                                "file made by another tokenizer?",
+                                dataset->path, (long long)(first + i), (unsigned)id,
+                                (long long)dataset->vocab_count);
+        tokens[i] = (int32_t)id;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
+                                             int32_t *tokens)
+{
+    if (!dataset || count < 0 || (count > 0 && !tokens))
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
+    if (first < 0 || first > dataset->token_count - count)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
+                            "%lld",
+                            (long long)count, (long long)first, dataset->path,
+                            (long long)dataset->token_count);
+    for (int64_t done = 0; done < count;) {
+        int64_t some = dtrain__min(count - done, 2048);
+        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
+        done += some;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- loader ---- */
+
+#define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
+
+struct dtrain_loader {
+    dtrain_allocator allocator;
+    dtrain_loader_desc desc; /* token_count resolved */
+    uint64_t rank, ranks;
+    uint64_t position;    /* samples handed out by all ranks */
+    int64_t window_count; /* per epoch */
+    int64_t shift_count;  /* shifts to choose from */
+    int32_t *window;      /* (sequence + 1) */
+
+    /* The epoch that `order` and `shift` belong to; both stay 0 when in_order. */
+    bool entered;
+    uint64_t epoch;
+    int64_t shift;
+    int64_t *order; /* (window_count) */
+};
+
+/* Checks the desc and resolves token_count. Written with subtractions only: nothing overflows. */
+static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
+{
+    if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
+                            "least 1, found %s, %u and %lld",
+                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
+                            (long long)desc->sequence);
+    int64_t have = desc->dataset->token_count;
+    if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
+        desc->token_count > have - desc->first_token)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_loader_create: %lld tokens from %lld on were asked for, %s has "
+                            "%lld",
+                            (long long)desc->token_count, (long long)desc->first_token,
+                            desc->dataset->path, (long long)have);
+    if (desc->token_count == 0) desc->token_count = have - desc->first_token;
+    if (desc->token_count <= desc->sequence)
+        return dtrain__fail(DTRAIN_ERROR_DATA,
+                            "dtrain_loader_create: %s has %lld tokens here, but a window of "
+                            "%lld + 1 needs %llu: use a shorter sequence or a larger file",
+                            desc->dataset->path, (long long)desc->token_count,
+                            (long long)desc->sequence, (unsigned long long)desc->sequence + 1);
+    return DTRAIN_OK;
+}
+
+/* How the span is cut; the rule in the banner. */
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    int64_t fit = (desc->token_count - 1) / desc->sequence;
+    loader->window_count =
+        desc->in_order ? fit : dtrain__max(1, desc->token_count / desc->sequence - 1);
+    loader->shift_count =
+        dtrain__min(desc->sequence, desc->token_count - loader->window_count * desc->sequence);
+    if (!desc->in_order && loader->window_count >= DTRAIN__RANDPERM_LIMIT)
+        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED,
+                            "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
+                            "expected fewer than %lld: use a longer sequence or a part of the file",
+                            (long long)loader->window_count, (long long)desc->sequence,
+                            (long long)DTRAIN__RANDPERM_LIMIT);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    loader->window = (int32_t *)dtrain__alloc(&loader->allocator, (size_t)desc->sequence + 1,
+                                              sizeof *loader->window, "a loader's window");
+    if (!loader->window) return DTRAIN_ERROR_MEMORY;
+    if (desc->in_order) return DTRAIN_OK;
+    loader->order = (int64_t *)dtrain__alloc(&loader->allocator, (size_t)loader->window_count,
+                                             sizeof *loader->order, "a loader's order");
+    return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out)
+{
+    if (!out || !desc)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+    *out = NULL;
+    dtrain_loader_desc resolved = *desc;
+    DTRAIN__TRY(dtrain__loader_check(&resolved));
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_loader *loader =
+        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
+    if (!loader) return DTRAIN_ERROR_MEMORY;
+    loader->allocator = allocator;
+    loader->desc = resolved;
+    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
+    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    dtrain_result result = dtrain__loader_plan(loader);
+    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
+    if (result != DTRAIN_OK) {
+        dtrain_loader_destroy(loader);
+        return result;
+    }
+    *out = loader;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
+{
+    if (!loader) return;
+    dtrain_allocator allocator = loader->allocator;
+    dtrain__free(&allocator, loader->window, (size_t)loader->desc.sequence + 1,
+                 sizeof *loader->window);
+    dtrain__free(&allocator, loader->order, (size_t)loader->window_count, sizeof *loader->order);
+    dtrain__free(&allocator, loader, 1, sizeof *loader);
+}
+
+/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
+ * growing k, so a batch across a border enters each epoch once. */
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+{
+    uint32_t random[4];
+    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+    loader->epoch = epoch;
+    loader->entered = true;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
+{
+    uint64_t windows = (uint64_t)loader->window_count;
+    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
+    uint64_t place = sample % windows;
+    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
+    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
+    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
+                               loader->window);
+}
+
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
+                                            int32_t *targets)
+{
+    if (!loader || !inputs || !targets)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_loader_next: loader, inputs or targets is NULL");
+    size_t row = (size_t)loader->desc.sequence;
+    for (uint32_t i = 0; i < loader->desc.batch; i++) {
+        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
+        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
+        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
+        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    }
+    /* Only now: a call that failed can be repeated. */
+    loader->position += loader->desc.batch * loader->ranks;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader)
+{
+    return loader ? loader->window_count : 0;
+}
+
+DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader)
+{
+    return loader ? loader->position : 0;
+}
+
+DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
+{
+    if (loader) loader->position = position;
+}
+
+/* ================================================================================================
+ * [S37] Trainer
+ *
+ *     micro-batches: next_batch, loss, backward | finish | norm | optimizer | all-gather of 4 words
+ *     |<--------------------- step time --------------------------------->|
+ *
+ * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
+ * and because all ranks then judge the same numbers: a loss that is not finite is the same error
+ * on all of them. The parameters are safe without waiting for it: the norm of the averaged
+ * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates.
+ *
+ * Whose time is it? A rank computes, or it is inside the communicator. A fast rank waits there for
+ * a slow one, so a straggler shows in the others' exposed time, and in its own compute time
+ * (step - exposed): that is what ranks are compared by. What ranks wait for each other in the
+ * record's own all-gather is in no figure.
+ * ==============================================================================================*/
+
+/* What a rank tells the others each step. */
+enum { DTRAIN__WORD_LOSS, DTRAIN__WORD_STEP, DTRAIN__WORD_COMM, DTRAIN__WORD_EXPOSED,
+       DTRAIN__WORD_COUNT };
+#define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
+
+#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time against the median's ... */
+#define DTRAIN__SLOW_STEPS 10  /* ... for so many steps running */
+
+#define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
+
+struct dtrain_trainer {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_trainer_desc desc; /* resolved */
+    dtrain_tape *tape;
+    dtrain_comm *comm; /* the strategy's */
+    int rank, ranks;   /* in it */
+    int64_t step;
+    float *words;    /* (ranks, WORD_COUNT), memory of the communicator: gathered in place */
+    double *compute; /* (ranks) seconds, for the median */
+    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
+    int slow_steps;
+    bool *named;     /* (ranks) warned about already */
+};
+
+/* A bit pattern instead of NAN: it survives -ffast-math. */
+static double dtrain__nan(void)
+{
+    const uint64_t bits = UINT64_C(0x7ff8000000000000);
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* ---- creation ---- */
+
+static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
+{
+    size_t ranks = (size_t)trainer->ranks;
+    void *words = NULL;
+    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
+    DTRAIN__TRY(dtrain_comm_alloc(trainer->comm, ranks * DTRAIN__WORDS_BYTES, &words));
+    trainer->words = (float *)words;
+    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
+                                               "a trainer's times");
+    trainer->named =
+        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
+    return trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                               dtrain_trainer **out)
+{
+    if (!world || !desc || !out)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_trainer_create: world, desc or out is NULL");
+    *out = NULL;
+    if (!desc->strategy || !desc->loss)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                            desc->strategy ? "loss" : "strategy");
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_trainer *trainer =
+        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
+    if (!trainer) return DTRAIN_ERROR_MEMORY;
+    trainer->allocator = allocator;
+    trainer->world = world;
+    trainer->desc = *desc;
+    if (trainer->desc.accumulation == 0) trainer->desc.accumulation = 1;
+    trainer->comm = dtrain_strategy_comm(desc->strategy);
+    trainer->rank = dtrain_comm_rank(trainer->comm);
+    trainer->ranks = dtrain_comm_size(trainer->comm);
+    trainer->slow_rank = -1;
+    dtrain_result result = dtrain__trainer_alloc(trainer);
+    if (result != DTRAIN_OK) {
+        dtrain_trainer_destroy(trainer);
+        return result;
+    }
+    *out = trainer;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
+{
+    if (!trainer) return;
+    dtrain_allocator allocator = trainer->allocator;
+    size_t ranks = (size_t)trainer->ranks;
+    dtrain_tape_destroy(trainer->tape);
+    if (trainer->words)
+        dtrain_comm_free(trainer->comm, trainer->words, ranks * DTRAIN__WORDS_BYTES);
+    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
+    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
+    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
+}
+
+DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
+{
+    return trainer ? trainer->tape : NULL;
+}
+
+/* ---- what ranks tell each other ---- */
+
+/* This rank's words go into its slot; afterwards every rank has the same `words`. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
+{
+    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
+    memcpy(slot, own, DTRAIN__WORDS_BYTES);
+    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT, DTRAIN_F32,
+                             NULL);
+}
+
+static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
+{
+    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
+}
+
+/* Over ranks, in rank order: the same bits everywhere. */
+static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
+{
+    double sum = 0;
+    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
+    return sum / trainer->ranks;
+}
+
+/* ---- one step ---- */
+
+/* Random numbers of dropout must differ between steps, micro-batches and ranks, and a run that is
+ * repeated must repeat them. */
+static uint64_t dtrain__trainer_seed(const dtrain_trainer *trainer, uint32_t micro)
+{
+    uint32_t random[4];
+    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
+    uint64_t pass = (uint64_t)trainer->step * trainer->desc.accumulation + micro;
+    dtrain_philox(trainer->desc.seed, stream, pass, random);
+    return (uint64_t)random[1] << 32 | random[0];
+}
+
+/* One micro-batch; only the last one's backward communicates. */
+static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
+                                           double *loss_sum)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float loss = 0;
+    DTRAIN__TRY(dtrain_strategy_no_sync(desc->strategy, micro + 1 < desc->accumulation));
+    if (desc->next_batch) DTRAIN__TRY(desc->next_batch(desc->user));
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, 0, dtrain__trainer_seed(trainer, micro)));
+    dtrain_tensor *tensor = desc->loss(trainer->tape, desc->user);
+    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, 1.0f / (float)desc->accumulation));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+    *loss_sum += (double)loss;
+    return DTRAIN_OK;
+}
+
+/* Micro-batches, finish, norm, update. Fills loss, grad_norm and lr. */
+static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1, lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
+    double loss_sum = 0;
+    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
+        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
+    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
+    DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
+    record->loss = loss_sum / desc->accumulation;
+    record->grad_norm = (double)norm;
+    record->lr = (double)lr;
+    return DTRAIN_OK;
+}
+
+/* After the exchange: the same verdict on every rank. */
+static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm)
+{
+    const char *advice = "lower the learning rate, clip gradients or look at the data";
+    for (int r = 0; r < trainer->ranks; r++) {
+        float loss = dtrain__trainer_word(trainer, r, DTRAIN__WORD_LOSS);
+        if (!dtrain_is_finite(loss))
+            return dtrain__fail(DTRAIN_ERROR_NUMERIC,
+                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
+                                (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
+                                (double)loss, advice);
+    }
+    if (!dtrain_is_finite(norm))
+        return dtrain__fail(DTRAIN_ERROR_NUMERIC,
+                            "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
+                            "every loss is finite: %s",
+                            (long long)trainer->step, (double)norm, advice);
+    return DTRAIN_OK;
+}
+
+static double dtrain__trainer_compute(const dtrain_trainer *trainer, int rank)
+{
+    return (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_STEP) -
+           (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_EXPOSED);
+}
+
+/* Finds the slowest rank and its score, and counts for how long it has been a straggler. Of an even
+ * number of ranks the lower median counts: the mean of the middle two would keep one slow rank of
+ * two below a score of 2 for ever. */
+static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    int slowest = 0;
+    for (int r = 0; r < trainer->ranks; r++) {
+        double seconds = dtrain__trainer_compute(trainer, r);
+        if (seconds > dtrain__trainer_compute(trainer, slowest)) slowest = r;
+        int at = r; /* insertion sort: few ranks, and no allocation */
+        for (; at > 0 && trainer->compute[at - 1] > seconds; at--)
+            trainer->compute[at] = trainer->compute[at - 1];
+        trainer->compute[at] = seconds;
+    }
+    double median = trainer->compute[(trainer->ranks - 1) / 2];
+    double most = trainer->compute[trainer->ranks - 1];
+    record->straggler_score = median > 0 ? most / median : 1;
+    if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
+    else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
+    trainer->slow_rank = slowest;
+}
+
+/* Names a lasting straggler, once. Every rank comes to the same end here, rank 0 says it. */
+static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record)
+{
+    if (trainer->slow_steps < DTRAIN__SLOW_STEPS || trainer->named[trainer->slow_rank]) return;
+    trainer->named[trainer->slow_rank] = true;
+    if (trainer->rank == 0)
+        dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
+                   "rank %d is a straggler: it has computed more than twice as long as the median "
+                   "rank for %d steps running (%.1f times in step %lld), and all ranks wait for it",
+                   record->slowest_rank, DTRAIN__SLOW_STEPS, record->straggler_score,
+                   (long long)record->step);
+}
+
+/* The rest of the record, from the words of all ranks. */
+static void dtrain__trainer_record(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    double seconds = 0;
+    for (int r = 0; r < trainer->ranks; r++) {
+        double own = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
+        if (own > seconds) seconds = own;
+    }
+    uint64_t tokens =
+        (uint64_t)trainer->desc.tokens * trainer->desc.accumulation * (uint64_t)trainer->ranks;
+    record->step = trainer->step;
+    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
+    record->val_loss = dtrain__nan();
+    record->tokens = tokens * (uint64_t)(trainer->step + 1);
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
+    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
+    dtrain__straggler_count(trainer, record);
+    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain_step_record full;
+    dtrain_comm_info before, after;
+    float own[DTRAIN__WORD_COUNT];
+    memset(&full, 0, sizeof full);
+    dtrain_comm_query(trainer->comm, &before);
+    double start = dtrain_seconds();
+    DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
+    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
+    dtrain_comm_query(trainer->comm, &after);
+
+    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
+    double exposed = after.inside_seconds - before.inside_seconds;
+    double flight = after.flight_seconds - before.flight_seconds;
+    own[DTRAIN__WORD_LOSS] = (float)full.loss;
+    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
+    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
+    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)full.grad_norm));
+
+    full.comm_bytes = after.wire_bytes - before.wire_bytes;
+    dtrain__trainer_record(trainer, &full);
+    dtrain__straggler_warn(trainer, &full);
+    trainer->step++;
+    if (record) *record = full;
+    return DTRAIN_OK;
+}
+
+/* ---- evaluation ---- */
+
+DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
+                                                 dtrain_batch_fn next_batch, void *user,
+                                                 int64_t batches, double *loss)
+{
+    if (!trainer || !loss || batches <= 0)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
+                            "is less than 1",
+                            (long long)batches);
+    double sum = 0;
+    for (int64_t i = 0; i < batches; i++) {
+        float one = 0;
+        if (next_batch) DTRAIN__TRY(next_batch(user));
+        DTRAIN__TRY(dtrain_tape_begin(trainer->tape, DTRAIN_TAPE_NO_GRAD, 0));
+        dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+        DTRAIN__TRY(dtrain_tape_error(trainer->tape));
+        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &one));
+        sum += (double)one;
+    }
+    float own[DTRAIN__WORD_COUNT] = {0};
+    own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
+    *loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
+    return DTRAIN_OK;
+}
+
+/* ---- memory ---- */
+
+/* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. */
+static dtrain_result dtrain__trainer_plan_tape(dtrain_trainer *trainer, dtrain_device *device,
+                                               dtrain_tape_info *info)
+{
+    dtrain_tape *tape;
+    DTRAIN__TRY(dtrain_tape_create(trainer->world, NULL, device, &tape));
+    dtrain_result result = dtrain_tape_begin(tape, 0, 0);
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_backward(tape, trainer->desc.loss(tape, trainer->desc.user), 1);
+    dtrain_tape_query(tape, info);
+    dtrain_tape_destroy(tape);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory)
+{
+    dtrain_device_desc desc;
+    dtrain_device *device;
+    dtrain_tape_info tape;
+    dtrain_strategy_info strategy;
+    if (!trainer || !memory)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_trainer_plan_memory: trainer or memory is NULL");
+    if (!trainer->desc.next_batch)
+        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED,
+                            "dtrain_trainer_plan_memory: the loss fetches its own batches and "
+                            "cannot be run without spending one: give the trainer a next_batch");
+    memset(&desc, 0, sizeof desc);
+    memset(memory, 0, sizeof *memory);
+    desc.allocator = trainer->allocator;
+    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &desc, &device));
+    dtrain_result result = dtrain__trainer_plan_tape(trainer, device, &tape);
+    memory->workspace = device->peak_bytes - tape.activation_bytes - tape.gradient_bytes;
+    dtrain_device_destroy(device);
+    DTRAIN__TRY(result);
+    dtrain_strategy_query(trainer->desc.strategy, &strategy);
+    memory->params = strategy.value_bytes;
+    memory->grads = strategy.grad_bytes;
+    if (trainer->desc.optimizer)
+        memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
+    memory->activations = tape.activation_bytes;
+    memory->activation_grads = tape.gradient_bytes;
+    memory->total = memory->params + memory->grads + memory->optimizer + memory->activations +
+                    memory->activation_grads + memory->workspace;
+    return DTRAIN_OK;
+}
+
+/* The number after "\nkey" in one of Linux's status files, in bytes; 0 when there is none. */
+static uint64_t dtrain__proc_bytes(const char *path, const char *key)
+{
+    char text[8192];
+    size_t used = 0;
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    while (used < sizeof text - 1) {
+        ssize_t got = read(file, text + used, sizeof text - 1 - used);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) break;
+        used += (size_t)got;
+    }
+    close(file);
+    text[used] = 0;
+    const char *at = strstr(text, key);
+    return at ? (uint64_t)strtoull(at + strlen(key), NULL, 10) * 1024 : 0;
+}
+
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+{
+    if (now_bytes) *now_bytes = dtrain__proc_bytes("/proc/self/smaps_rollup", "\nPss:");
+    if (peak_bytes) *peak_bytes = dtrain__proc_bytes("/proc/self/status", "\nVmHWM:");
+}
+
+/* ================================================================================================
+ * [S39] Metrics
+ *
+ * One record a step goes three ways: to a person (one live line on a terminal, a table elsewhere),
+ * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
+ * file has the record's step, from 0.
+ *
+ * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
+ * is counted, the first one is a warning, and dtrain_metrics_destroy tells how many were lost.
+ *
+ * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
+ * built on the stack, one write(2) for the file and at most ten redraws a second.
+ * ==============================================================================================*/
+
+#include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
+
+#define DTRAIN__RECENT 1024 /* steps that medians look back on */
+
+enum { DTRAIN__RECENT_RATE, DTRAIN__RECENT_STEP, DTRAIN__RECENT_COMM, DTRAIN__RECENT_EXPOSED,
+       DTRAIN__RECENT_KINDS };
+
+struct dtrain_metrics {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_metrics_desc desc; /* resolved; what this rank does not write is NULL */
+    char *path;               /* a copy of jsonl_path */
+    size_t path_bytes;
+    int file; /* -1: none */
+    bool torn; /* the last write ended inside a line */
+    uint64_t lost_lines, lines;
+    bool terminal;
+    double started;  /* when the first step began */
+    double redraw_at; /* the live line rests until then */
+    dtrain_step_record last;
+    dtrain_summary summary; /* running; medians are made on request */
+    double recent[DTRAIN__RECENT_KINDS][DTRAIN__RECENT];
+};
+
+/* Looks at the exponent bits, as dtrain_is_finite does. */
+static bool dtrain__is_finite_double(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
+/* ---- lines ---- */
+
+/* Text of one line. What does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    size_t used;
+    char text[1024];
+} dtrain__line;
+
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
+}
+
+/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
+ * JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+{
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
+}
+
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
+{
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* "950", "41.2k", "1.30M" */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* "0:12", "1:02:03", "-" when unknown */
+static void dtrain__line_duration(dtrain__line *line, double seconds)
+{
+    if (!(seconds >= 0) || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
+    }
+    long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600)
+        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
+    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
+}
+
+/* ---- the file ---- */
+
+/* Writes the line and its '\n'. text[0] is a spare '\n': after a write that stopped inside a line
+ * (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
+static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
+{
+    dtrain__line_add(line, "}\n");
+    const char *next = metrics->torn ? line->text : line->text + 1;
+    size_t left = (size_t)(line->text + line->used - next);
+    metrics->lines++;
+    while (left > 0) {
+        ssize_t wrote = write(metrics->file, next, left);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0) break;
+        next += wrote;
+        left -= (size_t)wrote;
+        metrics->torn = left > 0;
+    }
+    if (left > 0 && metrics->lost_lines++ == 0)
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                   "the log file %s cannot be written: %s; training goes on without its lines",
+                   metrics->path, strerror(errno));
+}
+
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain__line line;
+    line.used = 0;
+    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
+    dtrain__line_number(&line, "loss", record->loss);
+    if (dtrain__is_finite_double(record->val_loss))
+        dtrain__line_number(&line, "val_loss", record->val_loss);
+    dtrain__line_number(&line, "grad_norm", record->grad_norm);
+    dtrain__line_number(&line, "lr", record->lr);
+    dtrain__line_integer(&line, "tokens", record->tokens);
+    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
+    dtrain__line_number(&line, "step_ms", record->step_ms);
+    dtrain__line_number(&line, "comm_ms", record->comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
+    dtrain__metrics_write(metrics, &line);
+}
+
+static void dtrain__metrics_json_final(dtrain_metrics *metrics)
+{
+    dtrain__line line;
+    dtrain_summary s;
+    line.used = 0;
+    dtrain_metrics_summary(metrics, &s);
+    if (s.steps) dtrain__line_add(&line, "\n{\"final\": true, \"step\": %lld",
+                                  (long long)metrics->last.step);
+    else dtrain__line_add(&line, "\n{\"final\": true, \"step\": null");
+    dtrain__line_number(&line, "loss", s.last_loss);
+    if (dtrain__is_finite_double(s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
+    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
+    dtrain__line_integer(&line, "tokens", s.tokens);
+    dtrain__line_number(&line, "first_loss", s.first_loss);
+    dtrain__line_number(&line, "last_loss", s.last_loss);
+    dtrain__line_number(&line, "seconds", s.seconds);
+    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
+    dtrain__line_number(&line, "step_ms", s.step_ms);
+    dtrain__line_number(&line, "comm_ms", s.comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "scaling", s.scaling);
+    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* ---- progress ---- */
+
+/* Seconds until total_steps at the pace so far; negative when unknown. */
+static double dtrain__metrics_left(const dtrain_metrics *metrics)
+{
+    int64_t todo = metrics->desc.total_steps - (metrics->last.step + 1);
+    if (metrics->desc.total_steps <= 0 || todo < 0) return -1;
+    return metrics->summary.seconds / (double)metrics->summary.steps * (double)todo;
+}
+
+static void dtrain__line_bar(dtrain__line *line, int64_t done, int64_t total)
+{
+    char bar[] = "[                    ]";
+    const int64_t width = (int64_t)sizeof bar - 3;
+    double share = (double)done / (double)total;
+    int64_t filled = share >= 1 ? width : (int64_t)(share * (double)width);
+    for (int64_t i = 0; i < filled; i++) bar[1 + i] = '=';
+    if (filled < width) bar[1 + filled] = '>';
+    dtrain__line_add(line, "/%lld %s", (long long)total, bar);
+}
+
+static void dtrain__progress_text(const dtrain_metrics *metrics, dtrain__line *line)
+{
+    const dtrain_step_record *r = &metrics->last;
+    line->used = 0;
+    dtrain__line_add(line, "step %lld", (long long)r->step + 1);
+    if (metrics->desc.total_steps > 0)
+        dtrain__line_bar(line, r->step + 1, metrics->desc.total_steps);
+    dtrain__line_add(line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
+    dtrain__line_rate(line, r->tokens_per_second);
+    dtrain__line_add(line, " tok/s  %.1f ms", r->step_ms);
+    if (dtrain_world_size(metrics->world) > 1)
+        dtrain__line_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    double left = dtrain__metrics_left(metrics);
+    if (left < 0) return;
+    dtrain__line_add(line, "  eta ");
+    dtrain__line_duration(line, left);
+}
+
+/* Redraws the live line. A line wider than the terminal would wrap, and '\r' comes back over one
+ * row only: it is cut. */
+static void dtrain__progress_draw(dtrain_metrics *metrics)
+{
+    dtrain__line line;
+    struct winsize size;
+    dtrain__progress_text(metrics, &line);
+    int64_t columns = 0;
+    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0) columns = size.ws_col;
+    if (columns > 1) line.used = (size_t)dtrain__min((int64_t)line.used, columns - 1);
+    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
+    fflush(metrics->desc.progress);
+}
+
+static void dtrain__progress_live(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    double now = dtrain_seconds();
+    bool evaluated = dtrain__is_finite_double(r->val_loss);
+    if (evaluated) /* stays on the screen, the live line goes on below */
+        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                (long long)r->step + 1, r->loss, r->val_loss);
+    if (!evaluated && now < metrics->redraw_at) return;
+    metrics->redraw_at = now + 0.1;
+    dtrain__progress_draw(metrics);
+}
+
+/* One row of the table; every column is one word, so that awk and sort can read it as well. */
+static void dtrain__progress_row(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    dtrain__line rate, left, val;
+    rate.used = left.used = val.used = 0;
+    dtrain__line_rate(&rate, r->tokens_per_second);
+    dtrain__line_duration(&left, dtrain__metrics_left(metrics));
+    if (dtrain__is_finite_double(r->val_loss)) dtrain__line_add(&val, "%.4f", r->val_loss);
+    else dtrain__line_add(&val, "-");
+    if (metrics->summary.steps == 1)
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
+                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
+            (long long)r->step + 1, r->loss, val.text, r->grad_norm, r->lr, rate.text, r->step_ms,
+            r->comm_ms, r->exposed_comm_ms, left.text);
+    fflush(metrics->desc.progress);
+}
+
+static void dtrain__progress_table(dtrain_metrics *metrics)
+{
+    int64_t done = metrics->last.step + 1;
+    if (metrics->summary.steps == 1 || done % metrics->desc.progress_every == 0 ||
+        done == metrics->desc.total_steps || dtrain__is_finite_double(metrics->last.val_loss))
+        dtrain__progress_row(metrics);
+}
+
+/* ---- public calls ---- */
+
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+{
+    const char *path = metrics->desc.jsonl_path;
+    if (!path) return DTRAIN_OK;
+    metrics->path_bytes = strlen(path) + 1;
+    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
+    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
+    memcpy(metrics->path, path, metrics->path_bytes);
+    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+    if (metrics->file < 0)
+        return dtrain__fail(DTRAIN_ERROR_FILE,
+                            "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
+                            strerror(errno));
+    return DTRAIN_OK;
+}
+
+static void dtrain__metrics_free(dtrain_metrics *metrics)
+{
+    dtrain_allocator allocator = metrics->allocator;
+    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
+    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
+{
+    if (!world || !desc || !out)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_metrics_create: world, desc or out is NULL");
+    *out = NULL;
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_metrics *metrics =
+        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->file = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (dtrain_world_rank(world) != 0) {
+        metrics->desc.progress = NULL;
+        metrics->desc.jsonl_path = NULL;
+    }
+    FILE *progress = metrics->desc.progress;
+    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
+    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
+    metrics->summary.val_loss = dtrain__nan();
+    dtrain_result result = dtrain__metrics_open(metrics);
+    if (result != DTRAIN_OK) {
+        dtrain__metrics_free(metrics);
+        return result;
+    }
+    *out = metrics;
+    return DTRAIN_OK;
+}
+
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain_summary *s = &metrics->summary;
+    double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    int64_t slot = s->steps % DTRAIN__RECENT;
+    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
+    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
+    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
+    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+    metrics->last = *record;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    if (!metrics || !record)
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_metrics_step: metrics or record is NULL");
+    dtrain__metrics_count(metrics, record);
+    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
+    if (!metrics->desc.progress) return DTRAIN_OK;
+    if (metrics->terminal) dtrain__progress_live(metrics);
+    else dtrain__progress_table(metrics);
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
+static double dtrain__median(const double *values, int64_t count)
+{
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
+    if (n == 0) return dtrain__nan();
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!metrics || !summary) return;
+    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    *summary = metrics->summary;
+    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
+    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
+    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
+    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : dtrain__nan();
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return DTRAIN_OK;
+    dtrain_result result = DTRAIN_OK;
+    if (metrics->terminal && metrics->summary.steps > 0) {
+        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
+        fprintf(metrics->desc.progress, "\n");
+        fflush(metrics->desc.progress);
+    }
+    if (metrics->file >= 0) {
+        dtrain__metrics_json_final(metrics);
+        /* Network file systems report a failed write here. */
+        bool closed = close(metrics->file) == 0 || errno == EINTR;
+        if (metrics->lost_lines || !closed)
+            result = dtrain__fail(DTRAIN_ERROR_FILE,
+                                  "dtrain_metrics_destroy: %llu of %llu lines of the log file %s "
+                                  "could not be written%s",
+                                  (unsigned long long)metrics->lost_lines,
+                                  (unsigned long long)metrics->lines, metrics->path,
+                                  closed ? "" : ", and closing it failed");
+    }
+    dtrain__metrics_free(metrics);
+    return result;
+}
+#endif /* DTRAIN_IMPLEMENTATION */

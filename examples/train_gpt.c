@@ -1,0 +1,614 @@
+/* train_gpt.c: trains a GPT on any text with data parallelism over the cores of this machine.
+ *
+ *   build:   cc -O2 -I. examples/train_gpt.c -o build/train_gpt -lm -lpthread
+ *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
+ *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
+ *            build/train_gpt --model gpt2 --data tokens.bin --ranks 1 --threads 2
+ *
+ * What to expect: a progress line, the validation loss now and then, a sample of what the model has
+ * learned to write, and a table with loss, speed, communication and memory. --help lists all flags.
+ *
+ * How to read it: flags -> model (parameters, then the forward function; backward is the tape's) ->
+ * data -> train(), which every rank runs -> main(), which checks what can be checked before any
+ * rank starts. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#include <ctype.h>
+
+/* ---- flags: one table makes the parser and --help ------------------------------------------- */
+
+static struct {
+    const char *model, *data, *log, *schedule, *lr_scaling;
+    long ranks, threads, timeout;
+    long layers, heads, channels, seq, positions, vocab;
+    long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
+    double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature;
+    long deterministic, no_overlap, thread_ranks;
+} flags = {"tiny", "dtrain.h", NULL, "cosine", "none",
+           2, 0, 600,
+           0, 0, 0, 0, 0, 0,
+           0, 1, 1000, 100, 1337, 1, 250, 50, -1, 25 * 1024,
+           1e-3, -1, 0.1, 0.99, 1, 0, 0.1, 0.8,
+           0, 0, 0};
+
+static const struct flag {
+    const char *name;
+    char kind; /* s string, i integer, f number, b switch */
+    void *value;
+    double low, high;
+    const char *help;
+} flag_table[] = {
+    {"--model", 's', &flags.model, 0, 0, "tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl; flags below override its sizes"},
+    {"--data", 's', &flags.data, 0, 0, "any file (bytes), or a llm.c token .bin"},
+    {"--ranks", 'i', &flags.ranks, 1, DTRAIN_MAX_RANKS, "data-parallel processes"},
+    {"--threads", 'i', &flags.threads, 0, 1024, "compute threads of a rank; 0 = cores / ranks"},
+    {"--layers", 'i', &flags.layers, 1, 1e6, "transformer blocks"},
+    {"--heads", 'i', &flags.heads, 1, 1e6, "attention heads; divides --channels"},
+    {"--channels", 'i', &flags.channels, 1, 1e7, "width of the residual stream"},
+    {"--seq", 'i', &flags.seq, 1, 1e7, "tokens per sample"},
+    {"--vocab", 'i', &flags.vocab, 1, 1e8, "vocabulary; larger token ids are errors"},
+    {"--batch", 'i', &flags.batch, 1, 1e6, "samples per rank and micro-batch"},
+    {"--accum", 'i', &flags.accum, 1, 1e6, "micro-batches per step"},
+    {"--steps", 'i', &flags.steps, 1, 1e12, "optimizer steps"},
+    {"--lr", 'f', &flags.lr, 0, 1e3, "peak learning rate"},
+    {"--min-lr", 'f', &flags.min_lr, 0, 1e3, "learning rate at the end; default --lr / 10"},
+    {"--warmup", 'i', &flags.warmup, 0, 1e12, "steps of linear warm-up"},
+    {"--schedule", 's', &flags.schedule, 0, 0, "cosine, linear or constant"},
+    {"--lr-scaling", 's', &flags.lr_scaling, 0, 0, "scale --lr with the number of ranks: none, linear or sqrt"},
+    {"--weight-decay", 'f', &flags.weight_decay, 0, 1e3, "AdamW decay of matrices; biases and norms have none"},
+    {"--beta2", 'f', &flags.beta2, 0, 0.999999, "AdamW second-moment decay"},
+    {"--clip", 'f', &flags.clip, 0, 1e9, "global gradient norm; 0 = off"},
+    {"--dropout", 'f', &flags.dropout, 0, 0.99, "probability, on the residual stream"},
+    {"--seed", 'i', &flags.seed, 0, 4294967295.0, "of data order, dropout and sampling"},
+    {"--init-seed", 'i', &flags.init_seed, 0, 4294967295.0, "of the initial parameters"},
+    {"--eval-every", 'i', &flags.eval_every, 0, 1e12, "steps between validations; 0 = at the end only"},
+    {"--eval-batches", 'i', &flags.eval_batches, 0, 1e9, "batches per rank and validation; 0 = never validate"},
+    {"--val-split", 'f', &flags.val_split, 0.0001, 0.9, "share of the data, at its end, held out"},
+    {"--sample", 'i', &flags.sample, 0, 1e6, "tokens to write at the end; 0 = none"},
+    {"--temperature", 'f', &flags.temperature, 0.01, 100, "of the sample"},
+    {"--log", 's', &flags.log, 0, 0, "one JSON object a step to this file"},
+    {"--bucket-kib", 'i', &flags.bucket_kib, 1, 1e9, "gradient bucket size; the bits do not depend on it"},
+    {"--no-overlap", 'b', &flags.no_overlap, 0, 0, "communicate after backward only; the bits are the same"},
+    {"--deterministic", 'b', &flags.deterministic, 0, 0, "refuse what could change the bits from run to run; verify replicas and print a hash at the end"},
+    {"--thread-ranks", 'b', &flags.thread_ranks, 0, 0, "ranks are threads of one process (for debuggers)"},
+    {"--timeout", 'i', &flags.timeout, 1, 1e6, "seconds a rank waits for another"},
+};
+enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
+
+static const struct preset {
+    const char *name;
+    long layers, heads, channels, seq, positions, vocab, batch, sample; /* 0: vocabulary of the data */
+} presets[] = {
+    {"tiny", 4, 4, 128, 64, 0, 0, 6, 300}, /* 2 ranks x 6: nanoGPT's configuration for a CPU */
+    {"baby", 6, 6, 384, 128, 0, 0, 8, 300},
+    {"gpt2", 12, 12, 768, 64, 1024, 50257, 4, 0},
+    {"gpt2_medium", 24, 16, 1024, 64, 1024, 50257, 4, 0},
+    {"gpt2_large", 36, 20, 1280, 64, 1024, 50257, 4, 0},
+    {"gpt2_xl", 48, 25, 1600, 64, 1024, 50257, 4, 0},
+};
+
+/* One sentence about a bad request; the caller returns it as main's exit code. */
+#define BAD(...) (fprintf(stderr, "train_gpt: " __VA_ARGS__), fputc('\n', stderr), 2)
+
+static void print_help(void)
+{
+    printf("train_gpt: trains a GPT on text, data-parallel over CPU ranks (dtrain %s)\n\n", dtrain_version());
+    for (int i = 0; i < FLAG_COUNT; i++) {
+        const struct flag *f = &flag_table[i];
+        char usual[32] = "";
+        if (f->kind == 's' && *(const char **)f->value) snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
+        if (f->kind == 'i' && *(long *)f->value > 0) snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
+        if (f->kind == 'f' && *(double *)f->value >= 0) snprintf(usual, sizeof usual, "%g", *(double *)f->value);
+        printf("  %-16s %-8s %s\n", f->name, usual, f->help);
+    }
+    printf("\n  %-12s layers heads channels seq   vocab  batch\n", "model");
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
+        printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld\n", presets[i].name, presets[i].layers, presets[i].heads,
+               presets[i].channels, presets[i].seq, presets[i].vocab ? presets[i].vocab : 256, presets[i].batch);
+}
+
+static int set_flag(const struct flag *f, const char *text)
+{
+    char *end = NULL;
+    double number = strtod(text, &end);
+    if (f->kind == 's') {
+        *(const char **)f->value = text;
+        return 0;
+    }
+    if (end == text || *end || !(number >= f->low && number <= f->high))
+        return BAD("%s is \"%s\"; it takes a number from %g to %g", f->name, text, f->low, f->high);
+    if (f->kind == 'f') *(double *)f->value = number;
+    else if (number != floor(number)) return BAD("%s is \"%s\"; it takes a whole number", f->name, text);
+    else *(long *)f->value = (long)number;
+    return 0;
+}
+
+static int parse_flags(int argc, char **argv)
+{
+    for (int a = 1; a < argc; a++) {
+        const struct flag *f = NULL;
+        for (int i = 0; i < FLAG_COUNT && !f; i++)
+            if (strcmp(argv[a], flag_table[i].name) == 0) f = &flag_table[i];
+        if (!f) return BAD("unknown flag \"%s\"; --help lists them", argv[a]);
+        if (f->kind == 'b') *(long *)f->value = 1;
+        else if (a + 1 == argc) return BAD("%s needs a value", f->name);
+        else if (set_flag(f, argv[++a])) return 2;
+    }
+    return 0;
+}
+
+static int apply_preset(void)
+{
+    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
+        const struct preset *p = &presets[i];
+        if (strcmp(flags.model, p->name) != 0) continue;
+        if (!flags.layers) flags.layers = p->layers;
+        if (!flags.heads) flags.heads = p->heads;
+        if (!flags.channels) flags.channels = p->channels;
+        if (!flags.seq) flags.seq = p->seq;
+        if (!flags.batch) flags.batch = p->batch;
+        if (!flags.vocab) flags.vocab = p->vocab;
+        if (flags.sample < 0) flags.sample = p->sample;
+        flags.positions = p->positions > flags.seq ? p->positions : flags.seq;
+        if (flags.min_lr < 0) flags.min_lr = flags.lr / 10;
+        return 0;
+    }
+    return BAD("--model is \"%s\"; it takes tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl", flags.model);
+}
+
+/* Index of `text` in a list of words ended by NULL, -1 when it is none of them. */
+static int choice(const char *text, const char *const *words)
+{
+    for (int i = 0; words[i]; i++)
+        if (strcmp(text, words[i]) == 0) return i;
+    return -1;
+}
+static const char *const schedule_names[] = {"constant", "linear", "cosine", NULL};
+static const char *const scaling_names[] = {"none", "linear", "sqrt", NULL};
+
+/* ---- the model ------------------------------------------------------------------------------ */
+
+typedef struct block_params {
+    dtrain_param *ln1_weight, *ln1_bias, *qkv_weight, *qkv_bias, *proj_weight, *proj_bias;
+    dtrain_param *ln2_weight, *ln2_bias, *fc_weight, *fc_bias, *fcproj_weight, *fcproj_bias;
+} block_params;
+
+typedef struct gpt {
+    dtrain_param *params;
+    size_t param_count;
+    char (*names)[32];
+    dtrain_param *wte, *wpe, *lnf_weight, *lnf_bias;
+    block_params *blocks;
+} gpt;
+
+/* Adds the next parameter: shape (rows, columns), or (rows) when columns is 0. */
+static dtrain_param *declare(gpt *m, uint32_t unit, const char *name, int64_t rows, int64_t columns, uint32_t init,
+                             float scale)
+{
+    dtrain_param *p = &m->params[m->param_count];
+    char *full = m->names[m->param_count++];
+    if (unit > 0 && unit <= (uint32_t)flags.layers) snprintf(full, 32, "h.%u.%s", unit - 1, name);
+    else snprintf(full, 32, "%s", name);
+    p->name = full;
+    p->shape[0] = rows;
+    p->shape[1] = columns;
+    p->unit = unit;
+    p->init = init;
+    p->init_scale = scale;
+    return p;
+}
+
+/* GPT-2's initialisation: N(0, 0.02), projections into the residual stream by 1/sqrt(2 layers) less. */
+static void declare_block(gpt *m, block_params *b, uint32_t unit)
+{
+    int64_t c = flags.channels;
+    float residual = 0.02f / sqrtf(2.0f * (float)flags.layers);
+    b->ln1_weight = declare(m, unit, "ln_1.weight", c, 0, DTRAIN_INIT_CONSTANT, 1);
+    b->ln1_bias = declare(m, unit, "ln_1.bias", c, 0, DTRAIN_INIT_ZERO, 0);
+    b->qkv_weight = declare(m, unit, "attn.c_attn.weight", 3 * c, c, DTRAIN_INIT_NORMAL, 0.02f);
+    b->qkv_bias = declare(m, unit, "attn.c_attn.bias", 3 * c, 0, DTRAIN_INIT_ZERO, 0);
+    b->proj_weight = declare(m, unit, "attn.c_proj.weight", c, c, DTRAIN_INIT_NORMAL, residual);
+    b->proj_bias = declare(m, unit, "attn.c_proj.bias", c, 0, DTRAIN_INIT_ZERO, 0);
+    b->ln2_weight = declare(m, unit, "ln_2.weight", c, 0, DTRAIN_INIT_CONSTANT, 1);
+    b->ln2_bias = declare(m, unit, "ln_2.bias", c, 0, DTRAIN_INIT_ZERO, 0);
+    b->fc_weight = declare(m, unit, "mlp.c_fc.weight", 4 * c, c, DTRAIN_INIT_NORMAL, 0.02f);
+    b->fc_bias = declare(m, unit, "mlp.c_fc.bias", 4 * c, 0, DTRAIN_INIT_ZERO, 0);
+    b->fcproj_weight = declare(m, unit, "mlp.c_proj.weight", c, 4 * c, DTRAIN_INIT_NORMAL, residual);
+    b->fcproj_bias = declare(m, unit, "mlp.c_proj.bias", c, 0, DTRAIN_INIT_ZERO, 0);
+}
+
+/* Parameters in forward order; one unit for the embedding, one a block, one for the end. */
+static int gpt_declare(gpt *m)
+{
+    size_t layers = (size_t)flags.layers, count = 4 + 12 * layers;
+    memset(m, 0, sizeof *m);
+    m->params = (dtrain_param *)calloc(count, sizeof *m->params);
+    m->names = (char(*)[32])calloc(count, sizeof *m->names);
+    m->blocks = (block_params *)calloc(layers, sizeof *m->blocks);
+    if (!m->params || !m->names || !m->blocks) return 1;
+    m->wte = declare(m, 0, "wte.weight", flags.vocab, flags.channels, DTRAIN_INIT_NORMAL, 0.02f);
+    m->wpe = declare(m, 0, "wpe.weight", flags.positions, flags.channels, DTRAIN_INIT_NORMAL, 0.02f);
+    for (size_t l = 0; l < layers; l++) declare_block(m, &m->blocks[l], (uint32_t)l + 1);
+    m->lnf_weight = declare(m, (uint32_t)layers + 1, "ln_f.weight", flags.channels, 0, DTRAIN_INIT_CONSTANT, 1);
+    m->lnf_bias = declare(m, (uint32_t)layers + 1, "ln_f.bias", flags.channels, 0, DTRAIN_INIT_ZERO, 0);
+    return 0;
+}
+
+static void gpt_free(gpt *m)
+{
+    free(m->params);
+    free(m->names);
+    free(m->blocks);
+}
+
+static dtrain_tensor *block(dtrain_tape *t, const block_params *p, dtrain_tensor *x)
+{
+    float drop = (float)flags.dropout;
+    dtrain_tensor *h = dtrain_layernorm(t, x, p->ln1_weight, p->ln1_bias);           /* (B*T, C) */
+    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE);            /* (B*T, 3C) */
+    h = dtrain_attention(t, h, flags.seq, flags.heads, DTRAIN_CAUSAL);               /* (B*T, C) */
+    h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACT_NONE);
+    x = dtrain_add(t, x, dtrain_dropout(t, h, drop));
+    h = dtrain_layernorm(t, x, p->ln2_weight, p->ln2_bias);
+    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACT_GELU);              /* (B*T, 4C) */
+    h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias, DTRAIN_ACT_NONE);      /* (B*T, C) */
+    return dtrain_add(t, x, dtrain_dropout(t, h, drop));
+}
+
+/* tokens (batch, seq) -> logits (batch*seq, vocab); the classifier is the token embedding, tied. */
+static dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens, int64_t batch)
+{
+    int64_t shape[2] = {batch, flags.seq};
+    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_I32, 2, shape, tokens, false), *x;
+    dtrain_tape_unit(t, 0);
+    x = dtrain_dropout(t, dtrain_embedding(t, input, m->wte, m->wpe), (float)flags.dropout);
+    for (long l = 0; l < flags.layers; l++) {
+        dtrain_tape_unit(t, (uint32_t)l + 1);
+        x = block(t, &m->blocks[l], x);
+    }
+    dtrain_tape_unit(t, (uint32_t)flags.layers + 1);
+    x = dtrain_layernorm(t, x, m->lnf_weight, m->lnf_bias);
+    return dtrain_linear(t, x, m->wte, NULL, DTRAIN_ACT_NONE);
+}
+
+/* ---- data ----------------------------------------------------------------------------------- */
+
+/* One side of the split: its loader and the batch it has just filled. */
+typedef struct source {
+    const gpt *model;
+    dtrain_loader *loader;
+    int32_t *inputs, *targets; /* (batch, seq) */
+} source;
+
+static dtrain_result next_batch(void *user)
+{
+    source *s = (source *)user;
+    return dtrain_loader_next(s->loader, s->inputs, s->targets);
+}
+
+static dtrain_tensor *loss(dtrain_tape *t, void *user)
+{
+    const source *s = (const source *)user;
+    int64_t rows = (int64_t)flags.batch * flags.seq;
+    dtrain_tensor *logits = gpt_forward(t, s->model, s->inputs, flags.batch);
+    return dtrain_cross_entropy(t, logits, dtrain_tape_input(t, DTRAIN_I32, 1, &rows, s->targets, false));
+}
+
+static dtrain_dataset_desc dataset_desc(void)
+{
+    dtrain_dataset_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.path = flags.data;
+    desc.vocab_count = flags.vocab;
+    return desc;
+}
+
+/* The first part trains, the last --val-split of the tokens is held out. */
+static dtrain_loader_desc loader_desc(dtrain_dataset *dataset, bool held_out)
+{
+    int64_t tokens = dtrain_dataset_token_count(dataset);
+    int64_t train = tokens - (int64_t)((double)tokens * flags.val_split);
+    dtrain_loader_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dataset = dataset;
+    desc.batch = (uint32_t)flags.batch;
+    desc.sequence = flags.seq;
+    desc.seed = (uint64_t)flags.seed;
+    desc.first_token = held_out ? train : 0;
+    desc.token_count = held_out ? tokens - train : train;
+    return desc;
+}
+
+/* ---- what rank 0 shows ---------------------------------------------------------------------- */
+
+static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
+
+static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_dataset *data, const dtrain_memory *m)
+{
+    dtrain_strategy_info info;
+    long step_tokens = flags.batch * flags.seq * flags.accum * dtrain_world_size(world);
+    int64_t tokens = dtrain_dataset_token_count(data);
+    dtrain_strategy_query(strategy, &info);
+    printf("dtrain %s    %d rank%s x %u thread%s on the cpu (%s kernels)\n", dtrain_version(), dtrain_world_size(world),
+           dtrain_world_size(world) == 1 ? "" : "s", dtrain_world_threads(world),
+           dtrain_world_threads(world) == 1 ? "" : "s", dtrain_cpu_kernel_name());
+    printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: %.2f M parameters\n",
+           flags.model, flags.layers, flags.heads, flags.channels, flags.seq, flags.vocab,
+           1e-6 * (double)info.total_elements);
+    printf("data    %s: %lld tokens, the last %lld held out\n", flags.data, (long long)tokens,
+           (long long)((double)tokens * flags.val_split));
+    printf("step    %ld x %ld tokens x %ld micro-batches x %d ranks = %ld tokens; gradients in %zu buckets\n", flags.batch,
+           flags.seq, flags.accum, dtrain_world_size(world), step_tokens, info.bucket_count);
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, activations %.1f + %.1f, "
+           "workspace %.1f\n\n",
+           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->activations),
+           mib(m->activation_grads), mib(m->workspace));
+}
+
+static void show_end(dtrain_world *world, const dtrain_summary *s, const dtrain_memory *m)
+{
+    uint64_t now, peak;
+    dtrain_process_memory(&now, &peak);
+    printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M tokens\n", s->last_loss, s->first_loss,
+           (long long)s->steps, 1e-6 * (double)s->tokens);
+    if (isfinite(s->val_loss)) printf("  validation loss      %10.4f   perplexity %.2f\n", s->val_loss, exp(s->val_loss));
+    printf("  tokens/s             %10.0f   %.1f s in all\n", s->tokens_per_second, s->seconds);
+    printf("  step                 %10.2f ms\n", s->step_ms);
+    printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n", s->comm_ms,
+           s->exposed_comm_ms, mib(s->comm_bytes) / (double)(s->steps ? s->steps : 1));
+    printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n", 100 * s->scaling,
+           dtrain_world_size(world));
+    printf("  memory               %10.1f MiB at most in rank 0, %.1f predicted\n", mib(peak), mib(m->total));
+}
+
+/* Draws from softmax(logits / temperature). */
+static int32_t draw(const float *logits, long count, uint64_t at)
+{
+    double sum = 0, best = -INFINITY, pick = dtrain_random_uniform((uint64_t)flags.seed, 77, at);
+    for (long i = 0; i < count; i++) best = logits[i] > best ? logits[i] : best;
+    for (long i = 0; i < count; i++) sum += exp((logits[i] - best) / flags.temperature);
+    for (long i = 0; i < count; i++) {
+        pick -= exp((logits[i] - best) / flags.temperature) / sum;
+        if (pick < 0) return (int32_t)i;
+    }
+    return (int32_t)(count - 1);
+}
+
+/* Writes --sample tokens, each from a forward pass over the last seq - 1 or fewer. */
+static dtrain_result show_sample(dtrain_tape *t, const gpt *m)
+{
+    int64_t seq = flags.seq, length = 1;
+    int32_t *window = (int32_t *)calloc((size_t)seq, sizeof *window);
+    float *logits = (float *)calloc((size_t)(seq * flags.vocab), sizeof *logits);
+    dtrain_result result = window && logits ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (window) window[0] = '\n';
+    printf("\na sample, temperature %g:\n  ", flags.temperature);
+    for (long i = 0; i < flags.sample && result == DTRAIN_OK; i++) {
+        result = dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0);
+        if (result == DTRAIN_OK) result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
+        if (result != DTRAIN_OK) break;
+        int32_t token = draw(logits + (length - 1) * flags.vocab, flags.vocab, (uint64_t)i);
+        if (flags.vocab != 256) printf("%d ", token);
+        else if (token == '\n') printf("\n  ");
+        else putchar(isprint(token) || token == '\t' || token >= 128 ? token : '?');
+        if (length == seq) memmove(window, window + 1, (size_t)(--length) * sizeof *window);
+        window[length++] = token;
+    }
+    printf("\n");
+    free(window);
+    free(logits);
+    return result;
+}
+
+/* ---- training ------------------------------------------------------------------------------- */
+
+#define TRY(call)                              \
+    do {                                       \
+        result = (call);                       \
+        if (result != DTRAIN_OK) goto cleanup; \
+    } while (0)
+
+typedef struct job {
+    gpt model;
+    dtrain_dataset *dataset;
+    source train, held_out;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_metrics *metrics;
+    dtrain_memory memory;
+} job;
+
+static dtrain_result open_source(dtrain_world *world, job *j, source *s, bool held_out)
+{
+    dtrain_loader_desc desc = loader_desc(j->dataset, held_out);
+    size_t tokens = (size_t)flags.batch * (size_t)flags.seq;
+    s->model = &j->model;
+    s->inputs = (int32_t *)calloc(tokens, sizeof *s->inputs);
+    s->targets = (int32_t *)calloc(tokens, sizeof *s->targets);
+    if (!s->inputs || !s->targets) return DTRAIN_ERROR_MEMORY;
+    return dtrain_loader_create(world, &desc, &s->loader);
+}
+
+static dtrain_result open_job(dtrain_world *world, job *j)
+{
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    dtrain_dataset_desc dataset = dataset_desc();
+    dtrain_strategy_desc strategy = dtrain_strategy_defaults();
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_trainer_desc trainer;
+    dtrain_metrics_desc metrics;
+    memset(&trainer, 0, sizeof trainer);
+    memset(&metrics, 0, sizeof metrics);
+    if (gpt_declare(&j->model)) goto cleanup;
+    TRY(dtrain_dataset_open(world, &dataset, &j->dataset));
+    TRY(open_source(world, j, &j->train, false));
+    TRY(open_source(world, j, &j->held_out, true));
+    strategy.init_seed = (uint64_t)flags.init_seed;
+    strategy.bucket_bytes = (size_t)flags.bucket_kib * 1024;
+    if (strategy.first_bucket_bytes > strategy.bucket_bytes) strategy.first_bucket_bytes = strategy.bucket_bytes;
+    strategy.no_overlap = flags.no_overlap != 0;
+    TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy, &j->strategy));
+    adamw.beta2 = (float)flags.beta2;
+    adamw.weight_decay = (float)flags.weight_decay;
+    TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
+    trainer.accumulation = (uint32_t)flags.accum;
+    trainer.tokens = (uint32_t)(flags.batch * flags.seq);
+    trainer.clip = (float)flags.clip;
+    trainer.seed = (uint64_t)flags.seed;
+    trainer.schedule.kind = (uint32_t)choice(flags.schedule, schedule_names);
+    trainer.schedule.lr = dtrain_scale_lr((float)flags.lr, dtrain_world_size(world),
+                                          (dtrain_lr_scaling)choice(flags.lr_scaling, scaling_names));
+    trainer.schedule.min_lr = (float)flags.min_lr;
+    trainer.schedule.warmup_steps = flags.warmup;
+    trainer.schedule.total_steps = flags.steps;
+    trainer.strategy = j->strategy;
+    trainer.optimizer = j->optimizer;
+    trainer.next_batch = next_batch;
+    trainer.loss = loss;
+    trainer.user = &j->train;
+    TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
+    TRY(dtrain_trainer_plan_memory(j->trainer, &j->memory));
+    metrics.total_steps = flags.steps;
+    metrics.progress = stdout;
+    metrics.progress_every = flags.steps >= 200 ? (uint32_t)(flags.steps / 20) : 1;
+    metrics.jsonl_path = flags.log;
+    TRY(dtrain_metrics_create(world, &metrics, &j->metrics));
+cleanup:
+    return result;
+}
+
+static void close_job(job *j)
+{
+    dtrain_metrics_destroy(j->metrics);
+    dtrain_trainer_destroy(j->trainer);
+    dtrain_optimizer_destroy(j->optimizer);
+    dtrain_strategy_destroy(j->strategy);
+    dtrain_loader_destroy(j->train.loader);
+    dtrain_loader_destroy(j->held_out.loader);
+    dtrain_dataset_close(j->dataset);
+    free(j->train.inputs);
+    free(j->train.targets);
+    free(j->held_out.inputs);
+    free(j->held_out.targets);
+    gpt_free(&j->model);
+}
+
+/* Validates on the same random windows each time. */
+static dtrain_result validate(job *j, double *val_loss)
+{
+    dtrain_loader_seek(j->held_out.loader, 0);
+    return dtrain_trainer_evaluate(j->trainer, next_batch, &j->held_out, flags.eval_batches, val_loss);
+}
+
+static dtrain_result train_steps(job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (long step = 0; step < flags.steps && result == DTRAIN_OK; step++) {
+        dtrain_step_record record;
+        bool due = step + 1 == flags.steps || (flags.eval_every && (step + 1) % flags.eval_every == 0);
+        result = dtrain_trainer_step(j->trainer, &record);
+        if (result == DTRAIN_OK && due && flags.eval_batches) result = validate(j, &record.val_loss);
+        if (result == DTRAIN_OK) result = dtrain_metrics_step(j->metrics, &record);
+    }
+    return result;
+}
+
+static dtrain_result finish_job(dtrain_world *world, job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    dtrain_summary summary;
+    uint64_t hash = 0;
+    bool first = dtrain_world_rank(world) == 0;
+    dtrain_metrics_summary(j->metrics, &summary);
+    if (flags.deterministic) TRY(dtrain_strategy_verify(j->strategy, &hash));
+    TRY(dtrain_metrics_destroy(j->metrics));
+cleanup:
+    j->metrics = NULL;
+    if (result != DTRAIN_OK || !first) return result;
+    show_end(world, &summary, &j->memory);
+    if (flags.deterministic) printf("  parameters           %016llx   bit-identical on all ranks\n", (unsigned long long)hash);
+    if (flags.sample) result = show_sample(dtrain_trainer_tape(j->trainer), &j->model);
+    return result;
+}
+
+/* Every rank's main function. A rank that fails because another one did says nothing: the first
+ * has said it. What all ranks find out together, rank 0 says. */
+static int train(dtrain_world *world, void *user)
+{
+    job j;
+    dtrain_result result;
+    (void)user;
+    memset(&j, 0, sizeof j);
+    TRY(open_job(world, &j));
+    if (dtrain_world_rank(world) == 0) show_start(world, j.strategy, j.dataset, &j.memory);
+    fflush(stdout);
+    TRY(train_steps(&j));
+    TRY(finish_job(world, &j));
+cleanup:
+    if (result != DTRAIN_OK && result != DTRAIN_ERROR_PEER &&
+        (dtrain_world_rank(world) == 0 || result == DTRAIN_ERROR_MEMORY))
+        fprintf(stderr, "\ntrain_gpt: %s\n", dtrain_last_error());
+    close_job(&j);
+    return result == DTRAIN_OK ? 0 : 1;
+}
+
+/* ---- before any rank starts ----------------------------------------------------------------- */
+
+static int check_sizes(void)
+{
+    double params = (double)flags.vocab * (double)flags.channels + (double)flags.positions * (double)flags.channels +
+                    12.0 * (double)flags.layers * (double)flags.channels * (double)flags.channels;
+    double need = 16 * params * (double)flags.ranks; /* value, gradient, m, v */
+    double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if (flags.channels % flags.heads)
+        return BAD("--heads is %ld; it must divide --channels %ld", flags.heads, flags.channels);
+    if (need > have)
+        return BAD("%ld ranks with %.3g parameters each need at least %.1f GiB; this machine has %.1f GiB: use fewer --ranks "
+                   "or a smaller model",
+                   flags.ranks, params, need / 1073741824.0, have / 1073741824.0);
+    if (choice(flags.schedule, schedule_names) < 0)
+        return BAD("--schedule is \"%s\"; it takes cosine, linear or constant", flags.schedule);
+    if (choice(flags.lr_scaling, scaling_names) < 0)
+        return BAD("--lr-scaling is \"%s\"; it takes none, linear or sqrt", flags.lr_scaling);
+    if (flags.deterministic && strcmp(dtrain_cpu_kernel_name(), "cblas") == 0)
+        return BAD("--deterministic: this build calls an external BLAS, whose bits may change from run to run");
+    return 0;
+}
+
+/* Opens the data once as the ranks will, so that a bad file is one sentence and no process. */
+static int check_data(void)
+{
+    dtrain_dataset_desc desc = dataset_desc();
+    dtrain_dataset *dataset = NULL;
+    dtrain_loader *loader = NULL;
+    dtrain_result result;
+    TRY(dtrain_dataset_open(NULL, &desc, &dataset));
+    flags.vocab = (long)dtrain_dataset_vocab_count(dataset);
+    for (int side = 0; side < 2; side++) {
+        dtrain_loader_desc window = loader_desc(dataset, side == 1);
+        TRY(dtrain_loader_create(NULL, &window, &loader));
+        dtrain_loader_destroy(loader);
+    }
+cleanup:
+    dtrain_dataset_close(dataset);
+    return result == DTRAIN_OK ? 0 : BAD("%s", dtrain_last_error());
+}
+
+int main(int argc, char **argv)
+{
+    dtrain_launch_desc launch;
+    dtrain_launch_info info;
+    for (int a = 1; a < argc; a++)
+        if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
+    if (parse_flags(argc, argv) || apply_preset() || check_data() || check_sizes()) return 2;
+    memset(&launch, 0, sizeof launch);
+    launch.rank_count = (uint32_t)flags.ranks;
+    launch.threads_per_rank = (uint32_t)flags.threads;
+    launch.timeout_ms = (uint32_t)flags.timeout * 1000;
+    launch.mode = flags.thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
+    if (dtrain_launch(&launch, train, NULL, &info) == DTRAIN_OK) return 0;
+    fprintf(stderr, "train_gpt: %s\n", dtrain_last_error());
+    return info.exit_code ? info.exit_code : 1;
+}

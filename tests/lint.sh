@@ -1,0 +1,39 @@
+#!/bin/sh
+# Checks what a compiler does not: contents against tags, widths, words, formatting, function sizes.
+failures=0
+complain() { failures=$((failures + 1)); echo "lint: $*"; }
+
+# Every section of the contents exists once, in order, and every section is in the contents.
+listed=$(sed -n '/\[M1\] Contents/,/One step of training/p' dtrain.h | grep -o '\[S[0-9][0-9]\]' | sort -u)
+tagged=$(grep -o '^ \* \[S[0-9][0-9]\]' dtrain.h | grep -o '\[S[0-9][0-9]\]')
+[ "$listed" = "$(echo "$tagged" | sort -u)" ] || complain "contents list $(echo $listed), sections are $(echo $tagged)"
+[ "$(echo "$tagged")" = "$(echo "$tagged" | sort)" ] || complain "sections are out of order: $(echo $tagged)"
+for tag in $(echo "$tagged" | sed 's/[^0-9]//g' | awk '$1 < 20'); do
+    echo "$tagged" | grep -q "\[S$((${tag#0} + 20))\]" || complain "[S$tag] has no implementation section"
+done
+for m in M1 M2 M3 M4 M5 M6; do grep -q "^   \[$m\]" dtrain.h || complain "manual part [$m] is missing"; done
+
+for file in dtrain.h examples/*.c tests/*.[ch] bench/*.c; do
+    wide=$(awk 'length > 120 { print FILENAME ":" FNR; exit }' "$file")
+    [ -z "$wide" ] || complain "$wide is wider than 120 columns"
+    grep -n -E '\b(TODO|FIXME|XXX)\b' "$file" && complain "$file sounds unfinished"
+    grep -n -P '\t| +$' "$file" | head -n 3 | grep . && complain "$file has tabs or trailing blanks"
+done
+awk 'length > 100 { n++; if (n < 4) print FILENAME ":" FNR } END { exit n > 0 }' dtrain.h || complain "dtrain.h has lines over 100 columns"
+
+# A function above 80 lines is a question to its author.
+awk '/^[a-zA-Z].*\)$/ || /^[a-zA-Z].*[a-zA-Z0-9_*]\($/ { name = $0 } /^\{/ { start = FNR }
+     /^\}/ && start { if (FNR - start > 80) { print FILENAME ":" start ": " FNR - start " lines: " name; bad = 1 } start = 0 }
+     END { exit bad }' dtrain.h || complain "dtrain.h has functions above 80 lines"
+
+if command -v clang-format >/dev/null 2>&1; then
+    clang-format --dry-run --Werror dtrain.h examples/*.c tests/*.[ch] bench/*.c >/tmp/dtrain_lint.$$ 2>&1 || {
+        head -n 10 /tmp/dtrain_lint.$$; complain "clang-format (version 14) would change files"; }
+    rm -f /tmp/dtrain_lint.$$
+else echo "lint: clang-format is not installed, formatting not checked"; fi
+if command -v cppcheck >/dev/null 2>&1; then
+    cppcheck -q --error-exitcode=1 --enable=warning,portability --inline-suppr --suppress=missingIncludeSystem \
+        --std=c99 -DDTRAIN_IMPLEMENTATION -D__GNUC__=12 -D__linux__ dtrain.h || complain "cppcheck"
+else echo "lint: cppcheck is not installed"; fi
+
+if [ "$failures" -eq 0 ]; then echo "1 passed, 0 failed"; else echo "0 passed, $failures failed"; exit 1; fi

@@ -1,0 +1,208 @@
+/* test.h: the test harness. One program a section:
+ *
+ *     static void test_sum(void) { CHECK(1 + 1 == 2); }
+ *     int main(int argc, char **argv)
+ *     {
+ *         test_begin(argc, argv);     // ./test_x [part of a test's name]
+ *         RUN(test_sum);
+ *         SKIP(test_torch, "python3 has no torch");
+ *         return test_summary();      // prints "N passed, N failed[, N skipped]"
+ *     }
+ *
+ * RUN forks: a test that crashes, hangs or exits is one failed test, and the next one starts from
+ * a clean process. Every test has a deadline (60 s, DTRAIN_TEST_TIMEOUT seconds); what it leaves
+ * behind in its process group is killed and counts as a failure. The counters are in shared
+ * memory, so that CHECK works in ranks that are processes and in ranks that are threads.
+ *
+ * Include it after dtrain.h (whose implementation sets the feature macros) or first of all. */
+#ifndef DTRAIN_TEST_H
+#define DTRAIN_TEST_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef struct test_counters {
+    long checks, failed_checks;
+} test_counters;
+
+static test_counters *test_shared; /* mapped before any fork */
+static const char *test_filter = "";
+static int test_passed, test_failed, test_skipped;
+
+#define CHECK(condition) test_check((condition) ? 1 : 0, __FILE__, __LINE__, "%s", #condition)
+#define CHECK_MSG(condition, ...) test_check((condition) ? 1 : 0, __FILE__, __LINE__, __VA_ARGS__)
+/* |a - b| <= tolerance * max(1, |b|); false for NaN. */
+#define CHECK_CLOSE(a, b, tolerance)                                                              \
+    test_check(test_close((double)(a), (double)(b), (double)(tolerance)), __FILE__, __LINE__,     \
+               "%s = %.9g, expected %s = %.9g within %g", #a, (double)(a), #b, (double)(b),       \
+               (double)(tolerance))
+#define RUN(test) test_run(#test, test)
+#define SKIP(test, reason) test_skip(#test, reason)
+
+static inline int test_close(double a, double b, double tolerance)
+{
+    double size = fabs(b) > 1 ? fabs(b) : 1;
+    return a == b || fabs(a - b) <= tolerance * size;
+}
+
+/* Prints at most 20 failures a test: a broken kernel fails everywhere. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 4, 5)))
+#endif
+static inline int test_check(int good, const char *file, int line, const char *format, ...)
+{
+    __atomic_fetch_add(&test_shared->checks, 1, __ATOMIC_RELAXED);
+    if (good) return 1;
+    if (__atomic_fetch_add(&test_shared->failed_checks, 1, __ATOMIC_RELAXED) < 20) {
+        char text[512];
+        va_list args;
+        va_start(args, format);
+        vsnprintf(text, sizeof text, format, args);
+        va_end(args);
+        fprintf(stderr, "    %s:%d: failed: %s\n", file, line, text);
+    }
+    return 0;
+}
+
+static inline double test_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static inline void test_begin(int argc, char **argv)
+{
+    if (argc > 1) test_filter = argv[1];
+    test_shared = (test_counters *)mmap(NULL, sizeof *test_shared, PROT_READ | PROT_WRITE,
+                                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (test_shared == MAP_FAILED) {
+        fprintf(stderr, "no shared memory for the test counters: %s\n", strerror(errno));
+        exit(1);
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+#ifdef __linux__
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); /* orphans come to us: they can be seen and reaped */
+#endif
+}
+
+/* Waits for the child until the deadline; 1 when it ended by itself. */
+static inline int test_wait(pid_t child, double limit, int *status)
+{
+    double end = test_seconds() + limit;
+    for (;;) {
+        struct timespec nap = {0, 2000000};
+        pid_t got = waitpid(child, status, WNOHANG);
+        if (got == child) return 1;
+        if (got < 0 && errno != EINTR) return 0;
+        if (test_seconds() > end) return 0;
+        nanosleep(&nap, NULL);
+    }
+}
+
+/* Whether processes of the group outlive its leader by more than a moment; they are killed. */
+static inline int test_sweep(pid_t group)
+{
+    int look, status;
+    for (look = 0; look < 100; look++) {
+        struct timespec nap = {0, 3000000};
+        while (waitpid(-group, &status, WNOHANG) > 0) {}
+        if (kill(-group, 0) != 0) return 0;
+        nanosleep(&nap, NULL);
+    }
+    kill(-group, SIGKILL);
+    while (waitpid(-group, &status, 0) > 0) {}
+    return 1;
+}
+
+/* How the child ended, in words; NULL when it ended well. */
+static inline const char *test_verdict(int ended, int status, int leftover)
+{
+    static char text[128];
+    if (!ended) return "did not end before its deadline";
+    if (WIFSIGNALED(status)) {
+        snprintf(text, sizeof text, "killed by signal %d (%s)", WTERMSIG(status),
+                 strsignal(WTERMSIG(status)));
+        return text;
+    }
+    if (test_shared->failed_checks) {
+        snprintf(text, sizeof text, "%ld of %ld checks failed", test_shared->failed_checks,
+                 test_shared->checks);
+        return text;
+    }
+    if (WEXITSTATUS(status)) {
+        snprintf(text, sizeof text, "exit code %d", WEXITSTATUS(status));
+        return text;
+    }
+    if (test_shared->checks == 0) return "checked nothing";
+    return leftover ? "left processes behind" : NULL;
+}
+
+static inline void test_run(const char *name, void (*test)(void))
+{
+    const char *limit_text = getenv("DTRAIN_TEST_TIMEOUT");
+    double limit = limit_text ? atof(limit_text) : 60, start = test_seconds();
+    int status = 0, ended, leftover;
+    const char *verdict;
+    pid_t child;
+    if (!strstr(name, test_filter)) return;
+    memset(test_shared, 0, sizeof *test_shared);
+    fflush(NULL);
+    child = fork();
+    if (child == 0) {
+        setpgid(0, 0);
+        test();
+        fflush(NULL);
+        exit(0); /* and not _exit: leak checkers work at exit */
+    }
+    if (child < 0) {
+        printf("  FAIL %-44s fork: %s\n", name, strerror(errno));
+        test_failed++;
+        return;
+    }
+    setpgid(child, child);
+    ended = test_wait(child, limit, &status);
+    if (!ended) {
+        kill(-child, SIGKILL);
+        waitpid(child, &status, 0);
+    }
+    leftover = test_sweep(child);
+    verdict = test_verdict(ended, status, leftover);
+    if (verdict) test_failed++;
+    else test_passed++;
+    printf("  %s %-44s %6.2f s  %7ld checks%s%s\n", verdict ? "FAIL" : "ok  ", name,
+           test_seconds() - start, test_shared->checks, verdict ? ": " : "", verdict ? verdict : "");
+}
+
+static inline void test_skip(const char *name, const char *reason)
+{
+    if (!strstr(name, test_filter)) return;
+    test_skipped++;
+    printf("  skip %-44s %s\n", name, reason);
+}
+
+static inline int test_summary(void)
+{
+    if (test_skipped)
+        printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);
+    else printf("%d passed, %d failed\n", test_passed, test_failed);
+    return test_failed ? 1 : 0;
+}
+
+#endif

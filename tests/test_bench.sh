@@ -1,0 +1,19 @@
+#!/bin/sh
+# The benchmarks run, check their own results and print what they say they print; no timing is judged.
+build=${BUILD:-build}
+passed=0 failed=0
+check() { # check NAME PATTERN COMMAND...
+    name=$1 pattern=$2; shift 2
+    output=$(timeout 300 "$@" 2>&1)
+    if [ $? -eq 0 ] && echo "$output" | grep -q -E -- "$pattern"; then passed=$((passed + 1)); echo "  ok   $name"
+    else failed=$((failed + 1)); echo "  FAIL $name: $*"; echo "$output" | tail -n 15; fi
+}
+check "bench_gemm" "geometric mean" "$build/bench/bench_gemm" --quick
+check "bench_gemm --json" '^\{.*"gflops"' "$build/bench/bench_gemm" --quick --json
+check "bench_collectives" "all-reduce" "$build/bench/bench_collectives" --quick
+check "bench_collectives --json" '^\{.*"busbw' "$build/bench/bench_collectives" --quick --json
+tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 2 --steps 6 --rounds 1"
+check "bench_train" "tokens/s" "$build/bench/bench_train" $tiny
+check "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train" $tiny --json
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

@@ -1,0 +1,117 @@
+#!/bin/sh
+# Every example as a user runs it, and train_gpt's answers to bad input: one clear sentence, a
+# non-zero exit, nothing left behind.
+build=${BUILD:-build}
+tmp=$(mktemp -d)
+passed=0 failed=0 skipped=0
+export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
+
+result() { # result NAME 0|1 [file to show]
+    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
+    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 15 "$3"; fi
+}
+
+# good NAME PATTERN COMMAND...: ends well and prints a line with PATTERN
+good() {
+    name=$1 pattern=$2; shift 2
+    timeout 300 "$@" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+    cat "$tmp/err" >>"$tmp/out"
+    [ "$status" -eq 0 ] && grep -q -E -- "$pattern" "$tmp/out"
+    result "$name" $? "$tmp/out"
+}
+
+# bad NAME PATTERN COMMAND...: fails within 20 s with a sentence that has PATTERN in it, prints no
+# result, and leaves no process
+bad() {
+    name=$1 pattern=$2; shift 2
+    timeout 20 "$@" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+    { [ "$status" -ne 0 ] && [ "$status" -lt 124 ] && grep -q -E -- "$pattern" "$tmp/err" &&
+        [ "$(wc -l <"$tmp/err")" -le 3 ] && ! grep -q 'validation loss' "$tmp/out"; }
+    result "bad input: $name" $? "$tmp/err"
+}
+
+gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --steps 12 --warmup 2 --eval-batches 2 --sample 0"
+
+good "hello_ddp, 2 ranks" "learned +\+1.0" "$build/hello_ddp"
+good "hello_ddp, 5 ranks" "learned +\+1.0" "$build/hello_ddp" 5
+good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
+good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
+good "train_gpt, sample" "a sample" $gpt --sample 20
+good "train_gpt, 3 ranks, accumulation, dropout" "validation loss" $gpt --ranks 3 --accum 2 --dropout 0.1
+good "train_gpt, rank threads" "validation loss" $gpt --thread-ranks --threads 2
+good "train_gpt, 12 ranks" "validation loss" $gpt --ranks 12 --steps 4
+
+# The log: keys as documented, valid JSON where a checker exists, and a last line that says so.
+good "train_gpt --log" "validation loss" $gpt --log "$tmp/log.jsonl" --eval-every 6
+{ [ "$(wc -l <"$tmp/log.jsonl")" -eq 13 ] && tail -n 1 "$tmp/log.jsonl" | grep -q '"final": true' &&
+    for key in step loss grad_norm lr tokens tokens_per_second step_ms comm_ms exposed_comm_ms comm_bytes; do
+        head -n 1 "$tmp/log.jsonl" | grep -q "\"$key\": " || exit 1; done &&
+    [ "$(grep -c '"val_loss": [0-9]' "$tmp/log.jsonl")" -ge 2 ]; }
+result "the log has every key" $? "$tmp/log.jsonl"
+if command -v python3 >/dev/null 2>&1; then
+    python3 -c 'import json, sys; [json.loads(l) for l in open(sys.argv[1])]' "$tmp/log.jsonl" 2>"$tmp/err"
+    result "the log is JSON" $? "$tmp/err"
+else skipped=$((skipped + 1)); echo "  skip the log is JSON: no python3"; fi
+
+# Losses do not depend on how often it is run, on overlap, buckets, threads or the kind of rank;
+# and hardly on how many ranks share a global batch.
+losses() { "$@" --log "$tmp/l.jsonl" >/dev/null 2>&1; grep -v final "$tmp/l.jsonl" | sed 's/.*"loss": \([^,]*\),.*/\1/'; }
+losses $gpt --deterministic >"$tmp/base"
+for variant in "" "--no-overlap" "--bucket-kib 1" "--threads 3" "--thread-ranks"; do
+    losses $gpt --deterministic $variant >"$tmp/other"
+    cmp -s "$tmp/base" "$tmp/other" && [ -s "$tmp/base" ]
+    result "same bits: ${variant:-a second run}" $? "$tmp/other"
+done
+losses $gpt --ranks 1 --batch 12 >"$tmp/base"
+for ranks in 2 3 4 6 12; do
+    losses $gpt --ranks $ranks --batch $((12 / ranks)) >"$tmp/other"
+    paste "$tmp/base" "$tmp/other" | awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 || NF != 2) bad = 1 } END { exit bad || NR != 12 }'
+    result "same losses: $ranks ranks share a batch of 12" $? "$tmp/other"
+done
+losses $gpt --ranks 1 --batch 4 --accum 3 >"$tmp/other"
+paste "$tmp/base" "$tmp/other" | awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 || NF != 2) bad = 1 } END { exit bad || NR != 12 }'
+result "same losses: 3 micro-batches of 4" $? "$tmp/other"
+
+# Bad input.
+: >"$tmp/empty"; printf 'too short' >"$tmp/short"; mkdir "$tmp/folder"
+bad "missing data file" "$tmp/none" $gpt --data "$tmp/none"
+bad "empty data file" "empty" $gpt --data "$tmp/empty"
+bad "file shorter than a block" "short" $gpt --data "$tmp/short"
+bad "data is a folder" "folder" $gpt --data "$tmp/folder"
+if command -v python3 >/dev/null 2>&1; then
+    python3 - "$tmp" <<'END'
+import struct, sys
+def write(name, magic, version, count, tokens):
+    with open(sys.argv[1] + "/" + name, "wb") as f:
+        f.write(struct.pack("<3i", magic, version, count) + bytes(1024 - 12) + struct.pack("<%dH" % len(tokens), *tokens))
+write("good.bin", 20240520, 1, 5000, [i * 7 % 200 for i in range(5000)])
+write("vocab.bin", 20240520, 1, 5000, [i * 7 % 200 for i in range(2000)] + [60000] * 3000)
+write("cut.bin", 20240520, 1, 5000, list(range(100)))
+END
+    good "train_gpt on a token file" "validation loss" $gpt --data "$tmp/good.bin" --vocab 256
+    bad "token outside the vocabulary" "60000" $gpt --data "$tmp/vocab.bin" --vocab 256
+    bad "token file cut off" "cut.bin" $gpt --data "$tmp/cut.bin"
+else skipped=$((skipped + 3)); echo "  skip token files: no python3"; fi
+bad "unknown flag" "--nonsense" $gpt --nonsense 3
+bad "flag without value" "--steps" $gpt --steps
+bad "flag with a word" "abc" $gpt --steps abc
+bad "flag below its range" "--layers" $gpt --layers 0
+bad "flag above its range" "--ranks" $gpt --ranks 100000
+bad "fraction" "--batch" $gpt --batch 1.5
+bad "heads do not divide channels" "--heads" $gpt --heads 3
+bad "unknown model" "gpt9" "$build/train_gpt" --model gpt9
+bad "unknown schedule" "sine" $gpt --schedule sine
+bad "impossible size" "GiB" $gpt --channels 1000000 --heads 1
+bad "log in a missing folder" "none/log" $gpt --log "$tmp/none/log"
+if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null 2>&1; then
+    cp "$build/train_gpt" dtrain.h "$tmp/"; chmod 755 "$tmp"; chmod 644 "$tmp/dtrain.h"
+    bad "more ranks than the machine allows" "process" setpriv --reuid 65534 --clear-groups sh -c "cd $tmp && ulimit -u 3 && ./train_gpt --ranks 8 --steps 2 --sample 0"
+else skipped=$((skipped + 1)); echo "  skip more ranks than the machine allows: needs root and setpriv"; fi
+
+rm -rf "$tmp"
+if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
+else echo "$passed passed, $failed failed"; fi
+[ "$failed" -eq 0 ]
