@@ -10693,7 +10693,7 @@ static double dtrain__metrics_left(const dtrain_metrics *metrics)
 
 static void dtrain__line_bar(dtrain__line *line, int64_t done, int64_t total)
 {
-    char bar[] = "[                    ]";
+    char bar[] = "[          ]";
     const int64_t width = (int64_t)sizeof bar - 3;
     double share = (double)done / (double)total;
     int64_t filled = share >= 1 ? width : (int64_t)(share * (double)width);
@@ -10702,6 +10702,7 @@ static void dtrain__line_bar(dtrain__line *line, int64_t done, int64_t total)
     dtrain__line_add(line, "/%lld %s", (long long)total, bar);
 }
 
+/* The most wanted comes first: narrow terminals cut the end off. */
 static void dtrain__progress_text(const dtrain_metrics *metrics, dtrain__line *line)
 {
     const dtrain_step_record *r = &metrics->last;
@@ -10712,12 +10713,13 @@ static void dtrain__progress_text(const dtrain_metrics *metrics, dtrain__line *l
     dtrain__line_add(line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
     dtrain__line_rate(line, r->tokens_per_second);
     dtrain__line_add(line, " tok/s  %.1f ms", r->step_ms);
+    double left = dtrain__metrics_left(metrics);
+    if (left >= 0) {
+        dtrain__line_add(line, "  eta ");
+        dtrain__line_duration(line, left);
+    }
     if (dtrain_world_size(metrics->world) > 1)
         dtrain__line_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    double left = dtrain__metrics_left(metrics);
-    if (left < 0) return;
-    dtrain__line_add(line, "  eta ");
-    dtrain__line_duration(line, left);
 }
 
 /* Redraws the live line. A line wider than the terminal would wrap, and '\r' comes back over one

@@ -1,0 +1,155 @@
+/* ranks.h: what the tests of launch, communicators and faults share: a launch that looks for leftovers,
+ * a page that ranks report to, repeatable random numbers. Include it after dtrain.h and test.h. */
+#ifndef DTRAIN_TEST_RANKS_H
+#define DTRAIN_TEST_RANKS_H
+
+#include <dirent.h>
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define RANKS_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define RANKS_SANITIZED 1
+#endif
+#endif
+#ifndef RANKS_SANITIZED
+#define RANKS_SANITIZED 0
+#endif
+
+enum { RANKS_MOST = 64 };
+
+/* DTRAIN_TEST_FULL=1 runs the long matrices. */
+static inline int ranks_full(void)
+{
+    const char *text = getenv("DTRAIN_TEST_FULL");
+    return text && *text && strcmp(text, "0") != 0;
+}
+
+/* SplitMix64: one 64-bit state makes well mixed numbers. */
+static inline uint64_t ranks_mix(uint64_t x)
+{
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+static inline uint64_t ranks_random(uint64_t *state, uint64_t limit)
+{
+    *state = ranks_mix(*state);
+    return limit ? *state % limit : 0;
+}
+
+static inline void ranks_sleep_us(long us)
+{
+    struct timespec left;
+    left.tv_sec = us / 1000000;
+    left.tv_nsec = us % 1000000 * 1000;
+    while (nanosleep(&left, &left) != 0 && errno == EINTR) {}
+}
+
+static inline void *ranks_shared(size_t bytes)
+{
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) exit(3);
+    return memory;
+}
+
+/* ---- what a process holds ---- */
+
+/* Entries of a folder whose names contain `part`. */
+static inline int ranks_entries(const char *folder, const char *part)
+{
+    DIR *dir = opendir(folder);
+    struct dirent *entry;
+    int count = 0;
+    if (!dir) return -1;
+    while ((entry = readdir(dir)) != NULL) count += strstr(entry->d_name, part) != NULL;
+    closedir(dir);
+    return count;
+}
+
+typedef struct ranks_holdings {
+    int fds, threads, shm, children;
+} ranks_holdings;
+
+static inline ranks_holdings ranks_look(void)
+{
+    ranks_holdings now;
+    siginfo_t child;
+    now.fds = ranks_entries("/proc/self/fd", "");
+    now.threads = ranks_entries("/proc/self/task", "");
+    now.shm = ranks_entries("/dev/shm", "dtrain");
+    now.children = waitid(P_ALL, 0, &child, WEXITED | WNOHANG | WNOWAIT) == 0 ? 1 : 0;
+    return now;
+}
+
+/* A joined thread leaves /proc a moment after the join: look again for a while. Sanitizers start
+ * threads of their own. */
+static inline void ranks_check_holdings(const ranks_holdings *before, const char *what)
+{
+    ranks_holdings now = ranks_look();
+    int look;
+    for (look = 0; look < 50; look++) {
+        if (now.threads <= before->threads) break;
+        ranks_sleep_us(4000);
+        now = ranks_look();
+    }
+    CHECK_MSG(now.fds <= before->fds, "%s: %d file descriptors before, %d after", what, before->fds,
+              now.fds);
+    CHECK_MSG(now.threads <= before->threads || RANKS_SANITIZED, "%s: %d threads before, %d after", what,
+              before->threads, now.threads);
+    CHECK_MSG(now.shm <= before->shm, "%s: %d entries in /dev/shm before, %d after", what,
+              before->shm, now.shm);
+    CHECK_MSG(now.children <= before->children, "%s: a child process is left", what);
+}
+
+/* ---- launching ---- */
+
+static inline dtrain_launch_desc ranks_desc(int ranks, uint32_t mode)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = (uint32_t)ranks;
+    desc.mode = mode;
+    desc.threads_per_rank = 1;
+    desc.timeout_ms = 20000; /* other programs may be busy here; a hang still ends inside the test */
+    desc.grace_ms = 2000;
+    desc.log_level = DTRAIN_LOG_ERROR;
+    desc.reserve_bytes = (size_t)256 << 20;
+    return desc;
+}
+
+static inline const char *ranks_mode_name(uint32_t mode)
+{
+    return mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes";
+}
+
+/* Launches and checks that nothing is left; the result is the caller's to judge. */
+static inline dtrain_result ranks_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                         void *user, dtrain_launch_info *info)
+{
+    ranks_holdings before = ranks_look();
+    dtrain_result result = dtrain_launch(desc, rank_main, user, info);
+    ranks_check_holdings(&before, "after dtrain_launch");
+    return result;
+}
+
+/* A run in which every rank must end well. */
+static inline void ranks_run(int ranks, uint32_t mode, dtrain_rank_fn rank_main, void *user)
+{
+    dtrain_launch_desc desc = ranks_desc(ranks, mode);
+    dtrain_result result = ranks_launch(&desc, rank_main, user, NULL);
+    CHECK_MSG(result == DTRAIN_OK, "%d ranks, %s: %s: %s", ranks, ranks_mode_name(mode),
+              dtrain_result_name(result), result == DTRAIN_OK ? "" : dtrain_last_error());
+}
+
+/* For rank_main: a call that must succeed; otherwise the rank ends and the others hear of it. */
+#define RANKS_TRY(call)                                                                           \
+    do {                                                                                          \
+        dtrain_result ranks_result = (call);                                                      \
+        if (!CHECK_MSG(ranks_result == DTRAIN_OK, "%s: %s: %s", #call,                            \
+                       dtrain_result_name(ranks_result), dtrain_last_error()))                    \
+            return 1;                                                                             \
+    } while (0)
+
+#endif

@@ -1,0 +1,641 @@
+/* test_data.c: [S16] samplers, datasets, loaders: golden numbers of PyTorch, the same samples for
+ * every number of ranks, and one sentence for every file that is not what it should be.
+ *
+ *     cc -std=c99 -O2 -I.. test_data.c -o test_data -lm -pthread && ./test_data */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+
+static char folder[64]; /* of this test's files; main makes it and removes it */
+
+static const char *path_of(const char *name)
+{
+    static char path[128];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return path;
+}
+
+static void write_file(const char *name, const void *bytes, size_t count)
+{
+    FILE *file = fopen(path_of(name), "wb");
+    CHECK(file && fwrite(bytes, 1, count, file) == count && fclose(file) == 0);
+}
+
+/* A .bin file: header words, then `bytes` of tokens. */
+static void write_bin(const char *name, uint32_t magic, uint32_t version, uint32_t count,
+                      const void *tokens, size_t bytes)
+{
+    static unsigned char image[1 << 20];
+    uint32_t words[3];
+    words[0] = magic, words[1] = version, words[2] = count;
+    memset(image, 0, 1024);
+    memcpy(image, words, sizeof words); /* tests run on little-endian hosts */
+    memcpy(image + 1024, tokens, bytes);
+    write_file(name, image, 1024 + bytes);
+}
+
+static dtrain_result open_file(const char *path, uint32_t format, int64_t vocab,
+                               dtrain_dataset **out)
+{
+    dtrain_dataset_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.format = format;
+    desc.vocab_count = vocab;
+    desc.path = path;
+    return dtrain_dataset_open(NULL, &desc, out);
+}
+
+/* Opening `name` fails with `code`, and the sentence has the path and `words`. */
+static void check_refused(const char *name, uint32_t format, dtrain_result code, const char *words)
+{
+    dtrain_dataset *dataset = (dtrain_dataset *)1;
+    const char *path = path_of(name);
+    dtrain_result result = open_file(path, format, 0, &dataset);
+    const char *text = dtrain_last_error();
+    CHECK_MSG(result == code, "%s: %s", name, dtrain_result_name(result));
+    CHECK(dataset == NULL);
+    CHECK_MSG(strstr(text, path) && strstr(text, words), "\"%s\" has no \"%s\"", text, words);
+}
+
+/* ---- permutations, samplers ---- */
+
+static void test_randperm_golden(void)
+{
+    static const int64_t seed0[10] = {4, 1, 7, 5, 3, 9, 0, 8, 6, 2};
+    static const int64_t seed5[10] = {1, 4, 9, 6, 3, 5, 0, 2, 8, 7};
+    int64_t got[10];
+    CHECK(dtrain_randperm(0, 10, got) == DTRAIN_OK);
+    CHECK(memcmp(got, seed0, sizeof got) == 0);
+    CHECK(dtrain_randperm(5, 10, got) == DTRAIN_OK);
+    CHECK(memcmp(got, seed5, sizeof got) == 0);
+    CHECK(dtrain_randperm(5 + (UINT64_C(7) << 32), 10, got) == DTRAIN_OK); /* low 32 bits */
+    CHECK(memcmp(got, seed5, sizeof got) == 0);
+}
+
+/* Past 624 draws the generator renews its state; FNV-1a over the numbers torch 2.15 gave. */
+static void test_randperm_long(void)
+{
+    static const struct { uint64_t seed; int64_t n; uint64_t hash; } golden[] = {
+        {0, 625, UINT64_C(0x33494f1c57e45961)},
+        {42, 5000, UINT64_C(0x668678e9f4819725)},
+        {1, 100000, UINT64_C(0x6b6b202f1fc9a02d)},
+        {4294967295u, 3000, UINT64_C(0x2c330f920be780a3)},
+    };
+    static int64_t got[100000];
+    static unsigned char seen[100000];
+    for (size_t g = 0; g < sizeof golden / sizeof golden[0]; g++) {
+        uint64_t hash = UINT64_C(0xcbf29ce484222325);
+        memset(seen, 0, sizeof seen);
+        CHECK(dtrain_randperm(golden[g].seed, golden[g].n, got) == DTRAIN_OK);
+        for (int64_t i = 0; i < golden[g].n; i++) {
+            CHECK(got[i] >= 0 && got[i] < golden[g].n && !seen[got[i]]++);
+            hash = (hash ^ (uint64_t)got[i]) * UINT64_C(0x100000001b3);
+        }
+        CHECK_MSG(hash == golden[g].hash, "randperm(%d) of seed %d differs from torch",
+                  (int)golden[g].n, (int)golden[g].seed);
+    }
+}
+
+static void test_randperm_arguments(void)
+{
+    int64_t one = 7;
+    CHECK(dtrain_randperm(1, 0, NULL) == DTRAIN_OK);
+    CHECK(dtrain_randperm(1, 1, &one) == DTRAIN_OK && one == 0);
+    CHECK(dtrain_randperm(1, -1, &one) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_randperm(1, 3, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_randperm(1, INT64_C(0xffffffff) / 20, &one) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "214748364") != NULL);
+}
+
+/* The indices of all ranks as text: "0 4 8 | 1 5 9 | ...". */
+static const char *dealt(uint32_t ranks, int64_t items, uint64_t seed, uint64_t epoch, bool shuffle,
+                         bool drop_last)
+{
+    static char text[512];
+    size_t used = 0;
+    int64_t scratch[64], indices[64];
+    text[0] = 0;
+    for (uint32_t rank = 0; rank < ranks; rank++) {
+        dtrain_sampler_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.rank = rank, desc.rank_count = ranks, desc.item_count = items;
+        desc.seed = seed, desc.shuffle = shuffle, desc.drop_last = drop_last;
+        int64_t count = dtrain_sampler_count(&desc);
+        CHECK(count <= 64);
+        CHECK(dtrain_sampler_indices(&desc, epoch, scratch, indices) == DTRAIN_OK);
+        if (rank) used += (size_t)snprintf(text + used, sizeof text - used, "| ");
+        for (int64_t i = 0; i < count; i++)
+            used += (size_t)snprintf(text + used, sizeof text - used, "%d ", (int)indices[i]);
+    }
+    return text;
+}
+
+static void check_dealt(const char *got, const char *expected)
+{
+    CHECK_MSG(strcmp(got, expected) == 0, "\"%s\", expected \"%s\"", got, expected);
+}
+
+static void test_sampler_golden(void)
+{
+    check_dealt(dealt(4, 10, 0, 0, false, false), "0 4 8 | 1 5 9 | 2 6 0 | 3 7 1 ");
+    check_dealt(dealt(4, 10, 0, 0, false, true), "0 4 | 1 5 | 2 6 | 3 7 ");
+    check_dealt(dealt(5, 2, 0, 0, false, false), "0 | 1 | 0 | 1 | 0 ");
+    check_dealt(dealt(4, 3, 0, 0, false, true), "| | | ");
+    check_dealt(dealt(4, 3, 9, 1, true, true), "| | | ");
+    check_dealt(dealt(3, 0, 0, 0, true, false), "| | ");
+    check_dealt(dealt(1, 3, 0, 0, false, true), "0 1 2 ");
+    check_dealt(dealt(4, 10, 3, 2, true, false), "1 3 8 | 4 5 7 | 9 0 1 | 6 2 4 ");
+}
+
+static void test_sampler_arguments(void)
+{
+    dtrain_sampler_desc desc;
+    int64_t scratch[4], indices[4];
+    memset(&desc, 0, sizeof desc);
+    desc.item_count = 4; /* rank_count 0 = one rank */
+    CHECK(dtrain_sampler_count(&desc) == 4);
+    CHECK(dtrain_sampler_indices(&desc, 0, NULL, indices) == DTRAIN_OK && indices[3] == 3);
+    desc.shuffle = true;
+    CHECK(dtrain_sampler_indices(&desc, 0, NULL, indices) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "scratch") != NULL);
+    CHECK(dtrain_sampler_indices(&desc, 0, scratch, NULL) == DTRAIN_ERROR_ARGUMENT);
+    desc.rank = 1;
+    CHECK(dtrain_sampler_count(&desc) == 0);
+    CHECK(dtrain_sampler_indices(&desc, 0, scratch, indices) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "rank is 1") != NULL);
+    desc.rank = 0, desc.item_count = -1;
+    CHECK(dtrain_sampler_count(&desc) == 0);
+    CHECK(dtrain_sampler_count(NULL) == 0);
+    desc.item_count = INT64_MAX, desc.rank_count = 4; /* the padded end does not fit in int64 */
+    CHECK(dtrain_sampler_count(&desc) == INT64_MAX / 4 + 1);
+}
+
+/* ---- files ---- */
+
+static void test_dataset_formats(void)
+{
+    static const unsigned char text[] = {'a', 0, 255, 'z'};
+    static const uint16_t narrow[5] = {0, 1, 256, 50256, 50255};
+    static const uint32_t wide[3] = {70000, 1, 128255};
+    int32_t got[5];
+    dtrain_dataset *dataset;
+
+    write_file("text", text, sizeof text);
+    CHECK(open_file(path_of("text"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_token_count(dataset) == 4 && dtrain_dataset_vocab_count(dataset) == 256);
+    CHECK(dtrain_dataset_read(dataset, 0, 4, got) == DTRAIN_OK);
+    CHECK(got[0] == 'a' && got[1] == 0 && got[2] == 255 && got[3] == 'z');
+    dtrain_dataset_close(dataset);
+
+    write_bin("narrow", 20240520, 1, 5, narrow, sizeof narrow);
+    CHECK(open_file(path_of("narrow"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_token_count(dataset) == 5 && dtrain_dataset_vocab_count(dataset) == 50257);
+    CHECK(dtrain_dataset_read(dataset, 1, 4, got) == DTRAIN_OK);
+    CHECK(got[0] == 1 && got[1] == 256 && got[2] == 50256 && got[3] == 50255);
+    CHECK(dtrain_dataset_read(dataset, 5, 0, NULL) == DTRAIN_OK);
+    dtrain_dataset_close(dataset);
+
+    CHECK(open_file(path_of("narrow"), 1, 0, &dataset) == DTRAIN_OK); /* the same file as bytes */
+    CHECK(dtrain_dataset_token_count(dataset) == 1034);
+    dtrain_dataset_close(dataset);
+
+    write_bin("wide", 20240801, 7, 3, wide, sizeof wide);
+    CHECK(open_file(path_of("wide"), 2, 128256, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 3, got) == DTRAIN_OK);
+    CHECK(got[0] == 70000 && got[1] == 1 && got[2] == 128255);
+    dtrain_dataset_close(dataset);
+    dtrain_dataset_close(NULL);
+}
+
+static void test_dataset_bad_files(void)
+{
+    static const char html[] = "<!DOCTYPE html><html><body>404 Not Found</body></html>";
+    static const uint16_t tokens[5] = {0, 1, 2, 3, 4};
+    write_file("empty", "", 0);
+    write_file("html", html, sizeof html);
+    write_file("two bytes", "ab", 2);
+    write_bin("version", 20240520, 2, 5, tokens, sizeof tokens);
+    write_bin("version 1", 20240801, 1, 5, tokens, sizeof tokens);
+    write_bin("cut", 20240520, 1, 6, tokens, sizeof tokens);
+    write_bin("longer", 20240520, 1, 4, tokens, sizeof tokens);
+    write_bin("huge", 20240520, 1, 0x7fffffff, tokens, sizeof tokens);
+    write_bin("negative", 20240520, 1, 0xfffffffb, tokens, sizeof tokens);
+    write_bin("none", 20240520, 1, 0, tokens, 0);
+    write_bin("header", 20240520, 1, 5, tokens, sizeof tokens);
+    CHECK(truncate(path_of("header"), 1023) == 0);
+    CHECK(mkdir(path_of("directory"), 0700) == 0);
+    CHECK(mkfifo(path_of("pipe"), 0600) == 0);
+
+    check_refused("missing", 0, DTRAIN_ERROR_FILE, "No such file");
+    check_refused("empty", 0, DTRAIN_ERROR_DATA, "is empty");
+    check_refused("directory", 0, DTRAIN_ERROR_FILE, "is a directory, expected a regular file");
+    check_refused("pipe", 0, DTRAIN_ERROR_FILE, "is a pipe, expected a regular file");
+    check_refused("html", 2, DTRAIN_ERROR_DATA, "expected magic 20240520 or 20240801, found");
+    check_refused("html", 2, DTRAIN_ERROR_DATA, "(\"<!DO\")");
+    check_refused("two bytes", 2, DTRAIN_ERROR_DATA, "has 2 bytes, expected a llm.c header of 1024");
+    check_refused("header", 0, DTRAIN_ERROR_DATA, "has 1023 bytes");
+    check_refused("version", 0, DTRAIN_ERROR_DATA, "header version 2, expected 1");
+    check_refused("version 1", 0, DTRAIN_ERROR_DATA, "header version 1, expected 7");
+    check_refused("cut", 0, DTRAIN_ERROR_DATA, "announces 6 tokens, which makes 1036 bytes, but has 1034");
+    check_refused("longer", 0, DTRAIN_ERROR_DATA, "announces 4 tokens");
+    check_refused("huge", 0, DTRAIN_ERROR_DATA, "announces 2147483647 tokens");
+    check_refused("negative", 0, DTRAIN_ERROR_DATA, "announces -5 tokens");
+    check_refused("none", 0, DTRAIN_ERROR_DATA, "announces 0 tokens");
+}
+
+static void test_dataset_arguments(void)
+{
+    dtrain_dataset *dataset;
+    int32_t got[4];
+    write_file("text", "abcd", 4);
+    CHECK(dtrain_dataset_open(NULL, NULL, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(NULL, 0, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file("", 0, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(path_of("text"), 3, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(path_of("text"), 0, -1, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(path_of("text"), 0, INT64_MAX, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(path_of("text"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 5, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 4, 1, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "1 tokens from 4 on") != NULL);
+    CHECK(dtrain_dataset_read(dataset, -1, 1, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, INT64_MAX, 1, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 1, INT64_MAX, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 0, -1, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 0, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_dataset_close(dataset);
+}
+
+static void test_dataset_token_outside_vocabulary(void)
+{
+    static uint16_t tokens[5000];
+    static int32_t got[5000];
+    dtrain_dataset *dataset;
+    tokens[4321] = 50257;
+    write_bin("ids", 20240520, 1, 5000, tokens, sizeof tokens);
+    CHECK(open_file(path_of("ids"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 4321, got) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 5000, got) == DTRAIN_ERROR_DATA);
+    CHECK(strstr(dtrain_last_error(), path_of("ids")) != NULL);
+    CHECK(strstr(dtrain_last_error(), "token 4321 has id 50257, but the vocabulary has 50257"));
+    dtrain_dataset_close(dataset);
+}
+
+static void test_dataset_shrinks(void)
+{
+    static char text[20000];
+    static int32_t got[20000];
+    dtrain_dataset *dataset;
+    write_file("shrinks", text, sizeof text);
+    CHECK(open_file(path_of("shrinks"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(truncate(path_of("shrinks"), 9000) == 0);
+    CHECK(dtrain_dataset_read(dataset, 0, 9000, got) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 20000, got) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), path_of("shrinks")) != NULL);
+    CHECK(strstr(dtrain_last_error(), "ended at byte 9000, but had 20000") != NULL);
+    CHECK(truncate(path_of("shrinks"), 30000) == 0); /* growing is no harm */
+    CHECK(dtrain_dataset_read(dataset, 0, 20000, got) == DTRAIN_OK);
+    CHECK(unlink(path_of("shrinks")) == 0); /* nor is unlinking */
+    CHECK(dtrain_dataset_read(dataset, 0, 20000, got) == DTRAIN_OK);
+    dtrain_dataset_close(dataset);
+}
+
+/* Offsets past 4 GiB: a sparse file of bytes with a mark near its end. */
+static void test_dataset_large(void)
+{
+    const int64_t size = INT64_C(5) << 30;
+    dtrain_dataset *dataset;
+    int32_t got[3];
+    int file = open(path_of("large"), O_RDWR | O_CREAT, 0600);
+    CHECK(ftruncate(file, size) == 0 && pwrite(file, "xyz", 3, size - 3) == 3);
+    close(file);
+    CHECK(open_file(path_of("large"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_token_count(dataset) == size);
+    CHECK(dtrain_dataset_read(dataset, size - 3, 3, got) == DTRAIN_OK);
+    CHECK(got[0] == 'x' && got[1] == 'y' && got[2] == 'z');
+    dtrain_dataset_close(dataset);
+    unlink(path_of("large"));
+}
+
+/* ---- loaders ---- */
+
+#define TOKENS 1000 /* token i of the file is i: a window shows where it lies */
+#define SEQUENCE 16
+#define GLOBAL_BATCH 12
+#define STEPS 30 /* of 12 samples, with 61 windows an epoch: six epochs, batches across borders */
+
+static void write_counting_file(const char *name)
+{
+    static uint16_t tokens[TOKENS];
+    for (int i = 0; i < TOKENS; i++) tokens[i] = (uint16_t)i;
+    write_bin(name, 20240520, 1, TOKENS, tokens, sizeof tokens);
+}
+
+static dtrain_loader_desc loader_desc(dtrain_dataset *dataset, uint32_t batch, int64_t sequence)
+{
+    dtrain_loader_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.batch = batch;
+    desc.sequence = sequence;
+    desc.seed = 42;
+    desc.dataset = dataset;
+    return desc;
+}
+
+/* Reads one batch and gives the first token of each sample; every row must count upwards. */
+static void next_firsts(dtrain_loader *loader, uint32_t batch, int32_t *firsts)
+{
+    static __thread int32_t inputs[GLOBAL_BATCH * SEQUENCE], targets[GLOBAL_BATCH * SEQUENCE];
+    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
+    for (uint32_t i = 0; i < batch; i++) {
+        firsts[i] = inputs[i * SEQUENCE];
+        for (int32_t t = 0; t < SEQUENCE; t++) {
+            CHECK(inputs[i * SEQUENCE + (uint32_t)t] == firsts[i] + t);
+            CHECK(targets[i * SEQUENCE + (uint32_t)t] == firsts[i] + t + 1);
+        }
+    }
+}
+
+/* What every rank saw: sample k of the run is filled in by whoever got it. */
+typedef struct loader_case {
+    uint32_t ranks;
+    bool in_order;
+    int32_t firsts[STEPS * GLOBAL_BATCH];
+} loader_case;
+
+static int loader_rank(dtrain_world *world, void *user)
+{
+    loader_case *c = (loader_case *)user;
+    int32_t firsts[GLOBAL_BATCH];
+    uint32_t rank = (uint32_t)dtrain_world_rank(world), batch = GLOBAL_BATCH / c->ranks;
+    dtrain_dataset_desc data;
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    memset(&data, 0, sizeof data);
+    char path[128];
+    snprintf(path, sizeof path, "%s/counting", folder);
+    data.path = path;
+    if (!CHECK(dtrain_dataset_open(world, &data, &dataset) == DTRAIN_OK)) return 1;
+    dtrain_loader_desc desc = loader_desc(dataset, batch, SEQUENCE);
+    desc.in_order = c->in_order;
+    if (!CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK)) return 1;
+    for (uint32_t step = 0; step < STEPS; step++) {
+        CHECK(dtrain_loader_position(loader) == step * GLOBAL_BATCH);
+        next_firsts(loader, batch, firsts);
+        for (uint32_t i = 0; i < batch; i++)
+            c->firsts[step * GLOBAL_BATCH + i * c->ranks + rank] = firsts[i];
+    }
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+    return 0;
+}
+
+static void run_loader_case(loader_case *c, uint32_t ranks, bool in_order)
+{
+    dtrain_launch_desc launch;
+    memset(&launch, 0, sizeof launch);
+    memset(c, 0xff, sizeof *c);
+    launch.rank_count = c->ranks = ranks;
+    launch.mode = DTRAIN_LAUNCH_THREADS; /* they write into one array */
+    c->in_order = in_order;
+    CHECK_MSG(dtrain_launch(&launch, loader_rank, c, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+}
+
+static void test_loader_same_samples_for_every_rank_count(void)
+{
+    static const uint32_t counts[] = {2, 3, 4, 6, 12};
+    static loader_case one, many;
+    write_counting_file("counting");
+    for (int in_order = 0; in_order < 2; in_order++) {
+        run_loader_case(&one, 1, in_order);
+        for (int i = 0; i < 5; i++) {
+            run_loader_case(&many, counts[i], in_order);
+            CHECK_MSG(memcmp(one.firsts, many.firsts, sizeof one.firsts) == 0,
+                      "%u ranks see other samples than one", (unsigned)counts[i]);
+        }
+    }
+}
+
+/* Every epoch deals every window of its shifted grid once, in torch's order; shifts vary. */
+static void test_loader_epochs(void)
+{
+    static loader_case c;
+    enum { WINDOWS = TOKENS / SEQUENCE - 1 };
+    int64_t order[WINDOWS];
+    int shifts_seen[SEQUENCE] = {0}, different = 0;
+    write_counting_file("counting");
+    run_loader_case(&c, 1, false);
+    for (int epoch = 0; (epoch + 1) * WINDOWS <= STEPS * GLOBAL_BATCH; epoch++) {
+        int shift = c.firsts[epoch * WINDOWS] % SEQUENCE;
+        different += !shifts_seen[shift]++;
+        CHECK(dtrain_randperm(42 + (uint64_t)epoch, WINDOWS, order) == DTRAIN_OK);
+        for (int k = 0; k < WINDOWS; k++)
+            CHECK(c.firsts[epoch * WINDOWS + k] == shift + order[k] * SEQUENCE);
+    }
+    CHECK_MSG(different >= 3, "%d different shifts in 5 epochs", different);
+}
+
+static void test_loader_in_order_wraps(void)
+{
+    static loader_case c;
+    enum { WINDOWS = (TOKENS - 1) / SEQUENCE };
+    write_counting_file("counting");
+    run_loader_case(&c, 1, true);
+    for (int k = 0; k < STEPS * GLOBAL_BATCH; k++)
+        CHECK(c.firsts[k] == k % WINDOWS * SEQUENCE);
+}
+
+static void test_loader_resumes_by_seek(void)
+{
+    static loader_case c;
+    int32_t firsts[GLOBAL_BATCH];
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    write_counting_file("counting");
+    run_loader_case(&c, 1, false);
+    CHECK(open_file(path_of("counting"), 0, 0, &dataset) == DTRAIN_OK);
+    dtrain_loader_desc desc = loader_desc(dataset, 4, SEQUENCE); /* another batch, same order */
+    CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+    for (int round = 0; round < 40; round++) { /* back and forth over epoch borders */
+        uint64_t position = (uint64_t)(round * 97 % (STEPS * GLOBAL_BATCH - 4));
+        dtrain_loader_seek(loader, position);
+        next_firsts(loader, 4, firsts);
+        CHECK(memcmp(firsts, c.firsts + position, sizeof firsts[0] * 4) == 0);
+        CHECK(dtrain_loader_position(loader) == position + 4);
+    }
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+}
+
+/* Spans from one window upwards: every shift must stay inside, every file size must work. */
+static void test_loader_small_spans(void)
+{
+    int32_t inputs[8], targets[8];
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    write_counting_file("counting");
+    CHECK(open_file(path_of("counting"), 0, 0, &dataset) == DTRAIN_OK);
+    for (int64_t span = 9; span < 40; span++) {
+        dtrain_loader_desc desc = loader_desc(dataset, 1, 8);
+        desc.first_token = 100;
+        desc.token_count = span;
+        CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+        CHECK(dtrain_loader_sample_count(loader) == (span < 16 ? 1 : span / 8 - 1));
+        int32_t lowest = INT32_MAX, highest = 0;
+        for (int k = 0; k < 200 * dtrain_loader_sample_count(loader); k++) {
+            CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
+            lowest = inputs[0] < lowest ? inputs[0] : lowest;
+            highest = targets[7] > highest ? targets[7] : highest;
+        }
+        CHECK_MSG(lowest == 100, "span %d: first token read is %d", (int)span, (int)lowest);
+        int64_t reach = dtrain_loader_sample_count(loader) * 8 + (span < 16 ? span - 9 : 7);
+        CHECK_MSG(highest == 100 + reach && reach < span, "span %d: last token is %d", (int)span,
+                  (int)highest);
+        dtrain_loader_destroy(loader);
+    }
+    dtrain_dataset_close(dataset);
+}
+
+static void check_loader_refused(const dtrain_loader_desc *desc, dtrain_result code,
+                                 const char *words)
+{
+    dtrain_loader *loader = (dtrain_loader *)1;
+    CHECK(dtrain_loader_create(NULL, desc, &loader) == code);
+    CHECK(loader == NULL);
+    CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "\"%s\"", dtrain_last_error());
+}
+
+static void test_loader_refusals(void)
+{
+    dtrain_dataset *dataset;
+    int32_t tokens[16];
+    write_counting_file("counting");
+    CHECK(open_file(path_of("counting"), 0, 0, &dataset) == DTRAIN_OK);
+    dtrain_loader_desc desc = loader_desc(dataset, 1, 64);
+    desc.token_count = 40;
+    check_loader_refused(&desc, DTRAIN_ERROR_DATA, "has 40 tokens here, but a window of 64 + 1 needs 65");
+    desc.token_count = 64;
+    check_loader_refused(&desc, DTRAIN_ERROR_DATA, "needs 65");
+    desc.token_count = 0, desc.sequence = INT64_MAX;
+    check_loader_refused(&desc, DTRAIN_ERROR_DATA, "use a shorter sequence or a larger file");
+    desc.sequence = 64, desc.first_token = 1001;
+    check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "from 1001 on");
+    desc.first_token = 1, desc.token_count = 1000;
+    check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "1000 tokens from 1 on");
+    desc.first_token = -1;
+    check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "from -1 on");
+    desc.first_token = 0, desc.batch = 0;
+    check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "at least 1");
+    desc.batch = 1, desc.sequence = 0;
+    check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "at least 1");
+    desc.sequence = 16, desc.dataset = NULL;
+    check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "found none");
+    CHECK(dtrain_loader_next(NULL, tokens, tokens) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_loader_destroy(NULL);
+    dtrain_dataset_close(dataset);
+}
+
+/* A file that shrinks in mid-epoch is an error on this call, not a crash, and not the end. */
+static void test_loader_file_shrinks(void)
+{
+    int32_t inputs[16], targets[16];
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    write_counting_file("shrinking");
+    CHECK(open_file(path_of("shrinking"), 0, 0, &dataset) == DTRAIN_OK);
+    dtrain_loader_desc desc = loader_desc(dataset, 1, 16);
+    desc.in_order = true;
+    CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+    CHECK(truncate(path_of("shrinking"), 1024 + 2 * 40) == 0);
+    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), "shrinking ended at byte 1104") != NULL);
+    CHECK(dtrain_loader_position(loader) == 2);
+    write_counting_file("shrinking");
+    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK && inputs[0] == 32);
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+}
+
+/* Every allocation fails once: an error, no leak (the sanitizer looks), no crash. */
+typedef struct failing_allocator { int calls, fail_at; long balance; } failing_allocator;
+static void *failing_alloc(void *user, size_t bytes)
+{
+    failing_allocator *state = (failing_allocator *)user;
+    if (state->calls++ == state->fail_at) return NULL;
+    state->balance += (long)bytes;
+    return malloc(bytes);
+}
+static void failing_free(void *user, void *memory, size_t bytes)
+{
+    ((failing_allocator *)user)->balance -= (long)bytes;
+    free(memory);
+}
+static int memory_rank(dtrain_world *world, void *user)
+{
+    dtrain_dataset_desc data;
+    dtrain_dataset *dataset = NULL;
+    dtrain_loader *loader = NULL;
+    (void)user;
+    memset(&data, 0, sizeof data);
+    data.path = path_of("counting");
+    dtrain_result result = dtrain_dataset_open(world, &data, &dataset);
+    if (result == DTRAIN_OK) {
+        dtrain_loader_desc desc = loader_desc(dataset, 1, 16);
+        result = dtrain_loader_create(world, &desc, &loader);
+    }
+    CHECK(result == DTRAIN_OK || result == DTRAIN_ERROR_MEMORY);
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+    return result == DTRAIN_OK ? 0 : 3;
+}
+static void test_memory_failures(void)
+{
+    dtrain_launch_desc launch;
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    int fail_at = 0;
+    write_counting_file("counting");
+    memset(&launch, 0, sizeof launch);
+    launch.mode = DTRAIN_LAUNCH_THREADS;
+    for (; result != DTRAIN_OK && fail_at < 1000; fail_at++) {
+        failing_allocator state;
+        memset(&state, 0, sizeof state);
+        state.fail_at = fail_at;
+        launch.allocator.alloc = failing_alloc;
+        launch.allocator.free = failing_free;
+        launch.allocator.user = &state;
+        result = dtrain_launch(&launch, memory_rank, NULL, NULL);
+        CHECK_MSG(state.balance == 0, "%ld bytes left after failure %d", state.balance, fail_at);
+    }
+    CHECK(result == DTRAIN_OK && fail_at > 4);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    snprintf(folder, sizeof folder, "/tmp/dtrain_test_data_%d", (int)getpid());
+    if (mkdir(folder, 0700) != 0) return 1;
+    RUN(test_randperm_golden);
+    RUN(test_randperm_long);
+    RUN(test_randperm_arguments);
+    RUN(test_sampler_golden);
+    RUN(test_sampler_arguments);
+    RUN(test_dataset_formats);
+    RUN(test_dataset_bad_files);
+    RUN(test_dataset_arguments);
+    RUN(test_dataset_token_outside_vocabulary);
+    RUN(test_dataset_shrinks);
+    RUN(test_dataset_large);
+    RUN(test_loader_same_samples_for_every_rank_count);
+    RUN(test_loader_epochs);
+    RUN(test_loader_in_order_wraps);
+    RUN(test_loader_resumes_by_seek);
+    RUN(test_loader_small_spans);
+    RUN(test_loader_refusals);
+    RUN(test_loader_file_shrinks);
+    RUN(test_memory_failures);
+    char command[128];
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    return test_summary() + (system(command) != 0);
+}

@@ -1,0 +1,475 @@
+/* test_metrics.c: [S19] metrics: the JSON lines read back, the table and the live line looked at,
+ * full disks, medians.
+ *
+ *     cc -std=c99 -O2 -I.. test_metrics.c -o test_metrics -lm -pthread && ./test_metrics */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include <locale.h>
+#include <sys/resource.h>
+
+static char log_path[64];  /* of the JSON lines */
+static char text[1 << 20]; /* what read_back found */
+static int warnings;       /* how often the log callback was told one */
+static char warning[1024];
+
+static void count_warning(void *user, dtrain_log_level level, int rank, const char *message)
+{
+    (void)user, (void)rank;
+    if (level != DTRAIN_LOG_WARNING) return;
+    warnings++;
+    snprintf(warning, sizeof warning, "%s", message);
+}
+
+/* Runs one function as the only rank, in this process. */
+static void with_world(dtrain_rank_fn rank_main, void *user)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 1;
+    desc.mode = DTRAIN_LAUNCH_THREADS;
+    desc.log = count_warning;
+    CHECK_MSG(dtrain_launch(&desc, rank_main, user, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+}
+
+static const char *read_back(const char *path)
+{
+    FILE *file = fopen(path, "rb");
+    size_t got = file ? fread(text, 1, sizeof text - 1, file) : 0;
+    CHECK_MSG(file != NULL, "%s: %s", path, strerror(errno));
+    if (file) fclose(file);
+    text[got] = 0;
+    return text;
+}
+
+static dtrain_step_record record_of(int64_t step)
+{
+    dtrain_step_record r;
+    memset(&r, 0, sizeof r);
+    r.step = step;
+    r.loss = 4.5 - 0.001 * (double)step;
+    r.val_loss = NAN;
+    r.grad_norm = 0.914;
+    r.lr = 9.8e-4;
+    r.tokens = (uint64_t)(step + 1) * 512;
+    r.tokens_per_second = 41234.5;
+    r.step_ms = 18.5;
+    r.comm_ms = 0.4;
+    r.exposed_comm_ms = 0.1;
+    r.comm_bytes = 1000;
+    r.straggler_score = 1;
+    return r;
+}
+
+/* ---- a reader of one flat JSON object ---- */
+
+/* Value of "key" in the line as text, NULL when it is not there. Values hold no commas here. */
+static const char *json_value(const char *line, const char *key)
+{
+    static char value[64];
+    char pattern[64];
+    snprintf(pattern, sizeof pattern, "\"%s\": ", key);
+    const char *at = strstr(line, pattern);
+    if (!at || at > line + strcspn(line, "\n")) return NULL;
+    at += strlen(pattern);
+    snprintf(value, sizeof value, "%.*s", (int)strcspn(at, ",}\n"), at);
+    return value;
+}
+
+static double json_number(const char *line, const char *key)
+{
+    const char *value = json_value(line, key);
+    char *end = NULL;
+    CHECK_MSG(value != NULL, "no key %s", key);
+    double number = value ? strtod(value, &end) : 0;
+    CHECK_MSG(end && *end == 0, "%s: %s is no number", key, value ? value : "(none)");
+    return number;
+}
+
+static const char *next_line(const char *line)
+{
+    const char *end = strchr(line, '\n');
+    return end ? end + 1 : line + strlen(line);
+}
+
+static int count_keys(const char *line)
+{
+    int count = 0;
+    for (const char *c = line; *c && *c != '\n'; c++) count += *c == ':';
+    return count;
+}
+
+static int has_python(void) { return system("python3 -c 0 >/dev/null 2>&1") == 0; }
+
+/* Every line by itself must be JSON to someone else's parser. */
+static void check_with_python(const char *path)
+{
+    char command[512];
+    if (!has_python()) return;
+    snprintf(command, sizeof command,
+             "python3 -c 'import sys, json\n"
+             "for line in open(sys.argv[1]): json.loads(line, parse_constant=lambda x: 1 / 0)' %s",
+             path);
+    CHECK_MSG(system(command) == 0, "python3 cannot read %s", path);
+}
+
+/* ---- the file ---- */
+
+static int json_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = log_path;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int64_t step = 0; step < 20; step++) {
+        dtrain_step_record r = record_of(step);
+        if (step == 9) r.val_loss = 4.25;
+        if (step == 12) r.grad_norm = INFINITY;
+        if (step == 13) r.loss = NAN;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+        const char *seen = read_back(log_path); /* flushed line by line */
+        CHECK(seen[strlen(seen) - 1] == '\n');
+    }
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    return 0;
+}
+
+static void test_json_lines(void)
+{
+    with_world(json_rank, NULL);
+    const char *line = read_back(log_path);
+    for (int step = 0; step < 20; step++, line = next_line(line)) {
+        CHECK(line[0] == '{' && strchr(line, '}') == next_line(line) - 2);
+        CHECK(count_keys(line) == (step == 9 ? 11 : 10));
+        CHECK(json_number(line, "step") == step);
+        CHECK(json_number(line, "tokens") == (step + 1) * 512);
+        CHECK(json_number(line, "comm_bytes") == 1000);
+        CHECK_CLOSE(json_number(line, "lr"), 9.8e-4, 1e-12);
+        CHECK_CLOSE(json_number(line, "tokens_per_second"), 41234.5, 0);
+        CHECK_CLOSE(json_number(line, "step_ms"), 18.5, 0);
+        CHECK_CLOSE(json_number(line, "comm_ms"), 0.4, 1e-9);
+        CHECK_CLOSE(json_number(line, "exposed_comm_ms"), 0.1, 1e-9);
+        if (step == 13) CHECK(strcmp(json_value(line, "loss"), "null") == 0);
+        else CHECK_CLOSE(json_number(line, "loss"), 4.5 - 0.001 * step, 1e-8);
+        if (step == 12) CHECK(strcmp(json_value(line, "grad_norm"), "null") == 0);
+        else CHECK_CLOSE(json_number(line, "grad_norm"), 0.914, 1e-8);
+        if (step == 9) CHECK(json_number(line, "val_loss") == 4.25);
+        else CHECK(json_value(line, "val_loss") == NULL);
+    }
+    CHECK(strncmp(line, "{\"final\": true, \"step\": 19, ", 28) == 0);
+    CHECK_CLOSE(json_number(line, "loss"), 4.481, 1e-8);
+    CHECK(json_number(line, "val_loss") == 4.25);
+    CHECK(json_number(line, "first_loss") == 4.5);
+    CHECK(json_number(line, "steps") == 20);
+    CHECK(json_number(line, "tokens") == 10240);
+    CHECK(json_number(line, "comm_bytes") == 20000);
+    CHECK_CLOSE(json_number(line, "scaling"), 18.4 / 18.5, 1e-8);
+    CHECK(json_number(line, "seconds") > 0);
+    CHECK(*next_line(line) == 0);
+    check_with_python(log_path);
+}
+
+static int empty_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_summary summary;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = log_path;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    dtrain_metrics_summary(metrics, &summary);
+    CHECK(summary.steps == 0 && isnan(summary.first_loss) && isnan(summary.step_ms));
+    CHECK(dtrain_metrics_step(metrics, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_metrics_step(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK(dtrain_metrics_destroy(NULL) == DTRAIN_OK);
+    CHECK(dtrain_metrics_create(world, NULL, &metrics) == DTRAIN_ERROR_ARGUMENT);
+    return 0;
+}
+
+/* A run that ends before its first step still leaves a file of JSON. */
+static void test_no_steps(void)
+{
+    with_world(empty_rank, NULL);
+    CHECK(strstr(read_back(log_path), "{\"final\": true, \"step\": null, \"loss\": null") == text);
+    check_with_python(log_path);
+}
+
+/* A decimal comma, if the machine has such a locale. */
+static void test_locale(void)
+{
+    const char *const names[] = {"de_DE.UTF-8", "fr_FR.UTF-8", "de_DE", "pt_BR.UTF-8"};
+    int found = 0;
+    for (int i = 0; i < 4 && !found; i++) found = setlocale(LC_ALL, names[i]) != NULL;
+    with_world(json_rank, NULL);
+    setlocale(LC_ALL, "C");
+    CHECK(json_number(read_back(log_path), "loss") == 4.5);
+    check_with_python(log_path);
+    if (!found) fprintf(stderr, "    (no locale with a decimal comma here)\n");
+}
+
+/* ---- files that fail ---- */
+
+static int full_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = "/dev/full";
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int64_t step = 0; step < 5; step++) {
+        dtrain_step_record r = record_of(step);
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+        CHECK(warnings == 1);
+    }
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_ERROR_FILE);
+    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file /dev/full could not"),
+              "%s", dtrain_last_error());
+    return 0;
+}
+
+static void test_full_disk(void)
+{
+    if (access("/dev/full", W_OK) != 0) {
+        CHECK(1);
+        return;
+    }
+    with_world(full_rank, NULL);
+    CHECK(warnings == 1);
+    CHECK_MSG(strstr(warning, "/dev/full cannot be written: No space left"), "%s", warning);
+}
+
+/* A disk that fills up inside a line and is then freed: only that line is lost. */
+static int limited_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    struct rlimit old, small;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = log_path;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    getrlimit(RLIMIT_FSIZE, &old);
+    small = old;
+    for (int64_t step = 0; step < 6; step++) {
+        dtrain_step_record r = record_of(step);
+        small.rlim_cur = 300;
+        setrlimit(RLIMIT_FSIZE, step == 1 || step == 2 ? &small : &old);
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    }
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), "2 of 7 lines") != NULL);
+    return 0;
+}
+
+static void test_torn_line(void)
+{
+    signal(SIGXFSZ, SIG_IGN);
+    with_world(limited_rank, NULL);
+    CHECK(warnings == 1);
+    const char *line = read_back(log_path);
+    CHECK(json_number(line, "step") == 0);
+    line = next_line(line); /* 300 bytes end somewhere in here */
+    CHECK(line[0] == '{' && !memchr(line, '}', strcspn(line, "\n")));
+    for (int step = 3; step < 6; step++) {
+        line = next_line(line);
+        CHECK(line[0] == '{' && json_number(line, "step") == step);
+    }
+}
+
+static int unopenable_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics = (dtrain_metrics *)1;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = "/nowhere/log.jsonl";
+    CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_ERROR_FILE);
+    CHECK(metrics == NULL);
+    CHECK(strstr(dtrain_last_error(), "/nowhere/log.jsonl cannot be opened: No such file"));
+    return 0;
+}
+
+static void test_unopenable(void) { with_world(unopenable_rank, NULL); }
+
+/* ---- what a person sees ---- */
+
+static int table_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = (FILE *)user;
+    desc.total_steps = 34;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int64_t step = 0; step < 34; step++) {
+        dtrain_step_record r = record_of(step);
+        if (step == 14) r.val_loss = 1.5;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    }
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    return 0;
+}
+
+/* Header, steps 1, 10, 15 (evaluated), 20, 30 and the last; one width, ten words each. */
+static void test_table(void)
+{
+    static const int shown[] = {1, 10, 15, 20, 30, 34};
+    char path[80];
+    snprintf(path, sizeof path, "%s.table", log_path);
+    FILE *file = fopen(path, "w");
+    with_world(table_rank, file);
+    fclose(file);
+    const char *line = read_back(path);
+    size_t width = strcspn(line, "\n");
+    CHECK(strstr(line, "step") && strstr(line, "val_loss"));
+    for (int i = 0; i < 6; i++) {
+        char word[16];
+        int words = 0, step = 0, length = 0;
+        line = next_line(line);
+        CHECK(strcspn(line, "\n") == width);
+        CHECK(sscanf(line, "%d", &step) == 1 && step == shown[i]);
+        for (const char *at = line; at < line + width && sscanf(at, " %15s%n", word, &length) == 1;
+             at += length) {
+            words++;
+            if (words == 3) CHECK(strcmp(word, step == 15 ? "1.5000" : "-") == 0);
+            if (words == 6) CHECK(strcmp(word, "41.2k") == 0);
+        }
+        CHECK_MSG(words == 10, "%d words", words);
+        CHECK(strchr(line, '\r') == NULL && strchr(line, '\033') == NULL);
+    }
+    CHECK(*next_line(line) == 0);
+    unlink(path);
+}
+
+static int live_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = (FILE *)user;
+    desc.total_steps = 2000;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int64_t step = 0; step < 1000; step++) {
+        dtrain_step_record r = record_of(step);
+        if (step == 500) r.val_loss = 1.5;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    }
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    return 0;
+}
+
+static void test_live_line(void)
+{
+    struct winsize size;
+    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    CHECK(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
+    int slave = open(ptsname(master), O_RDWR | O_NOCTTY);
+    memset(&size, 0, sizeof size);
+    size.ws_col = 60, size.ws_row = 24;
+    CHECK(slave >= 0 && ioctl(slave, TIOCSWINSZ, &size) == 0);
+    FILE *terminal = fdopen(dup(slave), "w");
+    double start = test_seconds();
+    with_world(live_rank, terminal);
+    double elapsed = test_seconds() - start;
+    fclose(terminal);
+    fcntl(master, F_SETFL, O_NONBLOCK);
+    ssize_t got = read(master, text, sizeof text - 1);
+    CHECK(got > 0);
+    text[got > 0 ? got : 0] = 0;
+    CHECK(strstr(text, "\rstep 1/2000 [>         ] loss 4.5000") == text);
+    CHECK(strstr(text, "\r\033[Kstep 501  loss 4.0000  val_loss 1.5000\r\n") != NULL);
+    CHECK(strstr(text, "\rstep 1000/2000 [=====>    ] loss 3.5010") != NULL);
+    CHECK(strcmp(text + strlen(text) - 5, "\033[K\r\n") == 0);
+    int redraws = 0;
+    for (const char *at = text; (at = strstr(at, "\rstep ")) != NULL; at++) {
+        redraws++;
+        CHECK_MSG((size_t)(strchr(at, '\033') - at) <= 60, "a line wider than the terminal");
+    }
+    CHECK_MSG(redraws <= 3 + (int)(elapsed * 10), "%d redraws in %g s", redraws, elapsed);
+    close(slave);
+    close(master);
+}
+
+/* Only rank 0 writes, whatever the others were told. */
+static int quiet_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_summary summary;
+    char path[80];
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    snprintf(path, sizeof path, "%s.%d", log_path, dtrain_world_rank(world));
+    desc.jsonl_path = path;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    dtrain_step_record r = record_of(0);
+    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    dtrain_metrics_summary(metrics, &summary); /* but all of them know */
+    CHECK(summary.steps == 1 && summary.step_ms == 18.5);
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK((access(path, F_OK) == 0) == (dtrain_world_rank(world) == 0));
+    unlink(path);
+    return 0;
+}
+
+static void test_other_ranks_are_quiet(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 3;
+    CHECK(dtrain_launch(&desc, quiet_rank, NULL, NULL) == DTRAIN_OK);
+}
+
+/* ---- summary ---- */
+
+static int median_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_summary s;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int64_t step = 0; step < 3000; step++) {
+        dtrain_step_record r = record_of(step);
+        r.step_ms = step < 1000 ? 1000 : (double)((step * 7919) % 101); /* 0..100, shuffled */
+        r.exposed_comm_ms = r.step_ms / 4;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+        if (step == 0 || step == 1001 || step == 2999) dtrain_metrics_summary(metrics, &s);
+        if (step == 0) CHECK(s.step_ms == 1000 && s.scaling == 0.75);
+        if (step == 1001) CHECK(s.step_ms == 1000);
+    }
+    CHECK_CLOSE(s.step_ms, 50, 0.05);
+    CHECK_CLOSE(s.scaling, 0.75, 1e-12);
+    CHECK(s.steps == 3000 && s.comm_bytes == 3000000 && s.tokens == 3000 * 512);
+    CHECK(s.first_loss == 4.5 && isnan(s.val_loss));
+    CHECK_CLOSE(s.last_loss, 1.501, 1e-12);
+    CHECK(s.seconds >= 1.0 && s.seconds < 60); /* the first step says that it took one second */
+    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    return 0;
+}
+
+static void test_medians(void) { with_world(median_rank, NULL); }
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    snprintf(log_path, sizeof log_path, "/tmp/dtrain_test_metrics_%d", (int)getpid());
+    RUN(test_json_lines);
+    RUN(test_no_steps);
+    RUN(test_locale);
+    RUN(test_full_disk);
+    RUN(test_torn_line);
+    RUN(test_unopenable);
+    RUN(test_table);
+    RUN(test_live_line);
+    RUN(test_other_ranks_are_quiet);
+    RUN(test_medians);
+    unlink(log_path);
+    return test_summary();
+}

@@ -1,0 +1,636 @@
+/* test_trainer.c: [S17] the trainer on a small model: any number of ranks and micro-batches gives
+ * the losses of one rank, evaluation and planning leave no trace, a NaN of one rank is everybody's
+ * error, a slow rank is named once.
+ *
+ *     cc -std=c99 -O2 -I.. test_trainer.c -o test_trainer -lm -pthread && ./test_trainer */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+
+#define VOCAB 16
+#define WIDTH 8
+#define HIDDEN 32
+#define GLOBAL_BATCH 24
+#define MAX_STEPS 40
+#define MAX_RANKS 4
+#define PARAMS (VOCAB * WIDTH + HIDDEN * WIDTH + HIDDEN + VOCAB * HIDDEN + VOCAB)
+
+/* One training: what to do, and what every rank saw. In shared memory: ranks may be processes. */
+typedef struct run {
+    uint32_t ranks, accumulation, mode;
+    int steps, eval_at, plan_at, nan_rank, nan_step, fail_step, slow_rank, sleep_us;
+    float clip, dropout;
+    uint64_t seed;
+    dtrain_allocator allocator;
+
+    dtrain_step_record records[MAX_RANKS][MAX_STEPS];
+    dtrain_result ended[MAX_RANKS]; /* of the last step */
+    char error[MAX_RANKS][1024];
+    float before[MAX_RANKS][PARAMS], after[MAX_RANKS][PARAMS]; /* the last step */
+    double eval_loss[MAX_RANKS];
+    dtrain_memory plan[MAX_RANKS];
+    dtrain_tape_info first_tape[MAX_RANKS], last_tape[MAX_RANKS];
+    int warnings;
+    char warning[1024];
+} run;
+
+static run *run_create(uint32_t ranks, uint32_t accumulation, int steps)
+{
+    run *r = (run *)mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    r->ranks = ranks, r->accumulation = accumulation, r->steps = steps;
+    r->mode = DTRAIN_LAUNCH_THREADS;
+    r->eval_at = r->plan_at = r->nan_rank = r->nan_step = r->fail_step = r->slow_rank = -1;
+    r->seed = 1;
+    return r;
+}
+
+/* A rank's model and data. Sample k is (k mod 16 -> 7 k + 3 mod 16); step s takes samples
+ * [s G, (s + 1) G), micro-batch by micro-batch, rank by rank. */
+typedef struct rank_state {
+    run *r;
+    int rank;
+    int64_t batch, micro; /* micro-batches taken so far */
+    dtrain_param params[5];
+    int32_t tokens[GLOBAL_BATCH], targets[GLOBAL_BATCH];
+} rank_state;
+
+static dtrain_result next_batch(void *user)
+{
+    rank_state *s = (rank_state *)user;
+    int64_t step = s->micro / s->r->accumulation;
+    int64_t first = (s->micro * s->r->ranks + s->rank) * s->batch;
+    for (int64_t i = 0; i < s->batch; i++) {
+        s->tokens[i] = (int32_t)((first + i) % VOCAB);
+        s->targets[i] = (int32_t)((7 * (first + i) + 3) % VOCAB);
+    }
+    if (s->rank == s->r->slow_rank || (s->r->slow_rank < 0 && s->r->sleep_us)) {
+        struct timespec nap = {0, s->r->sleep_us * 1000L};
+        nanosleep(&nap, NULL);
+    }
+    if (step == s->r->fail_step)
+        return dtrain__fail(DTRAIN_ERROR_DATA, "the well has run dry at step %d", (int)step);
+    s->micro++;
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
+{
+    rank_state *s = (rank_state *)user;
+    dtrain_param *p = s->params;
+    int64_t shape[2];
+    shape[0] = s->batch, shape[1] = 1;
+    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, s->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, s->targets, false);
+    dtrain_tensor *h = dtrain_embedding(tape, tokens, &p[0], NULL);
+    h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACT_GELU);
+    if (s->r->dropout > 0) h = dtrain_dropout(tape, h, s->r->dropout);
+    h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACT_NONE);
+    h = dtrain_cross_entropy(tape, h, targets);
+    int64_t step = (s->micro - 1) / s->r->accumulation;
+    if (s->rank == s->r->nan_rank && step == s->r->nan_step) h = dtrain_scale(tape, h, NAN);
+    return h;
+}
+
+static void fill_param(dtrain_param *p, const char *name, int64_t rows, int64_t columns)
+{
+    p->name = name;
+    p->shape[0] = rows;
+    p->shape[1] = columns;
+    p->init = columns ? DTRAIN_INIT_NORMAL : DTRAIN_INIT_ZERO;
+    p->init_scale = 0.3f;
+}
+
+static void copy_params(const rank_state *s, float *to)
+{
+    for (int i = 0; i < 5; i++) {
+        memcpy(to, s->params[i].value, (size_t)s->params[i].count * sizeof *to);
+        to += s->params[i].count;
+    }
+}
+
+/* Evaluates the same model on the first samples; the training's own place in the data stays. */
+static dtrain_result evaluate(dtrain_trainer *trainer, const rank_state *s)
+{
+    rank_state data = *s;
+    data.micro = 0;
+    return dtrain_trainer_evaluate(trainer, next_batch, &data, 2, &s->r->eval_loss[s->rank]);
+}
+
+static void take_steps(dtrain_trainer *trainer, rank_state *s)
+{
+    run *r = s->r;
+    for (int step = 0; step < r->steps; step++) {
+        dtrain_result result = DTRAIN_OK;
+        if (step == r->plan_at) result = dtrain_trainer_plan_memory(trainer, &r->plan[s->rank]);
+        if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
+        copy_params(s, r->before[s->rank]);
+        if (result == DTRAIN_OK)
+            result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
+        r->ended[s->rank] = result;
+        copy_params(s, r->after[s->rank]);
+        if (r->ended[s->rank] != DTRAIN_OK) {
+            snprintf(r->error[s->rank], sizeof r->error[0], "%s", dtrain_last_error());
+            return;
+        }
+        if (step == 0) dtrain_tape_query(dtrain_trainer_tape(trainer), &r->first_tape[s->rank]);
+    }
+    dtrain_tape_query(dtrain_trainer_tape(trainer), &r->last_tape[s->rank]);
+}
+
+/* Everything a rank builds, in order; what exists is destroyed by the caller. */
+static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy **strategy,
+                           dtrain_optimizer **optimizer, dtrain_trainer **trainer)
+{
+    dtrain_trainer_desc desc;
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_strategy_desc ddp = dtrain_strategy_defaults();
+    ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
+    ddp.bucket_bytes = 1024;
+    fill_param(&s->params[0], "embedding", VOCAB, WIDTH);
+    fill_param(&s->params[1], "hidden.weight", HIDDEN, WIDTH);
+    fill_param(&s->params[2], "hidden.bias", HIDDEN, 0);
+    fill_param(&s->params[3], "out.weight", VOCAB, HIDDEN);
+    fill_param(&s->params[4], "out.bias", VOCAB, 0);
+    DTRAIN__TRY(dtrain_strategy_create(world, s->params, 5, &ddp, strategy));
+    DTRAIN__TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
+    memset(&desc, 0, sizeof desc);
+    desc.accumulation = s->r->accumulation;
+    desc.tokens = (uint32_t)s->batch;
+    desc.clip = s->r->clip;
+    desc.seed = s->r->seed;
+    desc.schedule.kind = DTRAIN_SCHEDULE_COSINE;
+    desc.schedule.lr = 0.02f;
+    desc.schedule.min_lr = 0.002f;
+    desc.schedule.warmup_steps = 4;
+    desc.schedule.total_steps = 40;
+    desc.strategy = *strategy;
+    desc.optimizer = *optimizer;
+    desc.next_batch = next_batch;
+    desc.loss = model_loss;
+    desc.user = s;
+    return dtrain_trainer_create(world, &desc, trainer);
+}
+
+static int run_rank(dtrain_world *world, void *user)
+{
+    rank_state s;
+    dtrain_strategy *strategy = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_trainer *trainer = NULL;
+    memset(&s, 0, sizeof s);
+    s.r = (run *)user;
+    s.rank = dtrain_world_rank(world);
+    s.batch = GLOBAL_BATCH / (s.r->ranks * s.r->accumulation);
+    dtrain_result result = build(world, &s, &strategy, &optimizer, &trainer);
+    s.r->ended[s.rank] = result;
+    snprintf(s.r->error[s.rank], sizeof s.r->error[0], "%s", dtrain_last_error());
+    if (result == DTRAIN_OK) take_steps(trainer, &s);
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void count_warning(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    run *r = (run *)user;
+    (void)rank;
+    if (level != DTRAIN_LOG_WARNING || !strstr(text, "straggler")) return;
+    __atomic_fetch_add(&r->warnings, 1, __ATOMIC_RELAXED);
+    snprintf(r->warning, sizeof r->warning, "%s", text);
+}
+
+static dtrain_result run_launch(run *r)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = r->ranks;
+    desc.mode = r->mode;
+    desc.threads_per_rank = 1;
+    desc.timeout_ms = 20000;
+    desc.log = count_warning;
+    desc.log_user = r;
+    desc.allocator = r->allocator;
+    return dtrain_launch(&desc, run_rank, r, NULL);
+}
+
+/* A run in which nothing may go wrong. */
+static void run_well(run *r)
+{
+    dtrain_result result = run_launch(r);
+    CHECK_MSG(result == DTRAIN_OK, "%s", dtrain_last_error());
+    for (uint32_t rank = 0; rank < r->ranks; rank++)
+        CHECK_MSG(r->ended[rank] == DTRAIN_OK, "rank %u: %s", (unsigned)rank, r->error[rank]);
+}
+
+static void check_same_losses(const run *r, const run *reference, double tolerance)
+{
+    for (int step = 0; step < reference->steps; step++) {
+        CHECK_CLOSE(r->records[0][step].loss, reference->records[0][step].loss, tolerance);
+        CHECK_CLOSE(r->records[0][step].grad_norm, reference->records[0][step].grad_norm,
+                    tolerance);
+    }
+}
+
+/* ---- the same mathematics ---- */
+
+static void test_learns(void)
+{
+    run *one = run_create(1, 1, 40);
+    run_well(one);
+    CHECK_CLOSE(one->records[0][0].loss, log(VOCAB), 0.2);
+    CHECK_MSG(one->records[0][39].loss < 1.0, "loss %g after 40 steps", one->records[0][39].loss);
+    CHECK(memcmp(one->before[0], one->after[0], sizeof one->before[0]) != 0);
+}
+
+static void test_ranks_and_micro_batches_agree(void)
+{
+    static const uint32_t cases[][2] = {{1, 2}, {1, 3}, {1, 6}, {2, 1}, {3, 1},
+                                        {4, 1}, {2, 3}, {3, 2}, {4, 2}};
+    run *one = run_create(1, 1, 20);
+    run_well(one);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        run *many = run_create(cases[i][0], cases[i][1], 20);
+        run_well(many);
+        check_same_losses(many, one, 2e-5);
+        for (uint32_t rank = 1; rank < many->ranks; rank++) /* replicas stay equal to the bit */
+            CHECK(memcmp(many->after[0], many->after[rank], sizeof many->after[0]) == 0);
+    }
+}
+
+static void test_processes_are_threads_to_the_bit(void)
+{
+    run *threads = run_create(3, 2, 10), *processes = run_create(3, 2, 10);
+    processes->mode = DTRAIN_LAUNCH_PROCESSES;
+    run_well(threads);
+    run_well(processes);
+    check_same_losses(processes, threads, 0);
+    CHECK(memcmp(threads->after, processes->after, sizeof threads->after) == 0);
+}
+
+static void test_clipping(void)
+{
+    run *clipped = run_create(1, 1, 3), *same = run_create(2, 2, 3), *open_run = run_create(1, 1, 3);
+    clipped->clip = same->clip = 0.01f;
+    run_well(clipped);
+    run_well(same);
+    run_well(open_run);
+    CHECK(clipped->records[0][0].grad_norm > 0.1); /* before clipping */
+    CHECK(clipped->records[0][0].grad_norm == open_run->records[0][0].grad_norm);
+    check_same_losses(same, clipped, 2e-5);
+    CHECK(memcmp(clipped->after[0], open_run->after[0], sizeof clipped->after[0]) != 0);
+}
+
+static void test_dropout_seeds(void)
+{
+    run *a = run_create(2, 2, 5), *again = run_create(2, 2, 5), *other = run_create(2, 2, 5);
+    a->dropout = again->dropout = other->dropout = 0.5f;
+    other->seed = 2;
+    run_well(a);
+    run_well(again);
+    run_well(other);
+    CHECK(memcmp(a->after, again->after, sizeof a->after) == 0);
+    CHECK(memcmp(a->after, other->after, sizeof a->after) != 0);
+}
+
+static int seeds_rank(dtrain_world *world, void *user)
+{
+    uint64_t seeds[2 * 3 * 4];
+    dtrain_trainer trainer;
+    (void)world, (void)user;
+    memset(&trainer, 0, sizeof trainer);
+    trainer.desc.accumulation = 3;
+    int count = 0;
+    for (trainer.rank = 0; trainer.rank < 2; trainer.rank++)
+        for (trainer.step = 0; trainer.step < 4; trainer.step++)
+            for (uint32_t micro = 0; micro < 3; micro++) {
+                seeds[count++] = dtrain__trainer_seed(&trainer, micro);
+                for (int i = 0; i < count - 1; i++) CHECK(seeds[i] != seeds[count - 1]);
+            }
+    return 0;
+}
+static void test_dropout_seeds_differ(void) { seeds_rank(NULL, NULL); }
+
+/* ---- the record ---- */
+
+static void test_record(void)
+{
+    run *r = run_create(3, 2, 12);
+    run_well(r);
+    for (int step = 0; step < 12; step++) {
+        const dtrain_step_record *a = &r->records[0][step];
+        double bytes = 2.0 * 2 / 3 * PARAMS * 4; /* one all-reduce by the ring formula */
+        CHECK(a->step == step);
+        CHECK(a->tokens == (uint64_t)(step + 1) * GLOBAL_BATCH);
+        CHECK_CLOSE(a->tokens_per_second, GLOBAL_BATCH / (a->step_ms * 1e-3), 1e-6);
+        CHECK(isnan(a->val_loss));
+        CHECK(a->exposed_comm_ms > 0 && a->exposed_comm_ms <= a->comm_ms);
+        CHECK(a->comm_ms <= a->step_ms * 1.001);
+        CHECK((double)a->comm_bytes > 0.95 * bytes && (double)a->comm_bytes < 1.3 * bytes);
+        CHECK(a->straggler_score >= 1 && a->slowest_rank >= 0 && a->slowest_rank < 3);
+        for (int rank = 1; rank < 3; rank++) {
+            dtrain_step_record b = r->records[rank][step];
+            b.comm_bytes = a->comm_bytes; /* each rank's own */
+            CHECK_MSG(memcmp(a, &b, sizeof b) == 0, "ranks 0 and %d differ in step %d", rank, step);
+        }
+    }
+    CHECK_CLOSE(r->records[0][0].lr, 0.005, 1e-6); /* warm-up: a quarter of 0.02 */
+    CHECK_CLOSE(r->records[0][4].lr, 0.02, 1e-6);
+}
+
+static void test_record_of_one_rank(void)
+{
+    run *r = run_create(1, 1, 3);
+    run_well(r);
+    CHECK(r->records[0][2].comm_bytes == 0);
+    CHECK(r->records[0][2].straggler_score == 1 && r->records[0][2].slowest_rank == 0);
+    CHECK(r->records[0][2].exposed_comm_ms <= r->records[0][2].step_ms);
+}
+
+/* ---- evaluation ---- */
+
+static void test_evaluation(void)
+{
+    run *plain = run_create(1, 1, 8), *one = run_create(1, 1, 8), *many = run_create(3, 1, 8);
+    one->eval_at = many->eval_at = 4;
+    one->dropout = many->dropout = plain->dropout = 0; /* same mathematics for every split */
+    run_well(plain);
+    run_well(one);
+    run_well(many);
+    check_same_losses(one, plain, 0); /* no trace: the following steps are equal to the bit */
+    CHECK(memcmp(one->after[0], plain->after[0], sizeof one->after[0]) == 0);
+    CHECK_CLOSE(many->eval_loss[0], one->eval_loss[0], 2e-5);
+    CHECK(many->eval_loss[1] == many->eval_loss[0] && many->eval_loss[2] == many->eval_loss[0]);
+    CHECK(one->eval_loss[0] > one->records[0][7].loss && one->eval_loss[0] < log(VOCAB));
+}
+
+/* Before any training, a model with dropout must evaluate like the same model without. */
+static void test_evaluation_without_dropout(void)
+{
+    run *dropping = run_create(1, 1, 1), *plain = run_create(1, 1, 1);
+    dropping->dropout = 0.9f;
+    dropping->eval_at = plain->eval_at = 0;
+    run_well(dropping);
+    run_well(plain);
+    CHECK(plain->eval_loss[0] > 0 && dropping->eval_loss[0] == plain->eval_loss[0]);
+    CHECK(dropping->records[0][0].loss != plain->records[0][0].loss);
+}
+
+/* ---- failures ---- */
+
+static void test_nan_of_one_rank(void)
+{
+    run *r = run_create(3, 2, 10);
+    r->nan_rank = 1;
+    r->nan_step = 3;
+    CHECK(run_launch(r) == DTRAIN_OK);
+    for (int rank = 0; rank < 3; rank++) {
+        CHECK(r->ended[rank] == DTRAIN_ERROR_NUMERIC);
+        CHECK_MSG(strstr(r->error[rank], "at step 3 the loss of rank 1 is") != NULL, "%s",
+                  r->error[rank]);
+        CHECK(memcmp(r->before[rank], r->after[rank], sizeof r->before[rank]) == 0);
+        for (int i = 0; i < PARAMS; i++) CHECK(isfinite(r->after[rank][i]));
+    }
+}
+
+static void test_batch_function_fails(void)
+{
+    run *r = run_create(1, 1, 10);
+    r->fail_step = 4;
+    CHECK(run_launch(r) == DTRAIN_OK);
+    CHECK(r->ended[0] == DTRAIN_ERROR_DATA);
+    CHECK_MSG(strstr(r->error[0], "run dry at step 4") != NULL, "%s", r->error[0]);
+}
+
+static int arguments_rank(dtrain_world *world, void *user)
+{
+    rank_state s;
+    dtrain_strategy *strategy = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_trainer *trainer = NULL, *bad = (dtrain_trainer *)1;
+    dtrain_trainer_desc desc;
+    dtrain_memory memory;
+    double loss;
+    memset(&s, 0, sizeof s);
+    s.r = (run *)user;
+    s.batch = 4;
+    if (!CHECK(build(world, &s, &strategy, &optimizer, &trainer) == DTRAIN_OK)) return 1;
+    memset(&desc, 0, sizeof desc);
+    CHECK(dtrain_trainer_create(world, NULL, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT && bad == NULL);
+    CHECK(strstr(dtrain_last_error(), "no strategy") != NULL);
+    desc.strategy = strategy;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "no loss") != NULL);
+    desc.loss = model_loss;
+    desc.user = &s;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
+    CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);
+    CHECK(strstr(dtrain_last_error(), "only evaluate") != NULL);
+    CHECK(dtrain_trainer_plan_memory(bad, &memory) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_trainer_evaluate(bad, next_batch, &s, 1, &loss) == DTRAIN_OK && loss > 0);
+    dtrain_trainer_destroy(bad);
+    CHECK(dtrain_trainer_step(NULL, NULL) == DTRAIN_ERROR_USAGE);
+    CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 0, &loss) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_plan_memory(trainer, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_step(trainer, NULL) == DTRAIN_OK); /* a record is not needed */
+    dtrain_trainer_destroy(NULL);
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_arguments(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 1;
+    desc.mode = DTRAIN_LAUNCH_THREADS;
+    CHECK(dtrain_launch(&desc, arguments_rank, run_create(1, 1, 1), NULL) == DTRAIN_OK);
+}
+
+/* ---- stragglers ---- */
+
+static void test_straggler_is_named_once(void)
+{
+    for (uint32_t ranks = 2; ranks <= 3; ranks++) {
+        run *r = run_create(ranks, 1, 30);
+        r->slow_rank = 1;
+        r->sleep_us = 10000;
+        run_well(r);
+        CHECK_MSG(r->warnings == 1, "%d warnings", r->warnings);
+        CHECK_MSG(strstr(r->warning, "rank 1 is a straggler") != NULL, "%s", r->warning);
+        CHECK(r->records[0][20].slowest_rank == 1 && r->records[0][20].straggler_score > 2);
+        CHECK(r->records[0][20].step_ms >= 10);
+        CHECK(r->records[0][20].exposed_comm_ms >= 3); /* the others wait: mean over ranks */
+    }
+}
+
+static void test_equal_ranks_are_no_stragglers(void)
+{
+    run *r = run_create(2, 1, 15);
+    r->sleep_us = 5000; /* all of them */
+    run_well(r);
+    CHECK_MSG(r->warnings == 0, "%s", r->warning);
+}
+
+/* The counting itself, without a clock: nine slow steps, a break, another rank, and so on. */
+static void test_straggler_counting(void)
+{
+    float words[3 * DTRAIN__WORD_COUNT] = {0};
+    double compute[3];
+    bool named[3] = {false, false, false};
+    dtrain_trainer t;
+    dtrain_step_record record;
+    memset(&t, 0, sizeof t);
+    memset(&record, 0, sizeof record);
+    t.words = words, t.compute = compute, t.named = named, t.ranks = 3, t.slow_rank = -1;
+    t.rank = 1; /* warnings are rank 0's; here only the books are looked at */
+    for (int step = 0; step < 60; step++) {
+        int slow = step < 9 ? 2 : step == 9 ? -1 : step < 25 ? 0 : step < 30 ? 2 : 0;
+        for (int r = 0; r < 3; r++) {
+            words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP] = 1.0f;
+            words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_EXPOSED] = r == slow ? 0.1f : 0.7f;
+        }
+        dtrain__straggler_count(&t, &record);
+        CHECK_CLOSE(record.straggler_score, slow < 0 ? 1 : 3, 1e-5);
+        if (slow >= 0) CHECK(t.slow_rank == slow);
+        dtrain__straggler_warn(&t, &record);
+        CHECK(named[0] == (step >= 19) && !named[1] && !named[2]);
+    }
+}
+
+/* ---- memory ---- */
+
+static void test_plan_is_what_happens(void)
+{
+    run *r = run_create(2, 2, 6), *never = run_create(2, 2, 6);
+    r->plan_at = 0; /* before anything has run */
+    run_well(r);
+    run_well(never);
+    check_same_losses(r, never, 0);
+    for (int rank = 0; rank < 2; rank++) {
+        const dtrain_memory *m = &r->plan[rank];
+        CHECK_MSG(m->activations == r->last_tape[rank].activation_bytes, "%g planned, %g used",
+                  (double)m->activations, (double)r->last_tape[rank].activation_bytes);
+        CHECK_MSG(m->activation_grads == r->last_tape[rank].gradient_bytes, "%g planned, %g used",
+                  (double)m->activation_grads, (double)r->last_tape[rank].gradient_bytes);
+        CHECK(m->params == PARAMS * 4 && m->grads >= PARAMS * 4);
+        CHECK(m->optimizer == PARAMS * 8);
+        CHECK(m->total == m->params + m->grads + m->optimizer + m->activations +
+                              m->activation_grads + m->workspace);
+        CHECK(m->total < (uint64_t)64 << 20);
+    }
+}
+
+static void test_plan_in_mid_training(void)
+{
+    run *r = run_create(2, 2, 6), *early = run_create(2, 2, 6);
+    r->plan_at = 3;
+    early->plan_at = 0;
+    r->eval_at = early->eval_at = 2;
+    run_well(r);
+    run_well(early);
+    check_same_losses(r, early, 0);
+    CHECK(memcmp(&r->plan, &early->plan, sizeof r->plan) == 0);
+}
+
+static void test_steady_state_allocates_nothing(void)
+{
+    run *r = run_create(2, 2, 12);
+    r->eval_at = 5;
+    run_well(r);
+    CHECK(r->first_tape[0].block_allocations > 0);
+    CHECK(r->first_tape[0].block_allocations == r->last_tape[0].block_allocations);
+}
+
+static void test_process_memory(void)
+{
+    uint64_t before = 0, now = 0, peak = 0;
+    const size_t bytes = (size_t)64 << 20;
+    dtrain_process_memory(&before, &peak);
+    if (before == 0) {
+        CHECK(access("/proc/self/smaps_rollup", R_OK) != 0);
+        return;
+    }
+    volatile char *memory = (volatile char *)mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (size_t i = 0; i < bytes; i += 1024) memory[i] = 1;
+    dtrain_process_memory(&now, &peak);
+    CHECK_MSG(now >= before + bytes * 9 / 10, "%g bytes more after %g were touched",
+              (double)now - (double)before, (double)bytes); /* sanitizers add their own */
+    munmap((void *)(uintptr_t)memory, bytes);
+    dtrain_process_memory(&now, NULL);
+    CHECK(now < before + bytes);
+    dtrain_process_memory(NULL, &peak);
+    CHECK(peak >= before + bytes * 9 / 10);
+}
+
+typedef struct failing_allocator { int calls, fail_at; long balance; } failing_allocator;
+static void *failing_alloc(void *user, size_t bytes)
+{
+    failing_allocator *state = (failing_allocator *)user;
+    if (__atomic_fetch_add(&state->calls, 1, __ATOMIC_RELAXED) == state->fail_at) return NULL;
+    __atomic_fetch_add(&state->balance, (long)bytes, __ATOMIC_RELAXED);
+    return malloc(bytes);
+}
+static void failing_free(void *user, void *memory, size_t bytes)
+{
+    failing_allocator *state = (failing_allocator *)user;
+    __atomic_fetch_sub(&state->balance, (long)bytes, __ATOMIC_RELAXED);
+    free(memory);
+}
+
+/* Every allocation of a short training fails once, in turn: an error, nothing left behind. */
+static void test_memory_failures(void)
+{
+    run *r = run_create(1, 1, 2);
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    int fail_at = 0;
+    r->plan_at = 0;
+    for (; result != DTRAIN_OK && fail_at < 500; fail_at++) {
+        failing_allocator state;
+        memset(&state, 0, sizeof state);
+        state.fail_at = fail_at;
+        r->allocator.alloc = failing_alloc;
+        r->allocator.free = failing_free;
+        r->allocator.user = &state;
+        result = run_launch(r);
+        if (result == DTRAIN_ERROR_RANK_FAILED) /* the rank could not start */
+            result = strstr(dtrain_last_error(), "no memory for") ? DTRAIN_ERROR_MEMORY : result;
+        else if (result == DTRAIN_OK) result = r->ended[0];
+        CHECK_MSG(result == DTRAIN_OK || result == DTRAIN_ERROR_MEMORY, "failure %d: %s", fail_at,
+                  dtrain_last_error());
+        CHECK_MSG(state.balance == 0, "%ld bytes left after failure %d", state.balance, fail_at);
+    }
+    CHECK(result == DTRAIN_OK && fail_at > 10);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_learns);
+    RUN(test_ranks_and_micro_batches_agree);
+    RUN(test_processes_are_threads_to_the_bit);
+    RUN(test_clipping);
+    RUN(test_dropout_seeds);
+    RUN(test_dropout_seeds_differ);
+    RUN(test_record);
+    RUN(test_record_of_one_rank);
+    RUN(test_evaluation);
+    RUN(test_evaluation_without_dropout);
+    RUN(test_nan_of_one_rank);
+    RUN(test_batch_function_fails);
+    RUN(test_arguments);
+    RUN(test_straggler_is_named_once);
+    RUN(test_equal_ranks_are_no_stragglers);
+    RUN(test_straggler_counting);
+    RUN(test_plan_is_what_happens);
+    RUN(test_plan_in_mid_training);
+    RUN(test_steady_state_allocates_nothing);
+    RUN(test_process_memory);
+    RUN(test_memory_failures);
+    return test_summary();
+}
