@@ -1,4 +1,4 @@
-/* dtrain.h: distributed deep-learning training for C. Version 0.1.0. MIT license, at the end of LICENSE.
+/* dtrain.h: distributed deep-learning training for C. Version 0.1.0, MIT license (file LICENSE).
 
    Do this in ONE C or C++ file, before any other include:
 
@@ -7,9 +7,9 @@
 
    and include dtrain.h without the define wherever else it is needed. Build lines:
 
-       cc  -O2 train.c -lm -lpthread                                   built-in kernels, nothing else needed
-       cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread     GEMM from OpenBLAS, BLIS, ...
-       c++ -O2 -std=c++17 train.cpp -lpthread                          the same file in a C++ program
+       cc  -O2 train.c -lm -lpthread                       built-in kernels, nothing else needed
+       cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
+       c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
 
    Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
@@ -17,28 +17,29 @@
    ------------------------------------------------------------------------------------------------
    [M1] Contents: API section [S08] has its implementation in [S28] = S08 + 20.
 
-   manual                            API                                         implementation
-   [M0] recipe, build lines (above)  [S01] results, version                      [S20] platform
-   [M1] contents                     [S02] logging, allocator                    [S21] results, version
-   [M2] a complete program           [S03] data types, random numbers            [S22] logging, allocator, checked sizes
-   [M3] glossary, with drawings      [S04] device                                [S23] data types, random numbers
-   [M4] configuration                [S05] world, launch                         [S24] device: GEMM, kernels
-   [M5] promises                     [S06] communicators                         [S25] world, launch
-   [M6] limits                       [S07] parameters, units, buckets            [S26] communicators
-                                     [S08] strategies: DDP                       [S27] parameters, units, buckets
-                                     [S11] tape and tensors                      [S28] strategies: DDP
-                                     [S12] operations                            [S31] tape and tensors
-                                     [S14] gradient clipping                     [S32] operations
-                                     [S15] optimizers, schedules                 [S34] gradient clipping
-                                     [S16] data, samplers                        [S35] optimizers, schedules
-                                     [S17] trainer                               [S36] data, samplers
-                                     [S19] metrics                               [S37] trainer
-                                                                                 [S39] metrics
+   manual                          API                                implementation
+   [M0] recipe, build lines        [S01] results, version             [S20] platform
+   [M1] contents                   [S02] logging, allocator           [S21] results, version
+   [M2] a complete program         [S03] data types, random numbers   [S22] logging, allocator
+   [M3] glossary, with drawings    [S04] device                       [S23] data types, random
+   [M4] configuration              [S05] world, launch                [S24] device
+   [M5] promises                   [S06] communicators                [S25] world, launch
+   [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
+                                   [S08] strategies: DDP              [S27] parameters, buckets
+                                   [S11] tape and tensors             [S28] strategies: DDP
+                                   [S12] operations                   [S31] tape and tensors
+                                   [S14] gradient clipping            [S32] operations
+                                   [S15] optimizers, schedules        [S34] gradient clipping
+                                   [S16] data, samplers               [S35] optimizers, schedules
+                                   [S17] trainer                      [S36] data, samplers
+                                   [S19] metrics                      [S37] trainer
+                                                                      [S39] metrics
 
    One step of training, in the order of the sections:
 
-       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08] -> bucket [S07]
-             -> all-reduce [S06] -> finish [S08] -> norm, clip [S14] -> optimizer [S15] -> record [S17, S19]
+       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08]
+             -> bucket [S07] -> all-reduce [S06] -> finish [S08] -> norm, clip [S14]
+             -> optimizer [S15] -> record [S17, S19]
 
    ------------------------------------------------------------------------------------------------
    [M2] A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -48,20 +49,19 @@
 
        static int train(dtrain_world *world, void *user)
        {
-           float w = 0, w_grad = 0;
+           float w = 0, w_grad = 0, x = (float)dtrain_world_rank(world) + 1; // its own data
            dtrain_param param = {.name = "w", .value = &w, .grad = &w_grad, .count = 1};
            dtrain_strategy *ddp;
            if (dtrain_strategy_create(world, &param, 1, NULL, &ddp) != DTRAIN_OK) return 1;
            for (int step = 0; step < 50; step++) {
-               float x = (float)(dtrain_world_rank(world) + 1), y = 3 * x;    // each rank has its own data
-               w_grad = 2 * (w * x - y) * x;
-               if (dtrain_strategy_ready(ddp, 0) != DTRAIN_OK) return 1;      // communication may start
-               if (dtrain_strategy_finish(ddp) != DTRAIN_OK) return 1;        // w_grad: mean over ranks
-               w -= 0.1f * w_grad;
+               w_grad = 2 * (w * x - 3 * x) * x;                         // your backward
+               if (dtrain_strategy_ready(ddp, 0) != DTRAIN_OK) return 1; // communication starts
+               if (dtrain_strategy_finish(ddp) != DTRAIN_OK) return 1;   // mean over ranks
+               w -= 0.1f * w_grad;                                       // your optimizer
            }
            if (dtrain_world_rank(world) == 0) printf("w = %.3f, expected 3\n", w);
            dtrain_strategy_destroy(ddp);
-           return 0;
+           return (void)user, 0;
        }
 
        int main(void)
@@ -99,8 +99,8 @@
        rank 1   forward  | backward p6 | p5 p4      | p3 .. p0     | finish | optimizer
        comm                              [ p6 ]      [ p5 p4 ] ...   [ p3 .. p0 ]
 
-   A bucket in memory, each gradient starting on a cache line. A rank owns one slice of every bucket:
-   it sums this slice over all ranks, in rank order, and writes the mean to all of them:
+   A bucket in memory, each gradient starting on a cache line. A rank owns one slice of every
+   bucket: it sums this slice over all ranks, in rank order, and writes the mean to all of them:
 
        rank 0's bucket  | p5 .......... pad | p4 ........ pad |
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
@@ -121,30 +121,35 @@
    ------------------------------------------------------------------------------------------------
    [M5] Promises (each has a test)
 
-   Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it, to rounding.
-   Same bits          run after run, for any bucket size, with or without overlap, for any number of threads,
-                      with gradients in buckets or copied.
-   No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every call that can
-                      fail returns a dtrain_result and leaves a sentence in dtrain_last_error().
-   No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank becomes an
-                      error with its name on every other rank; a failed communicator stays failed.
-   Nothing left       shared memory has no name; after success, failure or kill -9 no process, segment, file
-                      descriptor or thread remains.
+   Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
+                      to rounding.
+   Same bits          run after run, for any bucket size, with or without overlap, for any number
+                      of threads, with gradients in buckets or copied.
+   No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
+                      call that can fail returns a dtrain_result and leaves a sentence in
+                      dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
+   No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
+                      becomes an error with its name on every other rank; a failed communicator
+                      stays failed.
+   Nothing left       shared memory has no name; after success, failure or kill -9 no process,
+                      segment, file descriptor or thread remains.
    Steady state       after the first step nothing is allocated and all addresses repeat.
    Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
    Finite checks      look at exponent bits: -ffast-math does not disable them.
 
-   Threads: a world and everything made from it belong to the thread of its rank. dtrain_last_error is
-   per thread. Ownership: who creates destroys; destroy functions accept NULL.
+   Threads: a world and everything made from it belong to the thread of its rank.
+   dtrain_last_error is per thread. Ownership: who creates destroys; destroy functions accept NULL.
 
    ------------------------------------------------------------------------------------------------
    [M6] Limits
 
-   One machine, its CPU: ranks are processes or threads started by dtrain_launch. Under torchrun, mpirun
-   or srun with more than one rank dtrain_launch reports an error instead of training n separate models.
-   Parameters, gradients and optimizer state are fp32; GEMM and collectives take bf16 and fp16 as well.
-   At most DTRAIN_MAX_RANKS ranks. Asynchronous collectives advance inside dtrain calls, not in between.
-   Peers are trusted: a rank that writes into another's memory is not defended against. */
+   One machine, its CPU: ranks are processes or threads started by dtrain_launch. Under torchrun,
+   mpirun or srun with more than one rank dtrain_launch reports an error instead of training n
+   separate models. Parameters, gradients and optimizer state are fp32; GEMM and collectives take
+   bf16 and fp16 as well. At most DTRAIN_MAX_RANKS ranks. Asynchronous collectives advance inside
+   dtrain calls, not in between. The file must keep its name: it includes itself to compile its
+   kernels for several instruction sets. Peers are trusted: a rank that writes into another's memory
+   is not defended against.*/
 
 #ifndef DTRAIN_H
 #define DTRAIN_H
@@ -183,27 +188,27 @@ extern "C" {
  * ==============================================================================================*/
 
 /* One list makes the enum, the names and the sentences. */
-#define DTRAIN_RESULT_LIST(X)                                                                     \
-    X(DTRAIN_OK, 0, "success")                                                                    \
-    X(DTRAIN_ERROR_ARGUMENT, -1, "an argument has a value the call cannot take")                  \
-    X(DTRAIN_ERROR_USAGE, -2, "the call is not allowed in this state")                            \
-    X(DTRAIN_ERROR_UNSUPPORTED, -3, "this build or backend cannot do what was asked")             \
-    X(DTRAIN_ERROR_MEMORY, -10, "memory could not be had")                                        \
-    X(DTRAIN_ERROR_SYSTEM, -11, "the operating system refused")                                   \
-    X(DTRAIN_ERROR_FILE, -12, "a file could not be read or written")                              \
-    X(DTRAIN_ERROR_DATA, -13, "data does not have the expected form")                             \
-    X(DTRAIN_ERROR_MISMATCH, -20, "ranks disagree about what they are doing")                     \
-    X(DTRAIN_ERROR_PEER, -21, "another rank died, failed or left")                                \
-    X(DTRAIN_ERROR_TIMEOUT, -22, "a deadline passed")                                             \
-    X(DTRAIN_ERROR_RANK_FAILED, -23, "a rank started by dtrain_launch did not end well")          \
-    X(DTRAIN_ERROR_NUMERIC, -30, "a number that must be finite is not")                           \
+#define DTRAIN_RESULT_LIST(X)                                                            \
+    X(DTRAIN_OK, 0, "success")                                                           \
+    X(DTRAIN_ERROR_ARGUMENT, -1, "an argument has a value the call cannot take")         \
+    X(DTRAIN_ERROR_USAGE, -2, "the call is not allowed in this state")                   \
+    X(DTRAIN_ERROR_UNSUPPORTED, -3, "this build or backend cannot do what was asked")    \
+    X(DTRAIN_ERROR_MEMORY, -10, "memory could not be had")                               \
+    X(DTRAIN_ERROR_SYSTEM, -11, "the operating system refused")                          \
+    X(DTRAIN_ERROR_FILE, -12, "a file could not be read or written")                     \
+    X(DTRAIN_ERROR_DATA, -13, "data does not have the expected form")                    \
+    X(DTRAIN_ERROR_MISMATCH, -20, "ranks disagree about what they are doing")            \
+    X(DTRAIN_ERROR_PEER, -21, "another rank died, failed or left")                       \
+    X(DTRAIN_ERROR_TIMEOUT, -22, "a deadline passed")                                    \
+    X(DTRAIN_ERROR_RANK_FAILED, -23, "a rank started by dtrain_launch did not end well") \
+    X(DTRAIN_ERROR_NUMERIC, -30, "a number that must be finite is not")                  \
     X(DTRAIN_ERROR_INTERNAL, -40, "dtrain broke one of its own rules")
 
 typedef enum dtrain_result {
 #define DTRAIN_RESULT_ENUM(name, value, text) name = value,
     DTRAIN_RESULT_LIST(DTRAIN_RESULT_ENUM)
 #undef DTRAIN_RESULT_ENUM
-    DTRAIN_RESULT_FORCE_INT = 0x7fffffff
+        DTRAIN_RESULT_FORCE_INT = 0x7fffffff
 } dtrain_result;
 
 /* "DTRAIN_ERROR_PEER" and its one-line meaning; both static strings, never NULL. */
@@ -268,15 +273,16 @@ DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
 DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
 DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
 
-/* True unless value is NaN or infinite; looks at the exponent bits, so -ffast-math cannot remove it. */
+/* True unless value is NaN or infinite; looks at exponent bits, so -ffast-math cannot remove it. */
 DTRAIN_API bool dtrain_is_finite(float value);
 
 /* Counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random Numbers: As Easy as
  * 1, 2, 3", SC 2011): element `index` of stream (seed, stream) is a pure function of the three, so
- * any rank can draw any element of a tensor and gets the same bits. */
+ * any rank can draw any element of a tensor and gets the same bits. uniform: [0, 1); normal: N(0,
+ * 1), |z| <= 6.77, from arithmetic and sqrt alone, so that the bits do not depend on a libm. */
 DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
-DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index); /* [0, 1) */
-DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);  /* N(0, 1) */
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 
 /* ================================================================================================
  * [S04] Device
@@ -322,7 +328,7 @@ typedef struct dtrain_gemm_args {
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
  * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACT_NONE x is not read and only d_bias
- * is made when d_in == d_out. */
+ * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
@@ -384,7 +390,8 @@ typedef struct dtrain_attention_backward_args {
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
- * A target of -1 is ignored: loss 0, no gradient. Other targets outside [0, n) are an error. */
+ * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, n) are an
+ * error. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const float *logits;    /* (rows,n) */
@@ -449,7 +456,7 @@ typedef struct dtrain_convert_args {
 
 /* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass:
  *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
- *   value = value (1 - lr*weight_decay) - lr * (m / correction1) / (sqrt(v / correction2) + epsilon)
+ *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
  * with correction_i = 1 - b_i^step given by the caller. */
 typedef struct dtrain_adamw_args {
     int64_t count;
@@ -480,7 +487,7 @@ typedef enum dtrain_copy_kind {
 typedef struct dtrain_device_desc {
     uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
     uint32_t device_index; /* GPU: which one */
-    bool oversubscribed;   /* more threads than cores on this machine: waiting threads must not spin */
+    bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
     dtrain_allocator allocator;
 } dtrain_device_desc;
 
@@ -495,7 +502,8 @@ typedef struct dtrain_device_ops {
     void (*destroy)(dtrain_device *device);
     dtrain_result (*synchronize)(dtrain_device *device);
 
-    dtrain_result (*alloc)(dtrain_device *device, size_t bytes, void **memory); /* 64-byte aligned */
+    /* 64-byte aligned, contents undefined. copy from host memory has read it when it returns. */
+    dtrain_result (*alloc)(dtrain_device *device, size_t bytes, void **memory);
     void (*free)(dtrain_device *device, void *memory, size_t bytes);
     dtrain_result (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes,
                           dtrain_copy_kind kind);
@@ -527,8 +535,10 @@ struct dtrain_device {
     size_t allocated_bytes, peak_bytes;
 };
 
-/* The built-in tables. The plan device runs no kernel and hands out addresses without memory: a
- * model that is run on it reports through peak_bytes what it would need. */
+/* The built-in tables. The plan device runs no kernel, copies nothing and hands out addresses
+ * without memory: a model that is run on it reports through peak_bytes what it would need. The CPU
+ * device's kernel scratch (GEMM packing, attention blocks) is allocated in the first step, less
+ * than 2 MiB a thread for usual shapes, and not counted in allocated_bytes. */
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
 DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 
@@ -559,17 +569,17 @@ typedef enum dtrain_launch_mode {
 
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
-    uint32_t rank_count;         /* local ranks; 0 = 1; at most DTRAIN_MAX_RANKS */
-    uint32_t mode;               /* dtrain_launch_mode */
-    uint32_t threads_per_rank;   /* compute threads of a rank; 0 = cores / ranks, at least 1 */
-    uint32_t timeout_ms;         /* deadline of every wait for other ranks; 0 = 600000 */
-    uint32_t grace_ms;           /* after the first failure the others get this long; 0 = 5000 */
-    uint32_t log_level;          /* dtrain_log_level */
-    size_t reserve_bytes;        /* shared address space per rank, committed only when touched;
+    uint32_t rank_count;       /* local ranks; 0 = 1; at most DTRAIN_MAX_RANKS */
+    uint32_t mode;             /* dtrain_launch_mode */
+    uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / ranks, at least 1 */
+    uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
+    uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
+    uint32_t log_level;        /* dtrain_log_level */
+    size_t reserve_bytes;      /* shared address space per rank, committed only when touched;
                                     0 = the machine's memory */
-    dtrain_log_fn log;           /* NULL = stderr */
+    dtrain_log_fn log;         /* NULL = stderr */
     void *log_user;
-    dtrain_allocator allocator;  /* zeros = malloc and free */
+    dtrain_allocator allocator;          /* zeros = malloc and free */
     const dtrain_device_ops *device_ops; /* NULL = CPU */
 } dtrain_launch_desc;
 
@@ -612,7 +622,12 @@ DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
-DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
+DTRAIN_API void
+dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
+
+/* What the operating system counts for this process now and at most so far: resident memory with
+ * shared pages counted once (PSS now, high-water mark of RSS). 0 where unknown. */
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* Seconds on the monotonic clock all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
@@ -628,22 +643,24 @@ DTRAIN_API double dtrain_seconds(void);
  * returns at once and *work must be given to dtrain_work_wait exactly once. Until then the buffers
  * belong to the operation. Operations of one communicator are carried out in the order they were
  * started. The local backend has no progress thread (on a CPU it would steal the cores that
- * compute): operations advance inside any call on the communicator.
+ * compute): operations advance inside any call on the world's communicators.
  *
  * send == recv (in place) is allowed wherever the sizes are equal, and for reduce-scatter and
- * all-gather when the small buffer is this rank's slice of the large one; other overlap is an error.
+ * all-gather when the small buffer is this rank's slice of the large one; other overlap is an
+ * error.
  * Counts are elements; buffers need no alignment; count 0 is a synchronisation without data.
  * fp32, bf16 and fp16 sums are accumulated in fp32 in rank order and rounded once, so the bits
  * depend neither on timing nor on how buffers were cut; integers wrap.
  *
- * After any error the communicator has failed: every later call returns the same error.
+ * After any error, a wrong argument included, the communicator has failed: every later call returns
+ * the same error, and the other ranks get DTRAIN_ERROR_PEER instead of a sum without this rank.
  * ==============================================================================================*/
 
 typedef struct dtrain_work dtrain_work;
 
 typedef enum dtrain_reduce_op {
     DTRAIN_SUM = 1,
-    DTRAIN_MEAN = 2, /* sum * (1 / ranks) with one fp32 factor, before the only rounding; not for integers */
+    DTRAIN_MEAN = 2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
     DTRAIN_MIN = 3,
     DTRAIN_MAX = 4,
     DTRAIN_PROD = 5
@@ -665,7 +682,7 @@ typedef enum dtrain_collective_kind {
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                            dtrain_work **work);
-/* recv (recv_count) = slice [rank * recv_count, ...) of the reduction of send (ranks * recv_count). */
+/* recv (recv_count) = this rank's slice of the reduction of send (ranks * recv_count). */
 DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
                                                size_t recv_count, dtrain_dtype dtype,
                                                dtrain_reduce_op op, dtrain_work **work);
@@ -697,7 +714,8 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
 
 /* Ranks with the same color form a new communicator, ordered by key, then by rank here. A negative
  * color joins none: *out = NULL. Collective over comm. */
-DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **out);
+DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key,
+                                           dtrain_comm **out);
 /* Collective in spirit, local in effect: frees this rank's part. The world's communicator is not
  * destroyed by the host. Work in flight makes it an error. */
 DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm);
@@ -715,13 +733,13 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
 
 /* What a communicator has done since it was made; differences give a step's share. */
 typedef struct dtrain_comm_info {
-    const char *backend;       /* "local" */
-    uint64_t operation_count;  /* started */
-    uint64_t payload_bytes;    /* of the buffers handed in */
-    uint64_t wire_bytes;       /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
-    uint64_t staged_bytes;     /* copied because a buffer was not from dtrain_comm_alloc */
-    double inside_seconds;     /* this thread spent in communicator calls: cannot compute meanwhile */
-    double flight_seconds;     /* at least one operation was under way */
+    const char *backend;      /* "local" */
+    uint64_t operation_count; /* started */
+    uint64_t payload_bytes;   /* of the buffers handed in */
+    uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
+    uint64_t staged_bytes;    /* copied because a buffer was not from dtrain_comm_alloc */
+    double inside_seconds; /* this thread spent in communicator calls: cannot compute meanwhile */
+    double flight_seconds; /* at least one operation was under way */
 } dtrain_comm_info;
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
 
@@ -729,19 +747,19 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
 typedef struct dtrain_collective {
     uint32_t kind; /* dtrain_collective_kind */
     dtrain_dtype dtype;
-    uint32_t op;   /* dtrain_reduce_op, 0 where there is none */
-    int root;      /* root or peer, -1 where there is none */
-    size_t count;  /* as the call names it: recv_count, send_count, count */
+    uint32_t op;  /* dtrain_reduce_op, 0 where there is none */
+    int root;     /* root or peer, -1 where there is none */
+    size_t count; /* as the call names it: recv_count, send_count, count */
     const void *send;
     void *recv;
 } dtrain_collective;
 
 #define DTRAIN_COMM_ABI 1u
 
-/* A backend. start queues the operation and never waits; test advances without blocking; wait blocks
- * at most until the world's deadline and gives the handle back. split is collective and exchanges
- * the colors itself. fail marks the communicator failed for all ranks, and returns the error that
- * stands: an earlier one wins. */
+/* A backend. start queues the operation and never waits; test advances without blocking; wait
+ * blocks at most until the world's deadline and gives the handle back. split is collective and
+ * exchanges the colors itself. fail marks the communicator failed for all ranks, and returns the
+ * error that stands: an earlier one wins. */
 typedef struct dtrain_comm_ops {
     uint32_t abi;
     const char *name;
@@ -776,9 +794,9 @@ typedef struct dtrain_param {
     /* Filled by the host. */
     const char *name;              /* unique; kept by pointer */
     float *value;                  /* (count); NULL: the library owns it and initialises it */
-    float *grad;                   /* (count); NULL: it lives inside a bucket, the host reads the pointer here
-                                      after creation; otherwise copied in at ready, back at finish */
-    int64_t count;                 /* elements; 0 = product of shape */
+    float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
+                                      address; the host's own is copied at ready and back */
+    int64_t count;                 /* elements; 0 = product of shape. Both are completed in place */
     int64_t shape[4];              /* leading non-zero entries; all zero = 1-D of count */
     uint32_t unit;                 /* which unit (transformer block) it belongs to */
     uint32_t flags;                /* DTRAIN_PARAM_* */
@@ -790,7 +808,8 @@ typedef struct dtrain_param {
     struct dtrain_param *storage; /* itself, or the end of the alias chain */
     uint32_t index;               /* place in the array */
     uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
-    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise overwrite */
+    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
+                                     overwrite. Set by the tape and by ready, cleared by finish */
 } dtrain_param;
 
 /* ================================================================================================
@@ -802,7 +821,8 @@ typedef struct dtrain_param {
  *
  *     parameters, forward order:      p0 p1 p2 p3 | p4 p5 | p6
  *     buckets, launch order:          [p6] [p5 p4] [p3 p2 p1 p0]      1 MiB first, then 25 MiB
- *                                      ^ final first in backward: its all-reduce hides behind the rest
+ *                                      ^ final first in backward: its all-reduce hides behind
+ *                                        the rest
  * ==============================================================================================*/
 
 typedef struct dtrain_strategy dtrain_strategy;
@@ -829,14 +849,16 @@ typedef struct dtrain_strategy_desc {
 
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 
-/* Collective. Compares the registration of all ranks (names, shapes, units, flags; a difference is
- * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
- * NULL, initialises or broadcasts rank 0's values, plans the buckets. desc NULL = defaults. */
+/* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
+ * and the desc except no_overlap; a difference is DTRAIN_ERROR_MISMATCH naming the first parameter
+ * that differs), allocates what the host left NULL, initialises or broadcasts rank 0's values,
+ * plans the buckets. An error on one rank is an error on all. desc NULL = defaults. */
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Local. Memory the library owns is freed and the params' pointers to it become NULL. */
+/* Local. Memory the library owns is freed and the params' pointers to it become NULL. With buckets
+ * still in flight the communicator fails, so that the other ranks do not wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 /* Before and after a unit's forward or backward: its parameters are whole in between. DDP keeps
@@ -846,19 +868,21 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 
 /* params[index]'s gradient is final for this backward; communication of its bucket may start.
  * Every trainable entry is marked once per backward, an alias and its target each. Marking one
- * twice is an error that names it. Never blocks for other ranks. */
+ * twice between two finishes is an error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
-/* Ends a backward: handles parameters that were not marked, waits for all buckets; then every
- * grad holds the mean over the ranks. */
+/* Ends a backward: handles parameters that were not marked in any micro-batch, waits for all
+ * buckets; then every grad holds the mean over the ranks. DTRAIN_MISSING_ERROR costs one small
+ * all-reduce, so that all ranks fail together; the next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
 /* Gradient accumulation: while on, ready and finish communicate nothing and gradients add up
  * locally (the host's own backward must add, the tape does it by itself). Switch it off before
- * the last micro-batch's backward. */
+ * the last micro-batch's backward; switching it on in the middle of one is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_no_sync(dtrain_strategy *strategy, bool on);
 
-/* What this rank's optimizer updates: flat fp32 slices. For DDP all of every trainable parameter. */
+/* What this rank's optimizer updates: flat fp32 slices. For DDP every trainable parameter, whole.
+ * */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter */
@@ -881,8 +905,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 
 DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
 
-/* FNV-1a over the bits of all parameter values, compared across ranks (collective): replicas that
- * drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. *hash may be NULL. */
+/* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
+ * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. *hash may be NULL. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
 
 /* ================================================================================================
@@ -895,7 +919,8 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  * address repeats.
  *
  * Errors stick: after the first, operations return NULL, accept NULL and do nothing, and
- * dtrain_tape_backward (or dtrain_tape_error) returns it. Model code needs no checks.
+ * dtrain_tape_backward (or dtrain_tape_error) returns it, until the next dtrain_tape_begin. Model
+ * code needs no checks.
  * ==============================================================================================*/
 
 typedef struct dtrain_tape dtrain_tape;
@@ -905,8 +930,8 @@ typedef struct dtrain_tensor {
     uint32_t ndim;
     int64_t shape[4];
     int64_t count;
-    void *data;  /* device memory */
-    float *grad; /* inside backward only */
+    void *data;                   /* device memory */
+    float *grad;                  /* inside backward only */
     struct dtrain_node *producer; /* private; NULL for inputs */
     uint32_t pending_uses;        /* private */
     bool needs_grad, grad_written;
@@ -914,8 +939,9 @@ typedef struct dtrain_tensor {
 
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
 
-/* strategy may be NULL: then gradients go where the params point and nothing is communicated.
- * device NULL = the world's; the plan device makes a tape that only counts bytes. */
+/* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
+ * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
+ * world's; with a device world may be NULL; the plan device makes a tape that only counts bytes. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
@@ -926,7 +952,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
 
 /* loss must have one element. Its gradient starts as `scale` (1 / micro-batch count for
  * accumulation). Calls dtrain_strategy_ready as each parameter's gradient becomes final; the
- * caller calls dtrain_strategy_finish. */
+ * caller calls dtrain_strategy_finish. Once per begin; no operations after it. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
 /* The error that sticks to the tape, DTRAIN_OK if none. */
@@ -944,13 +970,13 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
                                                  float *host);
 
 /* Everything after this mark belongs to unit `unit` until the next mark: forward gathers it and
- * releases the one before, backward the other way round. */
+ * releases the one before, backward the other way round; the last one stays gathered in between. */
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
 
 typedef struct dtrain_tape_info {
     size_t node_count, tensor_count;
-    uint64_t activation_bytes; /* arena, largest pass so far */
-    uint64_t gradient_bytes;   /* pool of activation gradients */
+    uint64_t activation_bytes;  /* arena, largest pass so far */
+    uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
@@ -984,7 +1010,7 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 
 /* Mean over rows of softmax cross-entropy; logits (rows, n), targets (rows) I32, -1 = ignored.
  * In backward the gradient overwrites the logits in place when nothing else reads them: behind a
- * linear classifier logits are stored once. */
+ * linear classifier logits are stored once. Read them before backward. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */
@@ -1021,12 +1047,14 @@ typedef struct dtrain_optimizer_desc {
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
-/* State (fp32) is allocated for this rank's shards. The strategy must outlive the optimizer. */
+/* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
+ * optimizer. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
-/* One update; every gradient is multiplied by grad_scale on the way in. Local. */
+/* One update; every gradient is multiplied by grad_scale on the way in. Local. A rate or scale that
+ * is not finite, or a negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
 DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
@@ -1061,7 +1089,7 @@ DTRAIN_API float dtrain_scale_lr(float lr, int ranks, dtrain_lr_scaling rule);
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
     int64_t item_count;
-    uint64_t seed;             /* low 32 bits of seed + epoch are used */
+    uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
 /* How many indices each rank gets per epoch; 0 after an argument error. */
@@ -1075,7 +1103,8 @@ DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
 typedef struct dtrain_dataset dtrain_dataset;
 
 /* A stream of tokens: any file as bytes (vocabulary 256), or a llm.c .bin file (uint16 tokens,
- * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7). */
+ * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7) whose header counts exactly
+ * the tokens that are there. world may be NULL here and for loaders: one rank, malloc. */
 typedef struct dtrain_dataset_desc {
     uint32_t format;     /* 0 = by magic: a .bin header, otherwise bytes; 1 = bytes; 2 = .bin */
     int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
@@ -1092,15 +1121,17 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* Cuts tokens [first_token, first_token + token_count) into windows of sequence + 1 and deals them
- * out. The whole state is one number: samples handed out so far by all ranks together. Sample k
- * is the same for every world size, so the same seed and global batch see the same data. */
+/* Cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
+ * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
+ * the same for every world size, so the same seed and global batch see the same data. An epoch has
+ * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
+ * move from epoch to epoch. */
 typedef struct dtrain_loader_desc {
-    uint32_t batch;            /* samples per call and rank */
-    int64_t sequence;          /* tokens per sample */
+    uint32_t batch;                   /* samples per call and rank */
+    int64_t sequence;                 /* tokens per sample */
     int64_t first_token, token_count; /* 0, 0 = all */
     uint64_t seed;
-    bool in_order;             /* no shuffling: for evaluation */
+    bool in_order; /* no shuffling: for evaluation */
     dtrain_dataset *dataset;
 } dtrain_loader_desc;
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
@@ -1118,7 +1149,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  * The loop's glue; everything in it can be called directly instead:
  *
- *     for each micro-batch: next_batch -> tape forward (loss) -> tape backward, no_sync but the last
+ *     for each micro-batch: next_batch -> tape forward (loss) -> tape backward
+ *                           (no_sync for all but the last)
  *     finish -> clip -> optimizer at the schedule's lr -> one small all-gather for the record
  * ==============================================================================================*/
 
@@ -1131,10 +1163,10 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
 typedef struct dtrain_trainer_desc {
-    uint32_t accumulation;  /* micro-batches per step; 0 = 1 */
-    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
-    float clip;             /* global gradient norm; 0 = off */
-    uint64_t seed;          /* of dropout */
+    uint32_t accumulation; /* micro-batches per step; 0 = 1 */
+    uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
+    float clip;            /* global gradient norm; 0 = off */
+    uint64_t seed;         /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -1145,10 +1177,10 @@ typedef struct dtrain_trainer_desc {
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
-    int64_t step;             /* from 0 */
-    double loss;              /* mean over micro-batches and ranks */
-    double val_loss;          /* NaN unless the host evaluated and set it */
-    double grad_norm;         /* before clipping */
+    int64_t step;     /* from 0 */
+    double loss;      /* mean over micro-batches and ranks */
+    double val_loss;  /* NaN unless the host evaluated and set it */
+    double grad_norm; /* before clipping */
     double lr;
     uint64_t tokens;          /* of all ranks since the start, after this step */
     double tokens_per_second; /* of all ranks, this step */
@@ -1163,26 +1195,28 @@ typedef struct dtrain_step_record {
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Collective. record may be NULL. A rank that is more than twice slower than the median for ten
- * steps running is named once in a warning. */
+/* Collective. record may be NULL. A rank that is more than twice slower than the (lower) median for
+ * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
+ * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
+ * gradient. An optimizer of NULL in the desc makes a trainer that only evaluates. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
- * next_batch and user may differ from training's. */
-DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                                 void *user, int64_t batches, double *loss);
+ * next_batch and user may differ from training's; the loss function gets this user. */
+DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
+                                                 dtrain_batch_fn next_batch, void *user,
+                                                 int64_t batches, double *loss);
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* Bytes of one rank. */
 typedef struct dtrain_memory {
     uint64_t params, grads, optimizer, activations, activation_grads;
-    uint64_t workspace; /* GEMM packing, attention scratch, communicator staging */
+    uint64_t
+        workspace; /* the process itself: code, libc, communicator (0 where ranks are threads) */
     uint64_t total;
 } dtrain_memory;
-/* Predicts a step's memory by running the loss once on the plan device. Local. */
+/* Predicts a step's memory by running the loss once on the plan device; workspace is what the
+ * process held before the model came. Local; needs a next_batch. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory);
-/* What the operating system counts for this process now and at most so far: resident memory with
- * shared pages counted once (PSS now, high-water mark of RSS). 0 where unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ================================================================================================
  * [S19] Metrics
@@ -1191,10 +1225,10 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
 typedef struct dtrain_metrics dtrain_metrics;
 
 typedef struct dtrain_metrics_desc {
-    uint32_t progress_every;  /* steps between lines when progress is no terminal; 0 = 10 */
-    int64_t total_steps;      /* for percentage and time left; 0 = unknown */
-    FILE *progress;           /* a live line on a terminal, plain lines otherwise; NULL = none */
-    const char *jsonl_path;   /* one JSON object a step, NULL = none */
+    uint32_t progress_every; /* steps between lines when progress is no terminal; 0 = 10 */
+    int64_t total_steps;     /* for percentage and time left; 0 = unknown */
+    FILE *progress;          /* a live line on a terminal, plain lines otherwise; NULL = none */
+    const char *jsonl_path;  /* one JSON object a step, NULL = none */
 } dtrain_metrics_desc;
 
 /* Rank 0 writes, the others do nothing. A log file that cannot be opened is an error; one that
@@ -1209,15 +1243,15 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 typedef struct dtrain_summary {
     int64_t steps;
     uint64_t tokens;
-    double first_loss, last_loss, val_loss; /* NaN where unknown */
-    double seconds, tokens_per_second;      /* tokens_per_second: median of steps */
+    double first_loss, last_loss, val_loss;   /* NaN where unknown */
+    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
     double step_ms, comm_ms, exposed_comm_ms; /* medians */
-    double scaling;                         /* (step - exposed) / step: an upper estimate of efficiency */
-    uint64_t comm_bytes;                    /* of all steps, this rank */
+    double scaling;                           /* (step - exposed) / step: an upper estimate */
+    uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
 /* Ends the progress line, writes a last JSON object with the summary and "final": true, closes the
- * file. Safe on NULL. */
+ * file. Safe on NULL. DTRAIN_ERROR_FILE when lines were lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 #ifdef __cplusplus
@@ -1263,14 +1297,16 @@ DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
 #endif
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
-#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION"
+#error \
+    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION"
 #endif
 
 #define DTRAIN__CACHE_LINE 64
 
 #if defined(__GNUC__)
 #define DTRAIN_RESTRICT __restrict
-#define DTRAIN__UNUSED __attribute__((unused)) /* a helper that some switch leaves without a caller */
+#define DTRAIN__UNUSED \
+    __attribute__((unused)) /* a helper that some switch leaves without a caller */
 #define DTRAIN__THREAD_LOCAL __thread
 #define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
 #else
@@ -1348,7 +1384,8 @@ static dtrain_result dtrain__fail(dtrain_result code, const char *format, ...)
 {
     char text[sizeof dtrain__error_text];
     int used = 0;
-    if (dtrain__thread_rank >= 0) used = snprintf(text, sizeof text, "rank %d: ", dtrain__thread_rank);
+    if (dtrain__thread_rank >= 0)
+        used = snprintf(text, sizeof text, "rank %d: ", dtrain__thread_rank);
     va_list args;
     va_start(args, format);
     vsnprintf(text + used, sizeof text - (size_t)used, format, args);
@@ -1358,9 +1395,9 @@ static dtrain_result dtrain__fail(dtrain_result code, const char *format, ...)
 }
 
 /* Propagates a failure; the sentence has been left already. */
-#define DTRAIN__TRY(call)                              \
-    do {                                               \
-        dtrain_result dtrain__status = (call);         \
+#define DTRAIN__TRY(call)                                       \
+    do {                                                        \
+        dtrain_result dtrain__status = (call);                  \
         if (dtrain__status != DTRAIN_OK) return dtrain__status; \
     } while (0)
 
@@ -1378,7 +1415,10 @@ static DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out)
     return !__builtin_add_overflow(a, b, out);
 }
 /* Rounds up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
-static size_t dtrain__round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) & ~(unit - 1); }
+static size_t dtrain__round_up(size_t bytes, size_t unit)
+{
+    return (bytes + unit - 1) & ~(unit - 1);
+}
 
 static void *dtrain__default_alloc(void *user, size_t bytes)
 {
@@ -1506,10 +1546,10 @@ DTRAIN_API bool dtrain_is_finite(float value)
 }
 
 /* Conversions are integer arithmetic on the bits: exact, independent of the rounding mode, of
- * flush-to-zero and of -ffast-math. Rounding to nearest even = add half of the last place kept, less
- * one when that place is even, and cut; a carry out of the mantissa raises the exponent as it should.
- * NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does: the bulk
- * conversions of [S24] give the same bits by other means. */
+ * flush-to-zero and of -ffast-math. Rounding to nearest even = add half of the last place kept,
+ * less one when that place is even, and cut; a carry out of the mantissa raises the exponent as it
+ * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
+ * the bulk conversions of [S24] give the same bits by other means. */
 
 DTRAIN_API uint16_t dtrain_f32_to_bf16(float value)
 {
@@ -1695,7 +1735,8 @@ static void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t 
         dtrain_philox(seed, stream, index / 4, block);
         dtrain__normal_pair(block[0], block[1], four);
         dtrain__normal_pair(block[2], block[3], four + 2);
-        for (uint64_t word = index % 4; word < 4 && i < count; word++) out[i++] = scale * four[word];
+        for (uint64_t word = index % 4; word < 4 && i < count; word++)
+            out[i++] = scale * four[word];
     }
 }
 
@@ -1720,7 +1761,6 @@ static void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t
  *     S24.4  kernels      everything else, the same text compiled once per instruction set
  *     S24.5  device       memory, launchers, the two tables
  * ==============================================================================================*/
-
 
 /* ---- The pool --------------------------------------------------------------------------------
  *
@@ -1748,14 +1788,14 @@ typedef struct dtrain__worker {
 
 typedef struct dtrain__pool {
     dtrain_allocator allocator;
-    int room;                       /* of workers */
-    int thread_count;               /* workers and caller */
-    int spins;                      /* pauses before sleeping; 0 when cores are oversubscribed */
-    uint32_t generation;            /* atomic */
-    int pending;                    /* atomic: workers that have not finished the current job */
-    int asleep, caller_asleep;      /* atomic, written under lock */
-    int busy;                       /* atomic: a job is running, nested calls run inline */
-    int stop;                       /* published by generation, like task and ctx */
+    int room;                  /* of workers */
+    int thread_count;          /* workers and caller */
+    int spins;                 /* pauses before sleeping; 0 when cores are oversubscribed */
+    uint32_t generation;       /* atomic */
+    int pending;               /* atomic: workers that have not finished the current job */
+    int asleep, caller_asleep; /* atomic, written under lock */
+    int busy;                  /* atomic: a job is running, nested calls run inline */
+    int stop;                  /* published by generation, like task and ctx */
     dtrain__task_fn task;
     void *ctx;
     pthread_mutex_t lock;
@@ -1830,8 +1870,7 @@ static void *dtrain__pool_worker(void *arg)
  * index 0 is the calling thread. Without a pool, or from inside a task, count is 1. */
 static void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, void *ctx)
 {
-    if (!pool || pool->thread_count == 1 ||
-        __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
+    if (!pool || pool->thread_count == 1 || __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
         task(ctx, 0, 1);
         return;
     }
@@ -1916,28 +1955,32 @@ static int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *alloc
  * What the functions share is DTRAIN__INLINE code without a target, which becomes part of each. */
 
 #if defined(__clang__)
-#  define DTRAIN__TARGET(t) __attribute__((target(t)))
-#  define DTRAIN__BASELINE
+#define DTRAIN__TARGET(t) __attribute__((target(t)))
+#define DTRAIN__BASELINE
 #elif defined(__GNUC__)
-#  define DTRAIN__FAST "O3", "fp-contract=fast", "no-trapping-math", "no-math-errno"
-#  define DTRAIN__TARGET(t) __attribute__((target(t), optimize(DTRAIN__FAST)))
-#  define DTRAIN__BASELINE __attribute__((optimize(DTRAIN__FAST)))
+#define DTRAIN__FAST "O3", "fp-contract=fast", "no-trapping-math", "no-math-errno"
+#define DTRAIN__TARGET(t) __attribute__((target(t), optimize(DTRAIN__FAST)))
+#ifdef DTRAIN_NO_SIMD /* gcc 12 joins the two loads of B's row with two of the next: past its end */
+#define DTRAIN__BASELINE __attribute__((optimize(DTRAIN__FAST, "no-tree-vectorize")))
+#else
+#define DTRAIN__BASELINE __attribute__((optimize(DTRAIN__FAST)))
+#endif
 #endif
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
-#  define DTRAIN__UNROLL_TWICE _Pragma("clang loop unroll_count(2)")
+#define DTRAIN__UNROLL_TWICE _Pragma("clang loop unroll_count(2)")
 #else
-#  define DTRAIN__UNROLL_TWICE _Pragma("GCC unroll 2")
+#define DTRAIN__UNROLL_TWICE _Pragma("GCC unroll 2")
 #endif
 #define DTRAIN__UNROLL_NOT
 
 /* Vectors that may lie at any address. Without them a "vector" is a float: same code, plain C. */
 #if defined(DTRAIN_NO_SIMD) || !(defined(__clang__) || __GNUC__ >= 8)
-#  define DTRAIN__VECTORS 0
-#  define DTRAIN__VECTOR_OF(n)
+#define DTRAIN__VECTORS 0
+#define DTRAIN__VECTOR_OF(n)
 #else
-#  define DTRAIN__VECTORS 1
-#  define DTRAIN__VECTOR_OF(n) __attribute__((vector_size(4 * (n)), aligned(4), may_alias))
+#define DTRAIN__VECTORS 1
+#define DTRAIN__VECTOR_OF(n) __attribute__((vector_size(4 * (n)), aligned(4), may_alias))
 #endif
 
 /* ---- exp and tanh ------------------------------------------------------------------------------
@@ -1955,8 +1998,10 @@ DTRAIN__INLINE float dtrain__limit(float x, float limit)
 /* e^r - 1 of the remainder; n comes out as well. */
 DTRAIN__INLINE float dtrain__expm1_reduced(float x, int32_t *n)
 {
-    float half = __builtin_copysignf(0.5f, x);
-    *n = (int32_t)(x * 1.44269504f + half);
+    float shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds, n in the low bits */
+    uint32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    *n = (int32_t)(bits - 0x4b400000u); /* of NaN too, where a cast to int would be undefined */
     float whole = (float)*n;
     float r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     float p = 1.0f / 5040;
@@ -1970,7 +2015,7 @@ DTRAIN__INLINE float dtrain__expm1_reduced(float x, int32_t *n)
 
 DTRAIN__INLINE float dtrain__power_of_two(int32_t n)
 {
-    int32_t bits = (n + 127) << 23;
+    uint32_t bits = (uint32_t)(n + 127) << 23;
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
@@ -2036,9 +2081,9 @@ DTRAIN__INLINE float dtrain__gelu(float x)
  * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
 
 enum {
-    DTRAIN__KC = 384,               /* k steps of a block: a panel of B takes 24 KiB of L1 */
-    DTRAIN__MC = 264,               /* rows of a rectangle, 400 KiB of A; multiple of every mr */
-    DTRAIN__NC = 1536,              /* columns of a rectangle; multiple of every nr */
+    DTRAIN__KC = 384,  /* k steps of a block: a panel of B takes 24 KiB of L1 */
+    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr */
+    DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
     DTRAIN__MR_MAX = 12,
     DTRAIN__NR_MAX = 32
 };
@@ -2049,7 +2094,7 @@ typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
     int64_t ld;
-    int along_k;                    /* neighbours in memory are neighbours in k */
+    int along_k; /* neighbours in memory are neighbours in k */
 } dtrain__operand;
 
 typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
@@ -2073,8 +2118,7 @@ static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTR
 DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n)
 {
     const uint16_t *half = (const uint16_t *)src;
-    if (dtype == DTRAIN_F32)
-        memcpy(dst, src, (size_t)n * sizeof(float));
+    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
     else if (dtype == DTRAIN_BF16)
         for (int64_t i = 0; i < n; i++) dst[i] = dtrain_bf16_to_f32(half[i]);
     else
@@ -2084,8 +2128,7 @@ DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype 
 static void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n)
 {
     uint16_t *half = (uint16_t *)dst;
-    if (dtype == DTRAIN_F32)
-        memcpy(dst, src, (size_t)n * sizeof(float));
+    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
     else if (dtype == DTRAIN_BF16)
         for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_bf16(src[i]);
     else
@@ -2100,11 +2143,11 @@ static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t
 /* ---- Packing ---- */
 
 #if defined(__clang__)
-#  define DTRAIN__SHUFFLE __builtin_shufflevector
+#define DTRAIN__SHUFFLE __builtin_shufflevector
 #else
 typedef int32_t dtrain__order __attribute__((vector_size(16)));
-#  define DTRAIN__SHUFFLE(a, b, i, j, k, l)                                                        \
-    __builtin_shuffle(a, b, __extension__(dtrain__order){ i, j, k, l })
+#define DTRAIN__SHUFFLE(a, b, i, j, k, l) \
+    __builtin_shuffle(a, b, __extension__(dtrain__order){i, j, k, l})
 #endif
 
 /* Four runs along k become k groups of four: out[p * width + r] = in[r][p]. */
@@ -2155,10 +2198,8 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
             dtrain__gemm_load(converted[i], run, x->dtype, k);
             in[i] = converted[i];
         }
-        if (r + 4 <= width)
-            dtrain__interleave4(panel + r, width, in, k);
-        else
-            dtrain__interleave2(panel + r, width, in, k);
+        if (r + 4 <= width) dtrain__interleave4(panel + r, width, in, k);
+        else dtrain__interleave2(panel + r, width, in, k);
     }
 }
 
@@ -2183,10 +2224,8 @@ DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__op
 DTRAIN__INLINE void dtrain__pack(float *panel, int width, const dtrain__operand *x, int64_t index,
                                  int count, int64_t p, int k)
 {
-    if (x->along_k)
-        dtrain__pack_runs(panel, width, x, index, count, p, k);
-    else
-        dtrain__pack_steps(panel, width, x, index, count, p, k);
+    if (x->along_k) dtrain__pack_runs(panel, width, x, index, count, p, k);
+    else dtrain__pack_steps(panel, width, x, index, count, p, k);
 }
 
 DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, const float *bias,
@@ -2215,13 +2254,17 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
 #define DTRAIN__ROWS8(DO) DTRAIN__ROWS6(DO) DO(6) DO(7)
 #define DTRAIN__ROWS12(DO) DTRAIN__ROWS8(DO) DO(8) DO(9) DO(10) DO(11)
 
-#define DTRAIN__ROW_ZERO(r) vec left##r = {0}, right##r = {0}; __builtin_prefetch(c + r * ldc);
-#define DTRAIN__ROW_STEP(r) left##r += a[r] * b_left; right##r += a[r] * b_right;
-#define DTRAIN__ROW_SET(r)                                                                         \
-    *(vec *)(c + r * ldc) = alpha * left##r;                                                       \
+#define DTRAIN__ROW_ZERO(r)            \
+    vec left##r = {0}, right##r = {0}; \
+    __builtin_prefetch(c + r * ldc);
+#define DTRAIN__ROW_STEP(r)   \
+    left##r += a[r] * b_left; \
+    right##r += a[r] * b_right;
+#define DTRAIN__ROW_SET(r)                   \
+    *(vec *)(c + r * ldc) = alpha * left##r; \
     *(vec *)(c + r * ldc + lanes) = alpha * right##r;
-#define DTRAIN__ROW_ADD(r)                                                                         \
-    *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc);                        \
+#define DTRAIN__ROW_ADD(r)                                                  \
+    *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc); \
     *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
 
 #define DTRAIN__DEFINE_ISA(id, target, vector_lanes, rows, unroll)                                 \
@@ -2230,8 +2273,8 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
     {                                                                                              \
         enum { lanes = vector_lanes };                                                             \
         typedef float vec DTRAIN__VECTOR_OF(lanes);                                                \
-        DTRAIN__ROWS##rows(DTRAIN__ROW_ZERO)                                                       \
-        unroll for (; k > 0; k--, a += rows, b += ldb) {                                           \
+        DTRAIN__ROWS##rows(DTRAIN__ROW_ZERO) unroll for (; k > 0; k--, a += rows, b += ldb)        \
+        {                                                                                          \
             vec b_left = *(const vec *)b, b_right = *(const vec *)(b + lanes);                     \
             DTRAIN__ROWS##rows(DTRAIN__ROW_STEP)                                                   \
         }                                                                                          \
@@ -2256,9 +2299,13 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
     {                                                                                              \
         dtrain__finish(c, ldc, row_count, 2 * vector_lanes, bias, aux, activation);                \
     }                                                                                              \
-    static const dtrain__isa dtrain__isa_##id = {                                                  \
-        #id, rows, 2 * vector_lanes, dtrain__kernel_##id, dtrain__pack_a_##id,                     \
-        dtrain__pack_b_##id, dtrain__finish_##id };
+    static const dtrain__isa dtrain__isa_##id = {#id,                                              \
+                                                 rows,                                             \
+                                                 2 * vector_lanes,                                 \
+                                                 dtrain__kernel_##id,                              \
+                                                 dtrain__pack_a_##id,                              \
+                                                 dtrain__pack_b_##id,                              \
+                                                 dtrain__finish_##id};
 
 #if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
 DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT)
@@ -2285,7 +2332,8 @@ static const dtrain__isa *dtrain__isa_select(void)
 /* ---- The driver ---- */
 
 /* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
- * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator and isa may be preset. */
+ * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator and isa may be
+ * preset. */
 typedef struct dtrain__gemm_workspace {
     const dtrain_allocator *allocator; /* NULL = malloc */
     const dtrain__isa *isa;
@@ -2297,13 +2345,13 @@ typedef struct dtrain__gemm_job {
     const dtrain_gemm_args *args;
     const dtrain__isa *isa;
     dtrain__operand a, b;
-    int64_t k, k_step;              /* k is 0 when alpha is */
-    int64_t m_step, n_step;         /* rectangle; multiples of mr and nr */
-    int64_t rows, cols;             /* rectangles */
-    int64_t next;                   /* atomic: rectangles handed out */
+    int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
+    int64_t rows, cols;     /* rectangles */
+    int64_t next;           /* atomic: rectangles handed out */
     char *memory;
-    size_t slot_bytes;              /* one thread's part of memory */
-    int needs_partial;              /* C cannot hold sums between blocks of k */
+    size_t slot_bytes; /* one thread's part of memory */
+    int needs_partial; /* C cannot hold sums between blocks of k */
 } dtrain__gemm_job;
 
 /* One block of k in one rectangle of C: where it lies and what the thread works with. */
@@ -2342,8 +2390,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     for (int r = 0; r < rows && beta != 0; r++) {
         if (use_partial && !pass->first)
             memcpy(tile + r * nr, partial + r * job->n_step, (size_t)cols * sizeof(float));
-        else
-            dtrain__gemm_load(tile + r * nr, c + r * c_row, x->c_dtype, cols);
+        else dtrain__gemm_load(tile + r * nr, c + r * c_row, x->c_dtype, cols);
     }
     job->isa->kernel(pass->k, a, b, ldb, x->alpha, beta, tile, nr);
     if (pass->last) {
@@ -2353,8 +2400,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     for (int r = 0; r < rows; r++) {
         if (use_partial && !pass->last)
             memcpy(partial + r * job->n_step, tile + r * nr, (size_t)cols * sizeof(float));
-        else
-            dtrain__gemm_store(c + r * c_row, x->c_dtype, tile + r * nr, cols);
+        else dtrain__gemm_store(c + r * c_row, x->c_dtype, tile + r * nr, cols);
         if (pass->last && x->aux)
             memcpy(x->aux + (i + r) * x->ldc + j, aux + r * nr, (size_t)cols * sizeof(float));
     }
@@ -2436,7 +2482,7 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
         pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
         pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
         pass.p = 0;
-        do {                        /* once even for k == 0: beta, bias and activation remain */
+        do { /* once even for k == 0: beta, bias and activation remain */
             pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
             pass.first = pass.p == 0;
             pass.last = pass.p + pass.k == job->k;
@@ -2584,8 +2630,8 @@ enum {
 #define DTRAIN__STRING2(x) #x
 #define DTRAIN__STRING(x) DTRAIN__STRING2(x)
 
-/* The kernels below are compiled once per instruction set: the header includes itself with DTRAIN__ISA
- * set, and what such an inclusion sees is the part between the two rules only. */
+/* The kernels below are compiled once per instruction set: the header includes itself with
+ * DTRAIN__ISA set, and what such an inclusion sees is the part between the two rules only. */
 #if defined(__x86_64__)
 #define DTRAIN__ISA 3
 #include "dtrain.h"
@@ -2603,7 +2649,7 @@ enum {
 
 #endif /* first half of the implementation */
 
-/* ------------------------------------------------------------------------------------------------*/
+/* ----------------------------------------------------------------------------------------------*/
 #ifdef DTRAIN__ISA
 
 /* ---- [S24] Vector kernels: this part is compiled once per instruction set ---------------------
@@ -2869,10 +2915,8 @@ DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
 
 DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
-    if (n >= DTRAIN__W)
-        dtrain__vstore(p, v);
-    else
-        dtrain__vpart_store(p, v, n);
+    if (n >= DTRAIN__W) dtrain__vstore(p, v);
+    else dtrain__vpart_store(p, v, n);
 }
 
 /* Sum and maximum over the lanes, always as the same tree. */
@@ -3181,10 +3225,8 @@ DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t cou
             dtrain__to_f16(to + i, dtrain__vload(from + i));
     if (i == count) return;
     const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_BF16)
-        dtrain__to_bf16(tail, rest);
-    else
-        dtrain__to_f16(tail, rest);
+    if (dtype == DTRAIN_BF16) dtrain__to_bf16(tail, rest);
+    else dtrain__to_f16(tail, rest);
     memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
 }
 
@@ -3214,8 +3256,7 @@ DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64
     char *y = (char *)a->y + (size_t)begin * y_bytes;
     float between[256];
     (void)index;
-    if (a->x_dtype == a->y_dtype)
-        memmove(y, x, (size_t)(end - begin) * x_bytes);
+    if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
     else if (a->x_dtype == DTRAIN_F32)
         dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
                         a->y_dtype);
@@ -3710,24 +3751,24 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64
  * because compilers do not keep arrays of vectors in registers. With fewer rows the last one is
  * repeated and not stored. */
 #define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-#define DTRAIN__TILE_BEGIN(r)                                                                      \
-    dtrain__v left##r = dtrain__vset(0), right##r = left##r;                                       \
+#define DTRAIN__TILE_BEGIN(r)                                \
+    dtrain__v left##r = dtrain__vset(0), right##r = left##r; \
     const float *a##r = a + ((r) < rows ? (r) : rows - 1) * a_row;
-#define DTRAIN__TILE_STEP(r)                                                                       \
-    do {                                                                                           \
-        const dtrain__v x = dtrain__vset(a##r[at]);                                                \
-        left##r = dtrain__vfma(x, b_left, left##r);                                                \
-        right##r = dtrain__vfma(x, b_right, right##r);                                             \
+#define DTRAIN__TILE_STEP(r)                           \
+    do {                                               \
+        const dtrain__v x = dtrain__vset(a##r[at]);    \
+        left##r = dtrain__vfma(x, b_left, left##r);    \
+        right##r = dtrain__vfma(x, b_right, right##r); \
     } while (0);
-#define DTRAIN__TILE_END(r)                                                                        \
-    if ((r) < rows) {                                                                              \
-        float *to = c + (r)*c_row;                                                                 \
-        if (accumulate) {                                                                          \
-            left##r += dtrain__vload(to);                                                          \
-            right##r += dtrain__vload(to + DTRAIN__W);                                             \
-        }                                                                                          \
-        dtrain__vstore(to, left##r);                                                               \
-        dtrain__vstore(to + DTRAIN__W, right##r);                                                  \
+#define DTRAIN__TILE_END(r)                            \
+    if ((r) < rows) {                                  \
+        float *to = c + (r)*c_row;                     \
+        if (accumulate) {                              \
+            left##r += dtrain__vload(to);              \
+            right##r += dtrain__vload(to + DTRAIN__W); \
+        }                                              \
+        dtrain__vstore(to, left##r);                   \
+        dtrain__vstore(to + DTRAIN__W, right##r);      \
     }
 
 #define dtrain__tile DTRAIN__INSTANCE(dtrain__tile)
@@ -3809,7 +3850,8 @@ DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t widt
 DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
 {
     for (int64_t r = 0; r < padded; r++)
-        for (int64_t j = 0; j < width; j++) to[j * DTRAIN__ATTENTION_BLOCK + r] = from[r * width + j];
+        for (int64_t j = 0; j < width; j++)
+            to[j * DTRAIN__ATTENTION_BLOCK + r] = from[r * width + j];
 }
 #endif
 
@@ -3903,7 +3945,8 @@ DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries
         for (int64_t key = 0; key < seen; key++)
             top = dtrain__vmax(top, dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK));
         for (int64_t key = 0; key < seen; key++) {
-            const dtrain__v p = dtrain__vexp(dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK) - top);
+            const dtrain__v p =
+                dtrain__vexp(dtrain__vload(s + key * DTRAIN__ATTENTION_BLOCK) - top);
             dtrain__vstore(s + key * DTRAIN__ATTENTION_BLOCK, p);
             sum += p;
         }
@@ -3937,7 +3980,8 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
         dtrain__head h;
         const int64_t head = item % head_count, batch = head / a->heads;
         const int64_t q0 = (blocks - 1 - item / head_count) * DTRAIN__ATTENTION_BLOCK;
-        const int64_t left = a->sequence - q0, m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
+        const int64_t left = a->sequence - q0,
+                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
         const int64_t limit = a->causal ? q0 + m : a->sequence;
         dtrain__head_open(&h, a, head, job->scratch + index * job->slot);
         dtrain__pack_rows(h.queries, h.width, dtrain__padded(m), h.q + q0 * h.stride, h.stride, m,
@@ -3948,11 +3992,12 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
             h.sum[i] = 0;
         }
         for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys = limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+            const int64_t keys =
+                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
             const bool diagonal = a->causal && k0 == q0;
             dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, dtrain__padded(m), h.d,
-                            h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
-                            DTRAIN__ATTENTION_BLOCK, false);
+                            h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK,
+                            h.scores, DTRAIN__ATTENTION_BLOCK, false);
             dtrain__softmax_block(&h, m, keys, diagonal);
             if (k0 > 0) dtrain__scale_rows(h.out, m, h.width, h.factor);
             dtrain__pack_rows(h.keys, h.width, keys, h.v + k0 * h.stride, h.stride, keys, h.d, 1);
@@ -4003,7 +4048,8 @@ DTRAIN__KERNEL void dtrain__softmax_slopes(const dtrain__head *h, int64_t querie
         const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
         float *s = h->scores + c, *g = h->slopes + c;
-        for (int64_t key = 0; key < seen; key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
+        for (int64_t key = 0; key < seen;
+             key++, s += DTRAIN__ATTENTION_BLOCK, g += DTRAIN__ATTENTION_BLOCK) {
             const dtrain__v p = dtrain__vexp(dtrain__vload(s) - lse);
             dtrain__vstore(s, p);
             dtrain__vstore(g, p * (dtrain__vload(g) - delta));
@@ -4064,7 +4110,8 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
         dtrain__head h;
         float *scratch = dtrain__head_open(&h, &forward, item, job->scratch + index * job->slot);
         const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
-        const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
+        const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
+                                DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
         float *d_q = a->d_qkv + (h.q - a->qkv);
         h.y = a->y + at;
         h.d_y = a->d_y + at;
@@ -4077,11 +4124,13 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
         h.d_values = h.d_keys + rounded * h.width;
         memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
         for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t left = a->sequence - q0, m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
+            const int64_t left = a->sequence - q0,
+                          m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
             const int64_t limit = a->causal ? q0 + m : a->sequence;
             dtrain__open_queries(&h, q0, m, a->lse + item * a->sequence);
             for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-                const int64_t keys = limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+                const int64_t keys =
+                    limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
                 dtrain__attend_backward(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
             }
             dtrain__unpack_rows(d_q + q0 * h.stride, h.stride, h.out, h.width, m, h.d, h.scale);
@@ -4120,7 +4169,7 @@ static const dtrain__kernels DTRAIN__INSTANCE(dtrain__kernels) = {
 #undef DTRAIN__ON
 
 #endif /* DTRAIN__ISA */
-/* ------------------------------------------------------------------------------------------------*/
+/* ----------------------------------------------------------------------------------------------*/
 
 #if defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__ISA) && !defined(DTRAIN__SECOND_HALF)
 #define DTRAIN__SECOND_HALF
@@ -4255,7 +4304,8 @@ static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_d
     cpu->thread_count = threads;
     cpu->kernels = dtrain__kernels_select();
     if (threads > 1) {
-        const int error = dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
+        const int error =
+            dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
         if (error) {
             dtrain__free(&allocator, cpu, 1, sizeof *cpu);
             return dtrain__fail(error == ENOMEM ? DTRAIN_ERROR_MEMORY : DTRAIN_ERROR_SYSTEM,
@@ -4647,11 +4697,12 @@ static dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_arg
 }
 
 /* Every kernel in the table's order; Y is the one that has a result on the host. */
-#define DTRAIN__KERNEL_LIST(X, Y)                                                                  \
-    X(gemm)                                                                                        \
-    X(activation_backward) X(layernorm) X(layernorm_backward) X(embedding) X(embedding_backward)   \
-        X(attention) X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add)       \
-            X(axpby) X(dropout) Y(sum) X(convert) X(adamw) X(sgd)
+#define DTRAIN__KERNEL_LIST(X, Y)                                                        \
+    X(gemm)                                                                              \
+    X(activation_backward)                                                               \
+    X(layernorm) X(layernorm_backward) X(embedding) X(embedding_backward) X(attention)   \
+        X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
+            X(dropout) Y(sum) X(convert) X(adamw) X(sgd)
 
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
@@ -4729,19 +4780,19 @@ static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size
     return DTRAIN_OK;
 }
 
-#define DTRAIN__PLAN_KERNEL(op)                                                                    \
-    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args)  \
-    {                                                                                              \
-        (void)device;                                                                              \
-        (void)args;                                                                                \
-        return DTRAIN_OK;                                                                          \
+#define DTRAIN__PLAN_KERNEL(op)                                                                   \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
+    {                                                                                             \
+        (void)device;                                                                             \
+        (void)args;                                                                               \
+        return DTRAIN_OK;                                                                         \
     }
-#define DTRAIN__PLAN_RESULT(op)                                                                    \
-    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args)  \
-    {                                                                                              \
-        (void)device;                                                                              \
-        args->out[0] = 0;                                                                          \
-        return DTRAIN_OK;                                                                          \
+#define DTRAIN__PLAN_RESULT(op)                                                                   \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
+    {                                                                                             \
+        (void)device;                                                                             \
+        args->out[0] = 0;                                                                         \
+        return DTRAIN_OK;                                                                         \
     }
 DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_RESULT)
 
@@ -4812,9 +4863,9 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
 /* ================================================================================================
  * [S25] World, launch
  *
- * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It has
- * no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees it at
- * the same address, so pointers into it can be handed around:
+ * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
+ * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
+ * it at the same address, so pointers into it can be handed around:
  *
  *     | control: first failure, how each rank ended | arena of rank 0 | ... | arena of rank N-1 |
  *
@@ -4864,8 +4915,9 @@ typedef struct dtrain__part dtrain__part; /* of a communicator, see [S26] */
 struct dtrain_world {
     int rank, size;
     uint32_t threads;
-    bool oversubscribed;   /* more threads than cores: waiting must not spin */
-    pid_t launcher;        /* 0 in threads mode */
+    bool oversubscribed; /* more threads than cores: waiting must not spin */
+    pid_t launcher;      /* 0 in threads mode */
+    uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
     uint64_t timeout_ns;
     dtrain__control *control;
     uint32_t *mine;        /* reads 0 in a process forked by a rank */
@@ -4874,13 +4926,14 @@ struct dtrain_world {
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
-    dtrain_comm *comm;
+    dtrain_comm *comm;                 /* all ranks */
+    struct dtrain__local_comm *locals; /* this rank's communicators, newest first */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
 /* The world's communicator comes from [S26]. */
 static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out);
-static void dtrain__local_release(dtrain_comm *comm);
+static void dtrain__local_end(dtrain_world *world);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
@@ -4888,7 +4941,10 @@ DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
 {
     return world ? world->device : NULL;
 }
-DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world) { return world ? world->comm : NULL; }
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
+{
+    return world ? world->comm : NULL;
+}
 DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world)
 {
     return world ? &world->allocator : NULL;
@@ -4907,7 +4963,7 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
     va_end(args);
 }
 
-/* ---- How ranks end ------------------------------------------------------------------------------*/
+/* ---- How ranks end ----------------------------------------------------------------------------*/
 
 static const char *dtrain__signal_name(int number)
 {
@@ -4966,22 +5022,23 @@ static void dtrain__record_end(dtrain__control *control, int rank, dtrain__end h
                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* ---- Waiting --------------------------------------------------------------------------------------
+/* ---- Waiting ------------------------------------------------------------------------------------
  *
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
- * A turn is a pause while every thread has a core of its own, and a yield otherwise: the rank waited
- * for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
+ * A turn is a pause while every thread has a core of its own, and a yield otherwise: the rank
+ * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
  * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
- * yield everywhere: on a machine that also does other work the peer may be waiting for a core.
- * The clock and the failure record are looked at between yields, and only then a turn can fail;
+ * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
+ * clock and the failure record are looked at between yields, and only then a turn can fail;
  * wait.looked tells the caller to make its own rarer checks.
  *
- * Only time in which this rank could look counts towards the deadline: a job that was suspended as a
- * whole and resumed an hour later does not time out. */
+ * Only time in which this rank could look counts towards the deadline: a job that was suspended as
+ * a whole and resumed an hour later does not time out. */
 
-#define DTRAIN__SPIN_TURNS 256u     /* 10 to 25 us of pauses, then yield: the peer may have lost its core */
+#define DTRAIN__SPIN_TURNS \
+    256u /* 10 to 25 us of pauses, then yield: the peer may have lost its core */
 #define DTRAIN__YIELDS_PER_LOOK 32u /* 10 us on an idle machine */
 
 typedef struct dtrain__wait {
@@ -5028,16 +5085,17 @@ static dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
     return ++wait->yields % DTRAIN__YIELDS_PER_LOOK ? DTRAIN_OK : dtrain__wait_look(world, wait);
 }
 
-/* A rank that forks by itself has a child with the same pointers and none of the rights. MADV_WIPEONFORK
- * makes the flag read 0 there, so the check is one load and no getpid. */
+/* A rank that forks by itself has a child with the same pointers and none of the rights.
+ * MADV_WIPEONFORK makes the flag read 0 there, so the check is one load and no getpid. */
 static dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
     if (world->mine && *world->mine) return DTRAIN_OK;
     return dtrain__fail(DTRAIN_ERROR_USAGE,
-                        "%s: called in a process that a rank has forked; only the rank itself can", call);
+                        "%s: called in a process that a rank has forked; only the rank itself can",
+                        call);
 }
 
-/* ---- Shared memory -------------------------------------------------------------------------------*/
+/* ---- Shared memory ----------------------------------------------------------------------------*/
 
 static size_t dtrain__page_bytes(void)
 {
@@ -5045,8 +5103,8 @@ static size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is none
- * (no file, no line, "max"). */
+/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is
+ * none (no file, no line, "max"). */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[8192];
@@ -5082,6 +5140,14 @@ static uint64_t dtrain__free_memory(void)
     return rest < bytes ? rest : bytes;
 }
 
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+{
+    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
+    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
+    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
+    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+}
+
 static char *dtrain__arena(const dtrain__control *control, int rank)
 {
     return control->arenas + (size_t)rank * control->arena_bytes;
@@ -5104,17 +5170,18 @@ static dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
     const uint64_t promised = dtrain__fetch_add(&control->promised, (uint64_t)bytes);
     if (bytes <= now && promised + bytes <= free_bytes) return DTRAIN_OK;
     __atomic_fetch_sub(&control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-    return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                        "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
-                        "use a smaller model, more accumulation steps or another machine",
-                        bytes, (unsigned long long)now, (unsigned long long)promised);
+    return dtrain__fail(
+        DTRAIN_ERROR_MEMORY,
+        "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
+        "use a smaller model, more accumulation steps or another machine",
+        bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
 static dtrain_result dtrain__ranges_grow(dtrain_world *world)
 {
     const size_t room = world->range_room ? 2 * world->range_room : 64;
     dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
-                                                         "the book of shared memory");
+                                                          "the book of shared memory");
     if (!grown) return DTRAIN_ERROR_MEMORY;
     if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
     dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
@@ -5131,17 +5198,21 @@ static dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, voi
     if (bytes > all)
         return dtrain__fail(DTRAIN_ERROR_MEMORY,
                             "shared memory: %zu bytes needed, %zu reserved per rank; raise "
-                            "reserve_bytes of dtrain_launch_desc", bytes, all);
+                            "reserve_bytes of dtrain_launch_desc",
+                            bytes, all);
     bytes = dtrain__round_up(bytes ? bytes : 1, page);
     if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
     size_t at = 0, i = 0;
-    for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++) at = world->ranges[i].end;
+    for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
+        at = world->ranges[i].end;
     if (bytes > all - at)
         return dtrain__fail(DTRAIN_ERROR_MEMORY,
                             "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
-                            "reserve_bytes of dtrain_launch_desc", bytes, all);
+                            "reserve_bytes of dtrain_launch_desc",
+                            bytes, all);
     DTRAIN__TRY(dtrain__promise(world->control, bytes));
-    memmove(world->ranges + i + 1, world->ranges + i, (world->range_count - i) * sizeof *world->ranges);
+    memmove(world->ranges + i + 1, world->ranges + i,
+            (world->range_count - i) * sizeof *world->ranges);
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
@@ -5168,7 +5239,7 @@ static void dtrain__shared_free(dtrain_world *world, void *memory)
     }
 }
 
-/* ---- A rank --------------------------------------------------------------------------------------*/
+/* ---- A rank -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
@@ -5177,14 +5248,14 @@ typedef struct dtrain__launch {
     dtrain__control *control;
     size_t region_bytes;
     uint32_t cores;
-    uint64_t start_ns, kill_ns;  /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;              /* 0 in threads mode */
+    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;               /* 0 in threads mode */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
-    int live;                    /* processes to reap */
-    int forwarded, stop_count;   /* last signal passed on; how often we were asked to stop */
-    bool foreign_child;          /* a SIGCHLD that was not about a rank */
+    int live;                     /* processes to reap */
+    int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
+    bool foreign_child;           /* a SIGCHLD that was not about a rank */
     sigset_t watched, old_mask;
-    uint32_t gate;               /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
 } dtrain__launch;
 
 static uint32_t dtrain__cores(void)
@@ -5201,7 +5272,7 @@ static void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
-    if (world->comm) dtrain__local_release(world->comm);
+    dtrain__local_end(world);
     dtrain_device_destroy(world->device);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -5218,7 +5289,8 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     world->mine = (uint32_t *)page;
     *world->mine = 1;
 #ifdef MADV_WIPEONFORK
-    madvise(page, dtrain__page_bytes(), MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+    madvise(page, dtrain__page_bytes(),
+            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
 #endif
     return DTRAIN_OK;
 }
@@ -5239,7 +5311,8 @@ static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain_devic
 static dtrain_world *dtrain__world_create(const dtrain__launch *launch, int rank)
 {
     const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_world *world = (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+    dtrain_world *world =
+        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     if (!world) return NULL;
     world->rank = rank;
     world->size = (int)desc->rank_count;
@@ -5253,7 +5326,10 @@ static dtrain_world *dtrain__world_create(const dtrain__launch *launch, int rank
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
-    if (dtrain__world_parts(world, desc->device_ops) == DTRAIN_OK) return world;
+    if (dtrain__world_parts(world, desc->device_ops) == DTRAIN_OK) {
+        if (world->launcher) dtrain_process_memory(&world->base_bytes, NULL);
+        return world;
+    }
     dtrain__world_destroy(world);
     return NULL;
 }
@@ -5279,7 +5355,7 @@ static int dtrain__rank_run(dtrain__launch *launch, int rank)
 /* An exit status has eight bits; 256 must not look like success. */
 static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
 
-/* ---- Ranks as processes --------------------------------------------------------------------------*/
+/* ---- Ranks as processes -----------------------------------------------------------------------*/
 
 static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 #define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
@@ -5319,8 +5395,8 @@ static void dtrain__reap(dtrain__launch *launch)
     }
 }
 
-/* Typed at a terminal, a signal has reached the whole process group: ranks must not get it twice. The
- * second request to stop is obeyed without asking the ranks. */
+/* Typed at a terminal, a signal has reached the whole process group: ranks must not get it twice.
+ * The second request to stop is obeyed without asking the ranks. */
 static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
 {
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
@@ -5375,11 +5451,11 @@ static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int rank, int e
     dtrain__signal_ranks(launch, SIGKILL);
     dtrain__watch(launch);
     if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
-    return dtrain__fail(DTRAIN_ERROR_SYSTEM,
-                        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
-                        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
-                        rank, launch->desc.rank_count, strerror(error),
-                        (unsigned long long)limit.rlim_cur);
+    return dtrain__fail(
+        DTRAIN_ERROR_SYSTEM,
+        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
+        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
+        rank, launch->desc.rank_count, strerror(error), (unsigned long long)limit.rlim_cur);
 }
 
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
@@ -5428,7 +5504,7 @@ static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
     return result;
 }
 
-/* ---- Ranks as threads ----------------------------------------------------------------------------*/
+/* ---- Ranks as threads -------------------------------------------------------------------------*/
 
 typedef struct dtrain__rank_thread {
     dtrain__launch *launch;
@@ -5445,7 +5521,8 @@ static void *dtrain__thread_main(void *argument)
     return NULL;
 }
 
-/* No rank runs before all threads are there: a thread cannot be killed when a later one is refused. */
+/* No rank runs before all threads are there: a thread cannot be killed when a later one is
+ * refused. */
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
     dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
@@ -5454,16 +5531,18 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
     for (; started < count && !error; started += !error) {
         threads[started].launch = launch;
         threads[started].rank = started;
-        error = pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
+        error =
+            pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
     }
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
     if (!error) return DTRAIN_OK;
-    return dtrain__fail(DTRAIN_ERROR_SYSTEM, "dtrain_launch: thread of rank %d of %d could not be made: %s",
-                        started, count, strerror(error));
+    return dtrain__fail(DTRAIN_ERROR_SYSTEM,
+                        "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
+                        count, strerror(error));
 }
 
-/* ---- dtrain_launch -------------------------------------------------------------------------------*/
+/* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
 /* -1: not set or empty; -2: not a plain decimal number. */
 static long dtrain__environment_number(const char *name)
@@ -5474,8 +5553,8 @@ static long dtrain__environment_number(const char *name)
     return text[digits] || digits > 9 ? -2 : strtol(text, NULL, 10);
 }
 
-/* Started by mpirun or torchrun, N copies of this program would each believe to be the whole run and
- * overwrite each other's files: better no run. */
+/* Started by mpirun or torchrun, N copies of this program would each believe to be the whole run
+ * and overwrite each other's files: better no run. */
 static dtrain_result dtrain__check_launcher(void)
 {
     static const char *const families[][3] = {
@@ -5487,22 +5566,27 @@ static dtrain_result dtrain__check_launcher(void)
     for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {
         const char *const *name = families[i];
         if (name[2][0] && dtrain__environment_number(name[2]) == -1) continue;
-        const long size = dtrain__environment_number(name[0]), rank = dtrain__environment_number(name[1]);
+        const long size = dtrain__environment_number(name[0]),
+                   rank = dtrain__environment_number(name[1]);
         for (int k = 0; k < 2; k++)
             if ((k ? rank : size) == -2)
                 return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
                                     "dtrain_launch: %s=\"%s\" in the environment is not a number; "
-                                    "unset it or set it right", name[k], getenv(name[k]));
+                                    "unset it or set it right",
+                                    name[k], getenv(name[k]));
         if (size > 1)
-            return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED,
-                                "dtrain_launch: %s=%ld announces ranks started by another launcher, which "
-                                "this version cannot join; start the program once and let it fork its "
-                                "ranks, or unset %s", name[0], size, name[0]);
+            return dtrain__fail(
+                DTRAIN_ERROR_UNSUPPORTED,
+                "dtrain_launch: %s=%ld announces ranks started by another launcher, which "
+                "this version cannot join; start the program once and let it fork its "
+                "ranks, or unset %s",
+                name[0], size, name[0]);
         if (size == 0 || (rank >= 0 && rank >= size))
-            return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                                "dtrain_launch: %s=\"%s\" with %s=\"%s\" in the environment makes no "
-                                "sense; unset both", name[1], rank < 0 ? "" : getenv(name[1]), name[0],
-                                size < 0 ? "" : getenv(name[0]));
+            return dtrain__fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_launch: %s=\"%s\" with %s=\"%s\" in the environment makes no "
+                "sense; unset both",
+                name[1], rank < 0 ? "" : getenv(name[1]), name[0], size < 0 ? "" : getenv(name[0]));
     }
     return DTRAIN_OK;
 }
@@ -5512,15 +5596,19 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     dtrain_launch_desc *desc = &launch->desc;
     if (given) *desc = *given;
     if (desc->rank_count > DTRAIN_MAX_RANKS)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_launch: rank_count is %u, at most %d are possible",
                             desc->rank_count, DTRAIN_MAX_RANKS);
     if (desc->mode > DTRAIN_LAUNCH_THREADS)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: mode is %u, expected 0 (processes) or "
-                            "1 (threads)", desc->mode);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_launch: mode is %u, expected 0 (processes) or "
+                            "1 (threads)",
+                            desc->mode);
     if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: log_level is %u (0 to 4 expected), "
-                            "threads_per_rank %u (0 to 4096 expected)", desc->log_level,
-                            desc->threads_per_rank);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "dtrain_launch: log_level is %u (0 to 4 expected), "
+                            "threads_per_rank %u (0 to 4096 expected)",
+                            desc->log_level, desc->threads_per_rank);
     launch->cores = dtrain__cores();
     if (!desc->rank_count) desc->rank_count = 1;
     if (!desc->threads_per_rank) desc->threads_per_rank = launch->cores / desc->rank_count;
@@ -5533,7 +5621,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 }
 
 /* Address space, not memory: as much per rank as the machine has. Where that much cannot be had
- * (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an explicit size does not. */
+ * (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an explicit size does
+ * not. */
 static dtrain_result dtrain__map_region(dtrain__launch *launch)
 {
     const size_t page = dtrain__page_bytes(), least = (size_t)64 << 20;
@@ -5555,7 +5644,8 @@ static dtrain_result dtrain__map_region(dtrain__launch *launch)
             launch->control->arena_bytes = arena;
             launch->control->free_at_start = dtrain__free_memory();
 #ifdef MADV_DONTDUMP
-            madvise(region, bytes, MADV_DONTDUMP); /* a core file of the whole reserve helps nobody */
+            madvise(region, bytes,
+                    MADV_DONTDUMP); /* a core file of the whole reserve helps nobody */
 #endif
             return DTRAIN_OK;
         }
@@ -5585,11 +5675,13 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     info->exit_code = killed ? 128 + fate->value : dtrain__exit_code(fate->value);
     dtrain__describe_end(control, first, how, sizeof how);
     if (launch->forwarded)
-        snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)", launch->forwarded,
-                 dtrain__signal_name(launch->forwarded));
-    if (others) snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain__fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, info->seconds,
-                        stopped, too, fate->error[0] ? "; its last error: " : "", fate->error);
+        snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",
+                 launch->forwarded, dtrain__signal_name(launch->forwarded));
+    if (others)
+        snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
+    return dtrain__fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
+                        info->seconds, stopped, too, fate->error[0] ? "; its last error: " : "",
+                        fate->error);
 }
 
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
@@ -5604,7 +5696,8 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     info->exit_code = 1;
     if (!rank_main) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__thread_rank >= 0)
-        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_launch: called by a rank; launch once, from main");
+        return dtrain__fail(DTRAIN_ERROR_USAGE,
+                            "dtrain_launch: called by a rank; launch once, from main");
     launch.rank_main = rank_main;
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
@@ -5612,8 +5705,8 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     DTRAIN__TRY(dtrain__check_launcher());
     DTRAIN__TRY(dtrain__map_region(&launch));
     info->rank_count = launch.desc.rank_count;
-    dtrain_result result = launch.launcher ? dtrain__launch_processes(&launch)
-                                           : dtrain__launch_threads(&launch);
+    dtrain_result result =
+        launch.launcher ? dtrain__launch_processes(&launch) : dtrain__launch_threads(&launch);
     info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
     if (result == DTRAIN_OK) {
         info->exit_code = 0;
@@ -5656,9 +5749,9 @@ struct dtrain_comm {
     const dtrain_comm_ops *ops;
     dtrain_world *world;
     int rank, size;
-    int *world_ranks;      /* (size) */
-    uint64_t in_flight;    /* operations started and not finished */
-    uint64_t outstanding;  /* handles not given back */
+    int *world_ranks;                            /* (size) */
+    uint64_t in_flight;                          /* operations started and not finished */
+    uint64_t outstanding;                        /* handles not given back */
     uint64_t inside_ns, flight_ns, flight_since; /* flight_since 0: nothing in flight */
     dtrain_comm_info info;
 };
@@ -5688,11 +5781,14 @@ static void dtrain__describe(const dtrain_collective *what, char *text, size_t r
     char root[32] = "";
     const dtrain__kind *kind = &dtrain__kinds[what->kind <= DTRAIN_SPLIT ? what->kind : 0];
     if (kind->rooted)
-        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_SEND ? "root" : "peer", what->root);
-    if (what->kind == DTRAIN_BARRIER || what->kind == DTRAIN_SPLIT) snprintf(text, room, "%s", kind->name);
+        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_SEND ? "root" : "peer",
+                 what->root);
+    if (what->kind == DTRAIN_BARRIER || what->kind == DTRAIN_SPLIT)
+        snprintf(text, room, "%s", kind->name);
     else
-        snprintf(text, room, "%s%s %s count %zu%s", kind->name, ops[what->op <= DTRAIN_PROD ? what->op : 0],
-                 dtrain_dtype_name(what->dtype), what->count, root);
+        snprintf(text, room, "%s%s %s count %zu%s", kind->name,
+                 ops[what->op <= DTRAIN_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
+                 what->count, root);
 }
 
 /* Elements of the send and the receive buffer: one of them is `size` times larger in the two calls
@@ -5707,7 +5803,7 @@ static size_t dtrain__recv_count(const dtrain_collective *what, int size)
     return joins ? what->count * (size_t)size : what->count;
 }
 
-/* ---- Checks --------------------------------------------------------------------------------------*/
+/* ---- Checks -----------------------------------------------------------------------------------*/
 
 /* In place is allowed; a shifted overlap would overwrite what is still to be read. */
 static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain_collective *what,
@@ -5731,43 +5827,51 @@ static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain
     const char *call = dtrain__kinds[what->kind].call;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool reads = what->kind != DTRAIN_RECV;
-    const bool writes = what->kind != DTRAIN_SEND &&
-                        (what->kind != DTRAIN_REDUCE || what->root == comm->rank);
+    const bool writes =
+        what->kind != DTRAIN_SEND && (what->kind != DTRAIN_REDUCE || what->root == comm->rank);
     size_t bytes;
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: count %zu times %d ranks is more than memory can hold",
-                            call, what->count, comm->size);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "%s: count %zu times %d ranks is more than memory can hold", call,
+                            what->count, comm->size);
     if (what->count && reads && !what->send)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to send is NULL and count is %zu", call,
-                            what->count);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "%s: the buffer to send is NULL and count is %zu", call, what->count);
     if (what->count && writes && !what->recv)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to receive is NULL and count is %zu", call,
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "%s: the buffer to receive is NULL and count is %zu", call,
                             what->count);
     return reads && writes && what->count ? dtrain__check_overlap(comm, what, unit) : DTRAIN_OK;
 }
 
-static dtrain_result dtrain__check_collective(const dtrain_comm *comm, const dtrain_collective *what)
+static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
+                                              const dtrain_collective *what)
 {
     const dtrain__kind *kind = &dtrain__kinds[what->kind];
     if (what->kind == DTRAIN_BARRIER) return DTRAIN_OK;
     if (!dtrain_dtype_bytes(what->dtype))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call, (int)what->dtype);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
+                            (int)what->dtype);
     if (kind->reduces && (what->op < DTRAIN_SUM || what->op > DTRAIN_PROD))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call, what->op);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
+                            what->op);
     if (what->op == DTRAIN_MEAN && (what->dtype == DTRAIN_I32 || what->dtype == DTRAIN_I64))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: DTRAIN_MEAN of %s would have to round; sum and divide",
-                            kind->call, dtrain_dtype_name(what->dtype));
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
+                            "%s: DTRAIN_MEAN of %s would have to round; sum and divide", kind->call,
+                            dtrain_dtype_name(what->dtype));
     if (kind->rooted && (what->root < 0 || what->root >= comm->size))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d", kind->call,
-                            what->root, comm->size - 1);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
+                            kind->call, what->root, comm->size - 1);
     if (what->kind >= DTRAIN_SEND && what->root == comm->rank)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call, what->root);
+        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
+                            what->root);
     return dtrain__check_buffers(comm, what);
 }
 
-/* ---- Books ---------------------------------------------------------------------------------------*/
+/* ---- Books ------------------------------------------------------------------------------------*/
 
-/* This rank's share of the traffic as rings would make it, the usual figure for comparing systems. */
+/* This rank's share of the traffic as rings would make it, the usual figure for comparing
+ * systems. */
 static uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
 {
     const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
@@ -5785,11 +5889,20 @@ static uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
 
 static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
-    const size_t elements = what->kind == DTRAIN_RECV ? what->count : dtrain__send_count(what, comm->size);
+    const size_t elements =
+        what->kind == DTRAIN_RECV ? what->count : dtrain__send_count(what, comm->size);
     comm->info.operation_count++;
     comm->info.payload_bytes += (uint64_t)elements * dtrain_dtype_bytes(what->dtype);
     comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
     if (!comm->flight_since) comm->flight_since = now;
+}
+
+/* `now` is the end of the time in flight, if nothing is in flight any more. */
+static void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
+{
+    if (comm->in_flight || !comm->flight_since) return;
+    comm->flight_ns += now - comm->flight_since;
+    comm->flight_since = 0;
 }
 
 /* Every public call that may work or wait ends here: two looks at the clock per call. */
@@ -5797,9 +5910,7 @@ static void dtrain__comm_leave(dtrain_comm *comm, uint64_t entered)
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
-    if (comm->in_flight || !comm->flight_since) return;
-    comm->flight_ns += now - comm->flight_since;
-    comm->flight_since = 0;
+    dtrain__comm_landed(comm, now);
 }
 
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info)
@@ -5815,7 +5926,7 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
     info->flight_seconds = 1e-9 * (double)flight;
 }
 
-/* ---- Public calls --------------------------------------------------------------------------------*/
+/* ---- Public calls -----------------------------------------------------------------------------*/
 
 static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *call)
 {
@@ -5866,7 +5977,8 @@ DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *se
                                                size_t recv_count, dtrain_dtype dtype,
                                                dtrain_reduce_op op, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_REDUCE_SCATTER, send, recv, recv_count, dtype, (uint32_t)op, -1, work);
+    return dtrain__run(comm, DTRAIN_REDUCE_SCATTER, send, recv, recv_count, dtype, (uint32_t)op, -1,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
@@ -5943,11 +6055,13 @@ DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm)
     if (!comm) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__world_check(comm->world, "dtrain_comm_destroy"));
     if (comm == comm->world->comm)
-        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_comm_destroy: the world's communicator ends with it");
-    if (comm->outstanding)
         return dtrain__fail(DTRAIN_ERROR_USAGE,
-                            "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
-                            (unsigned long long)comm->outstanding);
+                            "dtrain_comm_destroy: the world's communicator ends with it");
+    if (comm->outstanding)
+        return dtrain__fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
+            (unsigned long long)comm->outstanding);
     return comm->ops->destroy(comm);
 }
 
@@ -5968,44 +6082,56 @@ DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void
 
 DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
 {
-    if (!comm || !memory || dtrain__world_check(comm->world, "dtrain_comm_free") != DTRAIN_OK) return;
+    if (!comm || !memory || dtrain__world_check(comm->world, "dtrain_comm_free") != DTRAIN_OK)
+        return;
     comm->ops->free(comm, memory, bytes);
 }
 
-/* ---- Reductions ----------------------------------------------------------------------------------
+/* ---- Reductions ---------------------------------------------------------------------------------
  *
- * in_count inputs are combined, element by element and in their order, into out_count equal outputs.
- * A block of 1024 elements stays in the L1 cache from the first input to the last output: DRAM sees
- * each input read once and each output written once, whatever the dtype and the number of ranks. An
- * output may be one of the inputs: a block is written after it has been read everywhere. */
+ * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
+ * output may be one of the inputs. Every input is read once and every output written once: fp32
+ * sums stay in registers on the way, everything else in a block of 1024 elements in the L1 cache.
+ *
+ * Written once on vectors of 32 bytes and compiled twice: for AVX2, and for what the command
+ * line says (pairs of SSE2 or NEON registers). gcc -O2 vectorises no loop of unknown length by
+ * itself. */
 
-#define DTRAIN__BLOCK 1024u
+#define DTRAIN__MIX_BLOCK 1024u
+#define DTRAIN__MIX static inline __attribute__((always_inline))
 
 typedef float dtrain__mix_f __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint32_t dtrain__mix_u __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint64_t dtrain__mix_l __attribute__((vector_size(32), aligned(1), may_alias));
 
-/* acc = acc OP x for the operators that exist on vectors; gcc -O2 vectorises no loop of unknown
- * length by itself. x need not be aligned. */
-#define DTRAIN__MIX_LOOP(T, V, OP)                                                               \
-    do {                                                                                         \
-        const size_t lanes = sizeof(V) / sizeof(T);                                              \
-        for (; i + lanes <= count; i += lanes)                                                   \
-            *(V *)(void *)(acc + i) = *(V *)(void *)(acc + i) OP *(const V *)(const void *)(x + i * sizeof(T)); \
-        for (; i < count; i++) {                                                                 \
-            T one;                                                                               \
-            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
-            acc[i] = acc[i] OP one;                                                              \
-        }                                                                                        \
+typedef union dtrain__mix_block {
+    float f[DTRAIN__MIX_BLOCK];
+    uint32_t u[DTRAIN__MIX_BLOCK];
+    uint64_t l[DTRAIN__MIX_BLOCK];
+} dtrain__mix_block;
+
+/* acc = acc OP x; x need not be aligned. */
+#define DTRAIN__MIX_LOOP(T, V, OP)                                       \
+    do {                                                                 \
+        const size_t lanes = sizeof(V) / sizeof(T);                      \
+        for (; i + lanes <= count; i += lanes) {                         \
+            V *to = (V *)(void *)(acc + i);                              \
+            *to = *to OP(*(const V *)(const void *)(x + i * sizeof(T))); \
+        }                                                                \
+        for (; i < count; i++) {                                         \
+            T one;                                                       \
+            memcpy(&one, x + i * sizeof one, sizeof one);                \
+            acc[i] = acc[i] OP one;                                      \
+        }                                                                \
     } while (0)
 
-static bool dtrain__is_nan(float value)
+DTRAIN__MIX bool dtrain__mix_is_nan(float value)
 {
     return (dtrain__f32_bits(value) & 0x7fffffffu) > 0x7f800000u; /* survives -ffast-math */
 }
 
 /* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
-static void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
+DTRAIN__MIX void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
 {
     size_t i = 0;
     if (op == DTRAIN_SUM || op == DTRAIN_MEAN) DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
@@ -6014,95 +6140,184 @@ static void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op
         float one;
         memcpy(&one, x + i * sizeof one, sizeof one);
         const bool better = op == DTRAIN_MIN ? one < acc[i] : one > acc[i];
-        if (!dtrain__is_nan(acc[i]) && (dtrain__is_nan(one) || better)) acc[i] = one;
+        if (!dtrain__mix_is_nan(acc[i]) && (dtrain__mix_is_nan(one) || better)) acc[i] = one;
     }
 }
 
 /* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
-    static void name(U *acc, const char *x, size_t count, uint32_t op)                           \
-    {                                                                                            \
-        size_t i = 0;                                                                            \
-        if (op == DTRAIN_SUM) DTRAIN__MIX_LOOP(U, V, +);                                         \
-        if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(U, V, *);                                        \
-        for (; i < count; i++) {                                                                 \
-            U one;                                                                               \
-            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
-            if (op == DTRAIN_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one;        \
-        }                                                                                        \
+#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                               \
+    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)               \
+    {                                                                                     \
+        size_t i = 0;                                                                     \
+        if (op == DTRAIN_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
+        if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
+        for (; i < count; i++) {                                                          \
+            U one;                                                                        \
+            memcpy(&one, x + i * sizeof one, sizeof one);                                 \
+            if (op == DTRAIN_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
+        }                                                                                 \
     }
 DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
 
-static void dtrain__widen(float *to, const char *from, size_t count, dtrain_dtype dtype)
+/* Half precision goes through the CPU device's conversion kernel, which wants even addresses. */
+static void dtrain__mix_convert(const void *x, dtrain_dtype x_dtype, void *y, dtrain_dtype y_dtype,
+                                size_t count)
 {
-    for (size_t i = 0; i < count; i++) {
-        uint16_t bits;
-        memcpy(&bits, from + 2 * i, sizeof bits);
-        to[i] = dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
-    }
+    dtrain_convert_args args;
+    dtrain__job job;
+    memset(&args, 0, sizeof args);
+    memset(&job, 0, sizeof job);
+    args.count = (int64_t)count;
+    args.x = x;
+    args.y = y;
+    args.x_dtype = x_dtype;
+    args.y_dtype = y_dtype;
+    job.args = &args;
+    dtrain__kernels_select()->convert(&job, 0, args.count, 0);
 }
 
-static void dtrain__narrow(char *to, const float *from, size_t count, dtrain_dtype dtype)
+static void dtrain__mix_widen(float *to, const char *from, size_t count, dtrain_dtype dtype)
 {
-    for (size_t i = 0; i < count; i++) {
-        const uint16_t bits = dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(from[i])
-                                                   : dtrain_f32_to_f16(from[i]);
-        memcpy(to + 2 * i, &bits, sizeof bits);
-    }
+    uint16_t bits[DTRAIN__MIX_BLOCK];
+    memcpy(bits, from, count * sizeof *bits);
+    dtrain__mix_convert(bits, dtype, to, DTRAIN_F32, count);
 }
 
-typedef union dtrain__block {
-    float f[DTRAIN__BLOCK];
-    uint32_t u[DTRAIN__BLOCK];
-    uint64_t l[DTRAIN__BLOCK];
-} dtrain__block;
-
-static void dtrain__mix(dtrain__block *acc, const char *x, size_t count, dtrain_dtype dtype, uint32_t op)
+DTRAIN__MIX void dtrain__mix(dtrain__mix_block *acc, const char *x, size_t count,
+                             dtrain_dtype dtype, uint32_t op)
 {
-    float wide[DTRAIN__BLOCK];
+    float wide[DTRAIN__MIX_BLOCK];
     switch (dtype) {
     case DTRAIN_F32: dtrain__mix_f32(acc->f, x, count, op); break;
     case DTRAIN_I32: dtrain__mix_i32(acc->u, x, count, op); break;
     case DTRAIN_I64: dtrain__mix_i64(acc->l, x, count, op); break;
     default:
-        dtrain__widen(wide, x, count, dtype);
+        dtrain__mix_widen(wide, x, count, dtype);
         dtrain__mix_f32(acc->f, (const char *)wide, count, op);
         break;
     }
 }
 
-static void dtrain__combine(const dtrain_collective *what, const char *const *in, int in_count,
-                            char *const *out, int out_count, size_t count)
+typedef struct dtrain__mix_job {
+    const char *const *in; /* (in_count) */
+    char *const *out;      /* (out_count) */
+    int in_count, out_count;
+    size_t count; /* elements */
+    dtrain_dtype dtype;
+    uint32_t op;
+} dtrain__mix_job;
+
+/* Any dtype and operation, elements [first, count). */
+DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
 {
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool half = what->dtype == DTRAIN_BF16 || what->dtype == DTRAIN_F16;
-    const float scale = 1.0f / (float)in_count;
-    dtrain__block acc;
-    for (size_t at = 0; at < count; at += DTRAIN__BLOCK) {
-        const size_t m = count - at < DTRAIN__BLOCK ? count - at : DTRAIN__BLOCK;
-        if (half) dtrain__widen(acc.f, in[0] + at * unit, m, what->dtype);
-        else memcpy(&acc, in[0] + at * unit, m * unit);
-        for (int i = 1; i < in_count; i++) dtrain__mix(&acc, in[i] + at * unit, m, what->dtype, what->op);
-        if (what->op == DTRAIN_MEAN)
+    const size_t unit = dtrain_dtype_bytes(job->dtype);
+    const bool half = job->dtype == DTRAIN_BF16 || job->dtype == DTRAIN_F16;
+    const float scale = 1.0f / (float)job->in_count;
+    dtrain__mix_block acc;
+    uint16_t bits[DTRAIN__MIX_BLOCK];
+    const void *result = half ? (const void *)bits : &acc;
+    for (size_t at = first; at < job->count; at += DTRAIN__MIX_BLOCK) {
+        const size_t rest = job->count - at,
+                     m = rest < DTRAIN__MIX_BLOCK ? rest : DTRAIN__MIX_BLOCK;
+        if (half) dtrain__mix_widen(acc.f, job->in[0] + at * unit, m, job->dtype);
+        else memcpy(&acc, job->in[0] + at * unit, m * unit);
+        for (int i = 1; i < job->in_count; i++)
+            dtrain__mix(&acc, job->in[i] + at * unit, m, job->dtype, job->op);
+        if (job->op == DTRAIN_MEAN)
             for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
-        for (int i = 0; i < out_count; i++) {
-            if (half) dtrain__narrow(out[i] + at * unit, acc.f, m, what->dtype);
-            else memcpy(out[i] + at * unit, &acc, m * unit);
-        }
+        if (half) dtrain__mix_convert(acc.f, DTRAIN_F32, bits, job->dtype, m);
+        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * unit, result, m * unit);
     }
 }
 
-/* ---- The local backend: shared structures --------------------------------------------------------
+/* fp32 sums and means, 128 bytes at a time in registers; returns how many elements are done. The
+ * compiler has to reload the pointers after every store, which could have changed them: that is
+ * noticed only while everything is in L1, so two inputs and two outputs, the case of two ranks,
+ * have theirs in locals. */
+DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
+{
+    const int in_count = job->in_count, out_count = job->out_count;
+    const float scale = job->op == DTRAIN_MEAN ? 1.0f / (float)in_count : 1.0f;
+    const bool two = in_count == 2 && out_count == 2;
+    const char *const *in = job->in, *in0 = in[0], *in1 = in[1];
+    char *const *out = job->out, *out0 = out[0], *out1 = two ? out[1] : NULL;
+    const size_t end = job->count / 32 * 32;
+    for (size_t at = 0; at < end; at += 32) {
+        const dtrain__mix_f *x = (const dtrain__mix_f *)(const void *)(in0 + 4 * at);
+        const dtrain__mix_f *z = (const dtrain__mix_f *)(const void *)(in1 + 4 * at);
+        dtrain__mix_f *y = (dtrain__mix_f *)(void *)(out0 + 4 * at);
+        dtrain__mix_f a = x[0] + z[0], b = x[1] + z[1], c = x[2] + z[2], d = x[3] + z[3];
+        for (int i = 2; i < in_count; i++) {
+            x = (const dtrain__mix_f *)(const void *)(in[i] + 4 * at);
+            a += x[0], b += x[1], c += x[2], d += x[3];
+        }
+        a *= scale, b *= scale, c *= scale, d *= scale; /* times 1 changes no bit */
+        y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+        if (two) {
+            y = (dtrain__mix_f *)(void *)(out1 + 4 * at);
+            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+            continue;
+        }
+        for (int i = 1; i < out_count; i++) {
+            y = (dtrain__mix_f *)(void *)(out[i] + 4 * at);
+            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+        }
+    }
+    return end;
+}
+
+DTRAIN__MIX void dtrain__mix_run(const dtrain__mix_job *job)
+{
+    const bool sums = job->dtype == DTRAIN_F32 && (job->op == DTRAIN_SUM || job->op == DTRAIN_MEAN);
+    dtrain__mix_blocks(job, sums ? dtrain__mix_sums(job) : 0);
+}
+
+static void dtrain__mix_plain(const dtrain__mix_job *job) { dtrain__mix_run(job); }
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void dtrain__mix_avx2(const dtrain__mix_job *job)
+{
+    dtrain__mix_run(job);
+}
+#endif
+
+static void dtrain__combine(const dtrain_collective *what, const char *const *in, int in_count,
+                            char *const *out, int out_count, size_t count)
+{
+    const size_t bytes = count * dtrain_dtype_bytes(what->dtype);
+    dtrain__mix_job job;
+    if (in_count == 1) { /* a copy: exact for every dtype */
+        for (int i = 0; i < out_count; i++)
+            if (out[i] != in[0]) memcpy(out[i], in[0], bytes);
+        return;
+    }
+    job.in = in;
+    job.out = out;
+    job.in_count = in_count;
+    job.out_count = out_count;
+    job.count = count;
+    job.dtype = what->dtype;
+    job.op = what->op;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        dtrain__mix_avx2(&job);
+        return;
+    }
+#endif
+    dtrain__mix_plain(&job);
+}
+
+/* ---- The local backend: shared structures -------------------------------------------------------
  *
  * Why a slot may be used again after 2 W operations without asking: a rank starts operation t only
- * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and those
- * ranks started t - W only after they had finished t - 2W, that is, after their last look at its
- * slots and payloads. So with 2 W slots nobody can still be reading what operation t overwrites. */
+ * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and
+ * those ranks started t - W only after they had finished t - 2W, that is, after their last look at
+ * its slots and payloads. So with 2 W slots nobody can still be reading what operation t
+ * overwrites. */
 
-#define DTRAIN__WINDOW 32u                    /* W: collectives of one rank under way at once */
+#define DTRAIN__WINDOW 32u /* W: collectives of one rank under way at once */
 #define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
-#define DTRAIN__SMALL_BYTES 4096u             /* data that travels inside a slot ... */
+#define DTRAIN__SMALL_BYTES 4096u                     /* data that travels inside a slot ... */
 #define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all slots */
 #define DTRAIN__CHUNK_BYTES ((size_t)128 << 10) /* half a stage: two ranks' stages stay in L2 */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
@@ -6143,10 +6358,10 @@ struct dtrain__part {
     uint32_t failure;     /* atomic, of the first part only: 0 none, 1 being written, 2 stands */
     int32_t failure_code; /* dtrain_result, as the rank that found it returns it */
     int32_t failure_rank;
-    uint32_t departed;    /* atomic: ranks that have destroyed the communicator ... */
-    uint32_t size;        /* ... out of so many */
-    char *stage;          /* 2 chunks, made when first needed */
-    dtrain__part *next;   /* among this rank's retired parts */
+    uint32_t departed;  /* atomic: ranks that have destroyed the communicator ... */
+    uint32_t size;      /* ... out of so many */
+    char *stage;        /* 2 chunks, made when first needed */
+    dtrain__part *next; /* among this rank's retired parts */
     char failure_text[480];
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
@@ -6156,11 +6371,11 @@ typedef struct dtrain__local_work {
     dtrain_work base;
     struct dtrain__local_work *next; /* in the queue, or among the idle */
     dtrain_collective what;
-    uint64_t sequence;      /* collectives: from 1, the same on all ranks; messages: 0 */
-    uint32_t stage, final;  /* reached; 0 = not shown to the others yet. final 0 = path not chosen */
-    int seen;               /* ranks below it have reached `stage` */
+    uint64_t sequence;     /* collectives: from 1, the same on all ranks; messages: 0 */
+    uint32_t stage, final; /* reached; 0 = not shown to the others yet. final 0 = path not chosen */
+    int seen;              /* ranks below it have reached `stage` */
     bool done;
-    size_t moved;           /* messages: bytes */
+    size_t moved; /* messages: bytes */
 } dtrain__local_work;
 
 typedef struct dtrain__work_block {
@@ -6170,9 +6385,10 @@ typedef struct dtrain__work_block {
 
 typedef struct dtrain__local_comm {
     dtrain_comm base;
-    dtrain__part **parts; /* (size) */
+    struct dtrain__local_comm *next; /* in the world's list */
+    dtrain__part **parts;            /* (size) */
     bool failed;
-    uint64_t sequence;    /* of the collective started last */
+    uint64_t sequence;                      /* of the collective started last */
     dtrain__local_work *queue, **queue_end; /* not done, in the order of their start */
     dtrain__local_work *idle;
     dtrain__work_block *blocks; /* one is enough unless very many handles are kept open */
@@ -6183,9 +6399,10 @@ static dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, int rank, u
     return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
 }
 
-/* ---- Failure -------------------------------------------------------------------------------------
+/* ---- Failure ------------------------------------------------------------------------------------
  *
- * The first rank that finds something wrong writes it into the first part; everybody returns that. */
+ * The first rank that finds something wrong writes it into the first part; everybody returns
+ * that. */
 
 static dtrain_result dtrain__local_standing(dtrain__local_comm *comm)
 {
@@ -6209,7 +6426,8 @@ static dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code, c
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
     dtrain__part *part = comm->parts[0];
     uint32_t none = 0;
-    if (__atomic_compare_exchange_n(&part->failure, &none, 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    if (__atomic_compare_exchange_n(&part->failure, &none, 1, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE)) {
         part->failure_code = (int32_t)code;
         part->failure_rank = base->rank;
         snprintf(part->failure_text, sizeof part->failure_text, "%s", dtrain__bare(text));
@@ -6220,7 +6438,8 @@ static dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code, c
 }
 
 DTRAIN__PRINTF(3, 4)
-static dtrain_result dtrain__local_failf(dtrain__local_comm *comm, dtrain_result code, const char *format, ...)
+static dtrain_result dtrain__local_failf(dtrain__local_comm *comm, dtrain_result code,
+                                         const char *format, ...)
 {
     char text[480];
     va_list args;
@@ -6230,7 +6449,7 @@ static dtrain_result dtrain__local_failf(dtrain__local_comm *comm, dtrain_result
     return dtrain__local_fail(&comm->base, code, text);
 }
 
-/* ---- Collectives ---------------------------------------------------------------------------------*/
+/* ---- Collectives ------------------------------------------------------------------------------*/
 
 static void dtrain__slot_what(const dtrain__slot *slot, dtrain_collective *what)
 {
@@ -6243,7 +6462,8 @@ static void dtrain__slot_what(const dtrain__slot *slot, dtrain_collective *what)
 }
 
 /* Compares what another rank calls with what this rank calls. */
-static dtrain_result dtrain__compare(dtrain__local_comm *comm, const dtrain__local_work *work, int rank)
+static dtrain_result dtrain__compare(dtrain__local_comm *comm, const dtrain__local_work *work,
+                                     int rank)
 {
     const dtrain__slot *slot = dtrain__slot_of(comm, rank, work->sequence);
     const dtrain_collective *mine = &work->what;
@@ -6263,7 +6483,8 @@ static dtrain_result dtrain__compare(dtrain__local_comm *comm, const dtrain__loc
                                first ? me : other, b);
 }
 
-static bool dtrain__reached(const dtrain__local_comm *comm, const dtrain__local_work *work, int rank)
+static bool dtrain__reached(const dtrain__local_comm *comm, const dtrain__local_work *work,
+                            int rank)
 {
     const uint64_t goal = work->sequence << DTRAIN__STAGE_BITS | work->stage;
     return dtrain__load(&dtrain__slot_of(comm, rank, work->sequence)->progress) >= goal;
@@ -6296,7 +6517,8 @@ static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *
     const bool given = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_BROADCAST ||
                        (what->kind == DTRAIN_REDUCE && what->root == comm->rank);
     if (comm->size == 1) return true;
-    return dtrain__is_shared(comm->world, what->send, dtrain__send_count(what, comm->size) * unit) &&
+    return dtrain__is_shared(comm->world, what->send,
+                             dtrain__send_count(what, comm->size) * unit) &&
            (!given || dtrain__is_shared(comm->world, what->recv, what->count * unit));
 }
 
@@ -6305,7 +6527,8 @@ static void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->what;
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
-    const size_t bytes = dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
+    const size_t bytes =
+        dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
     const bool gives = what->kind != DTRAIN_BROADCAST || what->root == comm->base.rank;
     slot->count = what->count;
     slot->send = (const char *)what->send;
@@ -6315,7 +6538,8 @@ static void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *work)
     slot->op = what->op;
     slot->root = what->root;
     slot->direct = dtrain__is_direct(&comm->base, what);
-    if (bytes && gives && dtrain__is_small(what, comm->base.size)) memcpy(slot->payload, what->send, bytes);
+    if (bytes && gives && dtrain__is_small(what, comm->base.size))
+        memcpy(slot->payload, what->send, bytes);
     dtrain__reach(comm, work, 1);
 }
 
@@ -6325,8 +6549,8 @@ static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const int size = comm->base.size, rank = comm->base.rank;
+    if (!count) return; /* a barrier has no buffers */
     char *out = (char *)what->recv + first * unit;
-    if (!count) return;
     switch (what->kind) {
     case DTRAIN_REDUCE:
         if (rank != what->root) break;
@@ -6347,14 +6571,18 @@ static void dtrain__small_path(const dtrain__local_comm *comm, const dtrain__loc
 {
     const dtrain_collective *what = &work->what;
     const char *in[DTRAIN_MAX_RANKS];
-    const size_t slice = what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.rank * what->count : 0;
+    const size_t slice =
+        what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.rank * what->count : 0;
     for (int i = 0; i < comm->base.size; i++)
-        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload + slice * dtrain_dtype_bytes(what->dtype);
+        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload +
+                slice * dtrain_dtype_bytes(what->dtype);
     dtrain__pull(comm, what, in, 0, what->count);
 }
 
-/* Slice `rank` of count elements, cut at multiples of 64 bytes so that no two ranks write one line. */
-static void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first, size_t *length)
+/* Slice `rank` of count elements, cut at multiples of 64 bytes so that no two ranks write one
+ * line. */
+static void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+                          size_t *length)
 {
     const size_t step = DTRAIN__CACHE_LINE / unit, steps = count / step + (count % step != 0);
     const size_t each = steps / (size_t)size, more = steps % (size_t)size, r = (size_t)rank;
@@ -6380,22 +6608,24 @@ static void dtrain__direct_path(const dtrain__local_comm *comm, const dtrain__lo
     for (int i = 0; i < size; i++) {
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
         in[i] = slot->send + first * unit;
-        const bool receives = what->kind == DTRAIN_ALL_REDUCE || (what->kind == DTRAIN_REDUCE) == (i == what->root);
+        const bool receives =
+            what->kind == DTRAIN_ALL_REDUCE || (what->kind == DTRAIN_REDUCE) == (i == what->root);
         if (sliced && receives) out[outs++] = slot->recv + first * unit;
     }
     if (!sliced) dtrain__pull(comm, what, in, 0, length);
-    else if (what->kind == DTRAIN_BROADCAST) dtrain__combine(what, in + what->root, 1, out, outs, length);
+    else if (what->kind == DTRAIN_BROADCAST)
+        dtrain__combine(what, in + what->root, 1, out, outs, length);
     else dtrain__combine(what, in, size, out, outs, length);
 }
 
-/* ---- The staged path -----------------------------------------------------------------------------
+/* ---- The staged path ----------------------------------------------------------------------------
  *
- *     chunk c        copy in -> reach c + 2 -> all there -> pull -> copy chunk c + 1 in -> reach c + 3
+ *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
  *
- * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they reached
- * stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that all have
- * pulled everything and the stages are free for the next operation, so only the oldest one in flight
- * uses them. */
+ * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they
+ * reached stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that
+ * all have pulled everything and the stages are free for the next operation, so only the oldest one
+ * in flight uses them. */
 
 static size_t dtrain__chunk_count(const dtrain__local_comm *comm, const dtrain_collective *what)
 {
@@ -6404,7 +6634,8 @@ static size_t dtrain__chunk_count(const dtrain__local_comm *comm, const dtrain_c
 }
 
 /* Copies chunk c of this rank's input into its stage: one piece, or one for each rank's slice. */
-static dtrain_result dtrain__stage_in(dtrain__local_comm *comm, const dtrain_collective *what, size_t c)
+static dtrain_result dtrain__stage_in(dtrain__local_comm *comm, const dtrain_collective *what,
+                                      size_t c)
 {
     dtrain__part *part = comm->parts[comm->base.rank];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
@@ -6419,8 +6650,8 @@ static dtrain_result dtrain__stage_in(dtrain__local_comm *comm, const dtrain_col
     }
     char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
     for (size_t i = 0; i < pieces; i++)
-        memcpy(half + i * chunk * unit, (const char *)what->send + (i * what->count + c * chunk) * unit,
-               length * unit);
+        memcpy(half + i * chunk * unit,
+               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
     comm->base.info.staged_bytes += pieces * length * unit;
     return DTRAIN_OK;
 }
@@ -6438,9 +6669,10 @@ static void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_collective 
     dtrain__pull(comm, what, in, c * chunk, length);
 }
 
-/* ---- The engine ----------------------------------------------------------------------------------*/
+/* ---- The engine -------------------------------------------------------------------------------*/
 
-/* All ranks have shown what they call: they must agree; then the path follows from what they showed. */
+/* All ranks have shown what they call: they must agree; then the path follows from what they
+ * showed. */
 static dtrain_result dtrain__choose_path(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -6461,7 +6693,8 @@ static dtrain_result dtrain__choose_path(dtrain__local_comm *comm, dtrain__local
 }
 
 /* Moves one collective as far as it goes without waiting; true when it is done. */
-static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work *work, uint64_t oldest)
+static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work *work,
+                                    uint64_t oldest)
 {
     const dtrain_collective *what = &work->what;
     if (work->stage == 0) {
@@ -6486,18 +6719,20 @@ static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work
     return false;
 }
 
-/* ---- Messages ------------------------------------------------------------------------------------*/
+/* ---- Messages ---------------------------------------------------------------------------------*/
 
 /* Messages between two ranks in one direction go one after the other. */
 static bool dtrain__message_first(const dtrain__local_comm *comm, const dtrain__local_work *work)
 {
     const dtrain__local_work *other = comm->queue;
-    while (other != work && (other->what.kind != work->what.kind || other->what.root != work->what.root))
+    while (other != work &&
+           (other->what.kind != work->what.kind || other->what.root != work->what.root))
         other = other->next;
     return other == work;
 }
 
-static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm, const dtrain_collective *what)
+static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm,
+                                           const dtrain_collective *what)
 {
     const int from = what->kind == DTRAIN_SEND ? comm->base.rank : what->root;
     const int to = what->kind == DTRAIN_SEND ? what->root : comm->base.rank;
@@ -6522,15 +6757,17 @@ static dtrain_result dtrain__channel_make(dtrain__local_comm *comm, int to)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__message_differs(dtrain__local_comm *comm, const dtrain_collective *what,
+static dtrain_result dtrain__message_differs(dtrain__local_comm *comm,
+                                             const dtrain_collective *what,
                                              const dtrain__cell *cell)
 {
     const int *world = comm->base.world_ranks;
-    return dtrain__local_failf(comm, DTRAIN_ERROR_MISMATCH,
-                               "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-                               world[what->root], dtrain_dtype_name((dtrain_dtype)cell->dtype),
-                               (unsigned long long)cell->count, world[comm->base.rank],
-                               dtrain_dtype_name(what->dtype), what->count);
+    return dtrain__local_failf(
+        comm, DTRAIN_ERROR_MISMATCH,
+        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+        world[what->root], dtrain_dtype_name((dtrain_dtype)cell->dtype),
+        (unsigned long long)cell->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
+        what->count);
 }
 
 /* One cell further; an empty message is one empty cell. */
@@ -6570,7 +6807,7 @@ static bool dtrain__message_move(dtrain__local_comm *comm, dtrain__local_work *w
     return work->done;
 }
 
-/* ---- Start, test, wait ---------------------------------------------------------------------------*/
+/* ---- Start, test, wait ------------------------------------------------------------------------*/
 
 /* Moves everything in flight, oldest first. The host's threads do all the work, here. */
 static void dtrain__local_advance(dtrain__local_comm *comm)
@@ -6595,6 +6832,18 @@ static void dtrain__local_advance(dtrain__local_comm *comm)
     }
 }
 
+/* A rank that waits in one communicator keeps the others going: two ranks may wait for the same two
+ * operations in opposite order, each in the communicator that the other one advances last. */
+static void dtrain__local_advance_all(dtrain__local_comm *comm)
+{
+    dtrain__local_advance(comm);
+    for (dtrain__local_comm *other = comm->base.world->locals; other; other = other->next) {
+        if (other == comm || !other->queue) continue;
+        dtrain__local_advance(other);
+        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
+    }
+}
+
 /* The sequence number of a rank's latest collective, for messages. */
 static uint64_t dtrain__last_sequence(const dtrain__local_comm *comm, int rank)
 {
@@ -6607,14 +6856,16 @@ static uint64_t dtrain__last_sequence(const dtrain__local_comm *comm, int rank)
 }
 
 /* What keeps `work` from being done: an older collective, maybe. */
-static const dtrain__local_work *dtrain__blocking(const dtrain__local_comm *comm, const dtrain__local_work *work)
+static const dtrain__local_work *dtrain__blocking(const dtrain__local_comm *comm,
+                                                  const dtrain__local_work *work)
 {
     const dtrain__local_work *first = work->sequence ? comm->queue : work;
     while (first != work && !first->sequence) first = first->next;
     return first;
 }
 
-static bool dtrain__waits_for(const dtrain__local_comm *comm, const dtrain__local_work *work, int rank)
+static bool dtrain__waits_for(const dtrain__local_comm *comm, const dtrain__local_work *work,
+                              int rank)
 {
     if (work->sequence) return !dtrain__reached(comm, work, rank);
     return rank == work->what.root && dtrain__message_stuck(comm, &work->what);
@@ -6629,14 +6880,16 @@ static void dtrain__name_work(const dtrain__local_work *work, char *text, size_t
     else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, what);
 }
 
-/* The rarer checks of a wait: has another rank failed the communicator, called something else, left?
- * How it ended is read before its progress: what it did before leaving counts. */
-static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm, const dtrain__local_work *waited)
+/* The rarer checks of a wait: has another rank failed the communicator, called something else,
+ * left? How it ended is read before its progress: what it did before leaving counts. */
+static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm,
+                                           const dtrain__local_work *waited)
 {
     const dtrain__local_work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks;
     char name[128];
-    if (dtrain__load(&comm->parts[0]->failure)) return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
+    if (dtrain__load(&comm->parts[0]->failure))
+        return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
     for (int i = 0; i < comm->base.size; i++) {
         const uint32_t how = dtrain__load(&comm->base.world->control->fates[world[i]].how);
         if (!dtrain__waits_for(comm, work, i)) {
@@ -6645,15 +6898,17 @@ static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm, const dtrai
         }
         if (how != DTRAIN__LEFT) continue;
         dtrain__name_work(work, name, sizeof name);
-        return dtrain__local_failf(comm, DTRAIN_ERROR_PEER,
-                                   "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-                                   world[i], (unsigned long long)dtrain__last_sequence(comm, i),
-                                   world[comm->base.rank], name);
+        return dtrain__local_failf(
+            comm, DTRAIN_ERROR_PEER,
+            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+            world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[comm->base.rank],
+            name);
     }
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm, const dtrain__local_work *waited)
+static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm,
+                                           const dtrain__local_work *waited)
 {
     const dtrain__local_work *work = dtrain__blocking(comm, waited);
     char name[128], list[200] = "";
@@ -6662,20 +6917,21 @@ static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm, const dtrai
     for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
         if (!dtrain__waits_for(comm, work, i)) continue;
         const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
-        used += (size_t)snprintf(list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-                                 comm->base.world_ranks[i],
-                                 work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+        used += (size_t)snprintf(
+            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
+            comm->base.world_ranks[i],
+            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
     }
-    return dtrain__local_failf(comm, DTRAIN_ERROR_TIMEOUT,
-                               "%s: rank %d waited %.1f s for %s; if they are only slow, raise timeout_ms", name,
-                               comm->base.world_ranks[comm->base.rank],
-                               1e-9 * (double)comm->base.world->timeout_ns, list);
+    return dtrain__local_failf(
+        comm, DTRAIN_ERROR_TIMEOUT,
+        "%s: rank %d waited %.1f s for %s; if they are only slow, raise timeout_ms", name,
+        comm->base.world_ranks[comm->base.rank], 1e-9 * (double)comm->base.world->timeout_ns, list);
 }
 
 static dtrain_result dtrain__local_more_works(dtrain__local_comm *comm)
 {
-    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(&comm->base.world->allocator, 1,
-                                                                    sizeof *block, "operations in flight");
+    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(
+        &comm->base.world->allocator, 1, sizeof *block, "operations in flight");
     if (!block) return DTRAIN_ERROR_MEMORY;
     block->next = comm->blocks;
     comm->blocks = block;
@@ -6693,7 +6949,8 @@ static void dtrain__local_recycle(dtrain__local_comm *comm, dtrain__local_work *
     comm->base.outstanding--;
 }
 
-static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collective *what, dtrain_work **out)
+static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collective *what,
+                                         dtrain_work **out)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
     if (comm->failed) return dtrain__local_standing(comm);
@@ -6716,10 +6973,11 @@ static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collect
     return dtrain__local_standing(comm);
 }
 
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. A peer's death has a sentence already,
- * which becomes the communicator's. Before anything is given up, what the others did until they
- * failed or left is looked at once more: it may be all that was needed. */
-static void dtrain__local_look(dtrain__local_comm *comm, const dtrain__local_work *work, dtrain_result turn)
+/* The rarer half of a wait, after dtrain__wait_look said `turn`. A peer's death has a sentence
+ * already, which becomes the communicator's. Before anything is given up, what the others did until
+ * they failed or left is looked at once more: it may be all that was needed. */
+static void dtrain__local_look(dtrain__local_comm *comm, const dtrain__local_work *work,
+                               dtrain_result turn)
 {
     if (turn != DTRAIN_OK || dtrain__load(&comm->parts[0]->failure)) dtrain__local_advance(comm);
     if (work->done || comm->failed) return;
@@ -6734,7 +6992,7 @@ static dtrain_result dtrain__local_wait(dtrain_work *base)
     dtrain__local_comm *comm = (dtrain__local_comm *)base->comm;
     dtrain__wait wait = dtrain__wait_begin();
     while (!work->done && !comm->failed) {
-        dtrain__local_advance(comm);
+        dtrain__local_advance_all(comm);
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__wait_turn(comm->base.world, &wait);
         if (wait.looked) dtrain__local_look(comm, work, turn); /* may set failed */
@@ -6749,14 +7007,14 @@ static dtrain_result dtrain__local_test(dtrain_work *base, bool *done)
     dtrain__local_work *work = (dtrain__local_work *)base;
     dtrain__local_comm *comm = (dtrain__local_comm *)base->comm;
     dtrain__wait wait = dtrain__wait_begin();
-    if (!work->done && !comm->failed) dtrain__local_advance(comm);
+    if (!work->done && !comm->failed) dtrain__local_advance_all(comm);
     if (!work->done && !comm->failed)
         dtrain__local_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__local_standing(comm);
 }
 
-/* ---- Making and ending a communicator ------------------------------------------------------------*/
+/* ---- Making and ending a communicator ---------------------------------------------------------*/
 
 static dtrain_result dtrain__local_alloc(dtrain_comm *comm, size_t bytes, void **out)
 {
@@ -6768,20 +7026,29 @@ static void dtrain__local_free(dtrain_comm *comm, void *memory, size_t bytes)
     dtrain__shared_free(comm->world, memory);
 }
 
-/* Private memory only. Operations in flight are dropped: at the end of a rank nobody waits for them,
- * and ranks that wait for this one learn that it left. */
-static void dtrain__local_release(dtrain_comm *base)
+/* Private memory only; this rank's part is left to those who may still read it. */
+static void dtrain__local_release(dtrain__local_comm *comm)
 {
-    dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    const dtrain_allocator *allocator = &base->world->allocator;
+    const dtrain_allocator *allocator = &comm->base.world->allocator;
+    const size_t size = (size_t)comm->base.size;
+    dtrain__local_comm **link = &comm->base.world->locals;
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
     while (comm->blocks) {
         dtrain__work_block *block = comm->blocks;
         comm->blocks = block->next;
         dtrain__free(allocator, block, 1, sizeof *block);
     }
-    dtrain__free(allocator, comm->parts, (size_t)base->size, sizeof *comm->parts);
-    dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof *base->world_ranks);
+    dtrain__free(allocator, comm->parts, size, sizeof *comm->parts);
+    dtrain__free(allocator, comm->base.world_ranks, size, sizeof *comm->base.world_ranks);
     dtrain__free(allocator, comm, 1, sizeof *comm);
+}
+
+/* The end of a rank. Operations in flight are dropped: nobody here waits for them any more, and
+ * ranks that wait for this one learn that it left. */
+static void dtrain__local_end(dtrain_world *world)
+{
+    while (world->locals) dtrain__local_release(world->locals);
 }
 
 /* A part outlives its rank's communicator while another member may still read its payloads. */
@@ -6809,20 +7076,24 @@ static dtrain_result dtrain__local_destroy(dtrain_comm *base)
     part->next = world->retired;
     world->retired = part;
     for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
-    dtrain__local_release(base);
+    dtrain__local_release(comm);
     dtrain__sweep_retired(world);
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key, dtrain_comm **out);
+static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key,
+                                         dtrain_comm **out);
 
-static const dtrain_comm_ops dtrain__local_ops = {
-    DTRAIN_COMM_ABI,     "local",            dtrain__local_start, dtrain__local_test,   dtrain__local_wait,
-    dtrain__local_alloc, dtrain__local_free, dtrain__local_split, dtrain__local_fail,
-    dtrain__local_destroy};
+static const dtrain_comm_ops dtrain__local_ops = {DTRAIN_COMM_ABI,     "local",
+                                                  dtrain__local_start, dtrain__local_test,
+                                                  dtrain__local_wait,  dtrain__local_alloc,
+                                                  dtrain__local_free,  dtrain__local_split,
+                                                  dtrain__local_fail,  dtrain__local_destroy};
 
-/* This rank's half of a communicator of `size` ranks; its part is made, the others' are not known. */
-static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank, dtrain__local_comm **out)
+/* This rank's half of a communicator of `size` ranks; its part is made, the others' are not
+ * known. */
+static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank,
+                                        dtrain__local_comm **out)
 {
     const dtrain_allocator *allocator = &world->allocator;
     void *part = NULL;
@@ -6835,7 +7106,10 @@ static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank,
     comm->base.size = size;
     comm->base.rank = rank;
     comm->queue_end = &comm->queue;
-    comm->base.world_ranks = (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
+    comm->next = world->locals;
+    world->locals = comm;
+    comm->base.world_ranks =
+        (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
     if (comm->base.world_ranks)
         comm->parts = (dtrain__part **)dtrain__alloc(allocator, (size_t)size, sizeof *comm->parts,
                                                      "a table of ranks");
@@ -6845,13 +7119,13 @@ static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank,
         comm->parts[rank]->size = (uint32_t)size;
         return DTRAIN_OK;
     }
-    dtrain__local_release(&comm->base);
+    dtrain__local_release(comm);
     *out = NULL;
     return DTRAIN_ERROR_MEMORY;
 }
 
-/* The first thing in each arena is the rank's part: nothing has to be exchanged, and zeroed memory is
- * a rank that has not started yet. */
+/* The first thing in each arena is the rank's part: nothing has to be exchanged, and zeroed memory
+ * is a rank that has not started yet. */
 static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out)
 {
     dtrain__local_comm *comm;
@@ -6877,11 +7151,12 @@ static int dtrain__split_members(int64_t (*all)[2], int size, int mine, int *mem
     return count;
 }
 
-/* Two exchanges: colors and keys; then where each rank's part is, or that it has none, in which case
- * no rank gets a communicator: half a group would wait for ever. */
+/* Two exchanges: colors and keys; then where each rank's part is, or that it has none, in which
+ * case no rank gets a communicator: half a group would wait for ever. */
 static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key, dtrain_comm **out)
 {
-    int64_t mine[2] = {color < 0 ? -1 : color, key}, all[DTRAIN_MAX_RANKS][2], parts[DTRAIN_MAX_RANKS];
+    int64_t mine[2] = {color < 0 ? -1 : color, key}, all[DTRAIN_MAX_RANKS][2],
+            parts[DTRAIN_MAX_RANKS];
     int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
     dtrain__local_comm *comm = NULL;
     DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 2, DTRAIN_I64, 0, -1, NULL));
@@ -6889,14 +7164,16 @@ static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key
     while (members[rank] != parent->rank) rank++;
     if (color >= 0) (void)dtrain__local_make(parent->world, size, rank, &comm);
     int64_t part = color < 0 ? 1 : comm ? (int64_t)(intptr_t)comm->parts[rank] : 0;
-    const dtrain_result shared = dtrain__run(parent, DTRAIN_SPLIT, &part, parts, 1, DTRAIN_I64, 0, -1, NULL);
+    const dtrain_result shared =
+        dtrain__run(parent, DTRAIN_SPLIT, &part, parts, 1, DTRAIN_I64, 0, -1, NULL);
     for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
         if (!parts[i]) lacking = i;
     if (shared != DTRAIN_OK || lacking >= 0) {
         if (comm) dtrain__shared_free(parent->world, comm->parts[rank]);
-        if (comm) dtrain__local_release(&comm->base);
+        if (comm) dtrain__local_release(comm);
         if (shared != DTRAIN_OK) return shared;
-        return dtrain__fail(DTRAIN_ERROR_MEMORY, "dtrain_comm_split: rank %d has no memory for its part",
+        return dtrain__fail(DTRAIN_ERROR_MEMORY,
+                            "dtrain_comm_split: rank %d has no memory for its part",
                             parent->world_ranks[lacking]);
     }
     for (int i = 0; comm && i < size; i++) {
@@ -7464,6 +7741,7 @@ static dtrain_result dtrain__ddp_reduce(dtrain_strategy *strategy, dtrain__bucke
                              DTRAIN_MEAN, &bucket->work);
 }
 
+/* Whole tensors, tied ones once: every rank makes the same update of everything. */
 static size_t dtrain__ddp_shards(dtrain_strategy *strategy, dtrain_shard *shards)
 {
     size_t count = 0;
@@ -7567,6 +7845,8 @@ static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
     return result;
 }
 
+/* Settings that decide which collectives a step makes, or what values it starts from.
+ * no_overlap only decides when: ranks may differ in it, and in who owns the gradients. */
 static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
@@ -7638,6 +7918,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
+/* *out is set before anything can fail, so that the caller destroys what there is of it. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params,
                                             size_t param_count, const dtrain_strategy_desc *desc,
                                             dtrain_comm *comm, dtrain_strategy **out)
@@ -7799,6 +8080,7 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+/* Constant time: three counters tell what became final, no list is searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain_param *storage = strategy->params[index].storage;
@@ -7912,6 +8194,9 @@ static dtrain_result dtrain__wait_buckets(dtrain_strategy *strategy)
     return result;
 }
 
+/* The order matters: everything is launched before ranks exchange what is missing, and waited for
+ * before anything is reported. So a step that fails for a missing gradient has made the same
+ * collectives as one that succeeds, and the next step finds all ranks at the same place. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -8055,8 +8340,8 @@ typedef struct dtrain__chunk {
 typedef struct dtrain__bump {
     dtrain_device *device; /* NULL: host memory */
     dtrain__chunk *first;
-    dtrain__chunk **at;    /* the link to the chunk in use */
-    size_t used;           /* bytes of that chunk */
+    dtrain__chunk **at; /* the link to the chunk in use */
+    size_t used;        /* bytes of that chunk */
 } dtrain__bump;
 
 /* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
@@ -8228,8 +8513,7 @@ static void *dtrain__take_data(dtrain_tape *tape, int64_t count)
 static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
                                          const int64_t *shape)
 {
-    dtrain_tensor *tensor =
-        (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
+    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
     if (!tensor) return NULL;
     size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
@@ -8625,10 +8909,13 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
     else if (loss->count != 1)
         result = dtrain__fail(DTRAIN_ERROR_ARGUMENT,
                               "%s: the loss has %lld elements, not one; use dtrain_mean or "
-                              "dtrain_sum", call, (long long)loss->count);
+                              "dtrain_sum",
+                              call, (long long)loss->count);
     else if (!loss->needs_grad)
-        result = dtrain__fail(DTRAIN_ERROR_USAGE, "%s: the loss depends on no trainable parameter "
-                                                  "and no input with requires_grad", call);
+        result = dtrain__fail(DTRAIN_ERROR_USAGE,
+                              "%s: the loss depends on no trainable parameter "
+                              "and no input with requires_grad",
+                              call);
     else result = dtrain__backward_run(tape, loss, scale);
     tape->state = DTRAIN__TAPE_DONE;
     return dtrain__tape_stick(tape, result);
@@ -8737,9 +9024,9 @@ static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtra
     for (uint32_t i = 0; same && i < ndim; i++) same = expected[i] < 0 || expected[i] == shape[i];
     if (same) return true;
     const dtrain_tensor *x = node->in[0];
-    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                      "%s: parameter %s is %s where input %s needs %s", node->name,
-                      dtrain__param_name(p), dtrain__shape_text(found, shape, &found_text),
+    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s",
+                      node->name, dtrain__param_name(p),
+                      dtrain__shape_text(found, shape, &found_text),
                       dtrain__shape_text(x->ndim, x->shape, &input_text),
                       dtrain__shape_text(ndim, expected, &expected_text));
     return false;
@@ -8834,8 +9121,8 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
     if (forward->activation != DTRAIN_ACT_NONE || d_bias) {
         /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
         const float *z = forward->aux ? forward->aux : (const float *)forward->c;
-        dtrain_activation_backward_args args = {forward->activation, add_bias, rows, out, z,
-                                                y->grad, y->grad, d_bias};
+        dtrain_activation_backward_args args = {
+            forward->activation, add_bias, rows, out, z, y->grad, y->grad, d_bias};
         DTRAIN__TRY(ops->activation_backward(tape->device, &args));
     }
     gemm.a = y->grad;
@@ -8960,9 +9247,9 @@ static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *
         size_t rows = (size_t)dtrain__param_rows(node->param[i]);
         DTRAIN__TRY(ops->zero(tape->device, grad[i], rows * (size_t)forward->n * sizeof(float)));
     }
-    dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
-                                           forward->vocab, forward->tokens,   node->out->grad,
-                                           grad[0],        grad[1]};
+    dtrain_embedding_backward_args args = {
+        forward->rows,   forward->sequence, forward->n, forward->vocab,
+        forward->tokens, node->out->grad,   grad[0],    grad[1]};
     return ops->embedding_backward(tape->device, &args);
 }
 
@@ -9010,10 +9297,9 @@ static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *
     dtrain_tensor *qkv = node->in[0];
     dtrain__chunk *earlier;
     DTRAIN__TRY(dtrain__gradient_fresh(tape, qkv, &earlier));
-    dtrain_attention_backward_args args = {forward->batch, forward->sequence, forward->heads,
-                                           forward->n,     forward->causal,   forward->qkv,
-                                           forward->y,     forward->lse,      node->out->grad,
-                                           qkv->grad};
+    dtrain_attention_backward_args args = {
+        forward->batch, forward->sequence, forward->heads, forward->n,      forward->causal,
+        forward->qkv,   forward->y,        forward->lse,   node->out->grad, qkv->grad};
     DTRAIN__TRY(tape->device->ops->attention_backward(tape->device, &args));
     return dtrain__gradient_merge(tape, qkv, earlier);
 }
@@ -9218,8 +9504,8 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
         DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
     }
     dtrain_cross_entropy_backward_args args = {
-        forward->rows,    forward->n,   upstream * node->factor, forward->logits,
-        forward->targets, forward->lse, logits->grad};
+        forward->rows, forward->n,  upstream * node->factor, forward->logits, forward->targets,
+        forward->lse,  logits->grad};
     DTRAIN__TRY(tape->device->ops->cross_entropy_backward(tape->device, &args));
     return dtrain__gradient_merge(tape, logits, earlier);
 }
@@ -9485,6 +9771,7 @@ static dtrain_result dtrain__adamw_shard(dtrain_optimizer *optimizer, const dtra
     return optimizer->device->ops->adamw(optimizer->device, &args);
 }
 
+/* The first step fills the buffer with the gradient itself, as torch does. */
 static dtrain_result dtrain__sgd_shard(dtrain_optimizer *optimizer, const dtrain_shard *shard,
                                        float lr, float grad_scale, float *state)
 {
@@ -9504,6 +9791,8 @@ static dtrain_result dtrain__sgd_shard(dtrain_optimizer *optimizer, const dtrain
     return optimizer->device->ops->sgd(optimizer->device, &args);
 }
 
+/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
+ * before the first is touched. Empty shards have no state and take no step. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -9657,6 +9946,8 @@ static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, cons
     return DTRAIN_OK;
 }
 
+/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
+ * ranks - 1 could overflow. */
 DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
 {
     if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
@@ -9672,10 +9963,9 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
     int64_t count = dtrain_sampler_count(desc);
     if (count == 0) return DTRAIN_OK;
     if (!indices || (desc->shuffle && !scratch))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_sampler_indices: %s is NULL, expected %lld numbers",
-                            indices ? "scratch" : "indices",
-                            (long long)(indices ? desc->item_count : count));
+        return dtrain__fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL, expected %lld numbers",
+            indices ? "scratch" : "indices", (long long)(indices ? desc->item_count : count));
     if (desc->shuffle) DTRAIN__TRY(dtrain_randperm(desc->seed + epoch, desc->item_count, scratch));
 
     /* Padding repeats the order from its start, as often as it takes: position p is p mod n.
@@ -9891,8 +10181,8 @@ DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset)
     return dataset ? dataset->vocab_count : 0;
 }
 
-/* `count` tokens, few enough for the buffer; every id is checked here, on use, because checking a
- * file of 100 GB at open would take minutes. */
+/* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on
+ * use, because checking a file of 100 GB at open would take minutes. */
 static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
                                                int64_t count, int32_t *tokens)
 {
@@ -10007,6 +10297,7 @@ static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
     if (desc->in_order) return DTRAIN_OK;
     loader->order = (int64_t *)dtrain__alloc(&loader->allocator, (size_t)loader->window_count,
                                              sizeof *loader->order, "a loader's order");
+    /* The permutation is made anew every epoch, in the same memory. */
     return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
@@ -10062,6 +10353,8 @@ static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
     return DTRAIN_OK;
 }
 
+/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
+ * read once although its tokens are used twice. */
 static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
 {
     uint64_t windows = (uint64_t)loader->window_count;
@@ -10124,8 +10417,13 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
  * ==============================================================================================*/
 
 /* What a rank tells the others each step. */
-enum { DTRAIN__WORD_LOSS, DTRAIN__WORD_STEP, DTRAIN__WORD_COMM, DTRAIN__WORD_EXPOSED,
-       DTRAIN__WORD_COUNT };
+enum {
+    DTRAIN__WORD_LOSS,
+    DTRAIN__WORD_STEP,
+    DTRAIN__WORD_COMM,
+    DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_COUNT
+};
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time against the median's ... */
@@ -10145,7 +10443,7 @@ struct dtrain_trainer {
     double *compute; /* (ranks) seconds, for the median */
     int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
-    bool *named;     /* (ranks) warned about already */
+    bool *named; /* (ranks) warned about already */
 };
 
 /* A bit pattern instead of NAN: it survives -ffast-math. */
@@ -10224,7 +10522,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* ---- what ranks tell each other ---- */
 
-/* This rank's words go into its slot; afterwards every rank has the same `words`. */
+/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in place
+ * in the communicator's own memory: no staging copy, and nothing is allocated per step. */
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
@@ -10259,7 +10558,9 @@ static uint64_t dtrain__trainer_seed(const dtrain_trainer *trainer, uint32_t mic
     return (uint64_t)random[1] << 32 | random[0];
 }
 
-/* One micro-batch; only the last one's backward communicates. */
+/* One micro-batch; only the last one's backward communicates. The loss is read after backward: a
+ * device with a queue works through both before the host waits. A tape error (a NULL tensor) comes
+ * out of backward. */
 static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                            double *loss_sum)
 {
@@ -10437,7 +10738,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 
 /* ---- memory ---- */
 
-/* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. */
+/* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
+ * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
+ * the plan device the tape leaves the parameters' bookkeeping alone as well. */
 static dtrain_result dtrain__trainer_plan_tape(dtrain_trainer *trainer, dtrain_device *device,
                                                dtrain_tape_info *info)
 {
@@ -10465,11 +10768,11 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
                             "dtrain_trainer_plan_memory: the loss fetches its own batches and "
                             "cannot be run without spending one: give the trainer a next_batch");
     memset(&desc, 0, sizeof desc);
+    memset(&tape, 0, sizeof tape);
     memset(memory, 0, sizeof *memory);
     desc.allocator = trainer->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &desc, &device));
     dtrain_result result = dtrain__trainer_plan_tape(trainer, device, &tape);
-    memory->workspace = device->peak_bytes - tape.activation_bytes - tape.gradient_bytes;
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
     dtrain_strategy_query(trainer->desc.strategy, &strategy);
@@ -10479,34 +10782,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
         memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
     memory->activations = tape.activation_bytes;
     memory->activation_grads = tape.gradient_bytes;
+    memory->workspace = trainer->world->base_bytes;
     memory->total = memory->params + memory->grads + memory->optimizer + memory->activations +
                     memory->activation_grads + memory->workspace;
     return DTRAIN_OK;
-}
-
-/* The number after "\nkey" in one of Linux's status files, in bytes; 0 when there is none. */
-static uint64_t dtrain__proc_bytes(const char *path, const char *key)
-{
-    char text[8192];
-    size_t used = 0;
-    int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return 0;
-    while (used < sizeof text - 1) {
-        ssize_t got = read(file, text + used, sizeof text - 1 - used);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) break;
-        used += (size_t)got;
-    }
-    close(file);
-    text[used] = 0;
-    const char *at = strstr(text, key);
-    return at ? (uint64_t)strtoull(at + strlen(key), NULL, 10) * 1024 : 0;
-}
-
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
-{
-    if (now_bytes) *now_bytes = dtrain__proc_bytes("/proc/self/smaps_rollup", "\nPss:");
-    if (peak_bytes) *peak_bytes = dtrain__proc_bytes("/proc/self/status", "\nVmHWM:");
 }
 
 /* ================================================================================================
@@ -10527,8 +10806,13 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
 
 #define DTRAIN__RECENT 1024 /* steps that medians look back on */
 
-enum { DTRAIN__RECENT_RATE, DTRAIN__RECENT_STEP, DTRAIN__RECENT_COMM, DTRAIN__RECENT_EXPOSED,
-       DTRAIN__RECENT_KINDS };
+enum {
+    DTRAIN__RECENT_RATE,
+    DTRAIN__RECENT_STEP,
+    DTRAIN__RECENT_COMM,
+    DTRAIN__RECENT_EXPOSED,
+    DTRAIN__RECENT_KINDS
+};
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
@@ -10536,11 +10820,11 @@ struct dtrain_metrics {
     dtrain_metrics_desc desc; /* resolved; what this rank does not write is NULL */
     char *path;               /* a copy of jsonl_path */
     size_t path_bytes;
-    int file; /* -1: none */
+    int file;  /* -1: none */
     bool torn; /* the last write ended inside a line */
     uint64_t lost_lines, lines;
     bool terminal;
-    double started;  /* when the first step began */
+    double started;   /* when the first step began */
     double redraw_at; /* the live line rests until then */
     dtrain_step_record last;
     dtrain_summary summary; /* running; medians are made on request */
@@ -10656,14 +10940,16 @@ static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__metrics_write(metrics, &line);
 }
 
+/* The last line: what a benchmark script reads with `tail -1`. */
 static void dtrain__metrics_json_final(dtrain_metrics *metrics)
 {
     dtrain__line line;
     dtrain_summary s;
     line.used = 0;
     dtrain_metrics_summary(metrics, &s);
-    if (s.steps) dtrain__line_add(&line, "\n{\"final\": true, \"step\": %lld",
-                                  (long long)metrics->last.step);
+    if (s.steps)
+        dtrain__line_add(&line, "\n{\"final\": true, \"step\": %lld",
+                         (long long)metrics->last.step);
     else dtrain__line_add(&line, "\n{\"final\": true, \"step\": null");
     dtrain__line_number(&line, "loss", s.last_loss);
     if (dtrain__is_finite_double(s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
@@ -10834,6 +11120,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     return DTRAIN_OK;
 }
 
+/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
+ * step before the first record: that step has been paid for as well. */
 static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     dtrain_summary *s = &metrics->summary;

@@ -19,7 +19,7 @@
 enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, MAX_PEERS = 4 };
 
 typedef struct config {
-    char name[48], command[1024], peer[48]; /* peer: "" for our own */
+    char name[64], command[1024], peer[32]; /* peer: "" for our own */
     int ranks, threads, batch;
     double rate[MAX_ROUNDS], step_ms, exposed_ms, memory_mib, predicted_mib, first_loss, last_loss;
 } config;
@@ -42,7 +42,7 @@ static int by_size(const void *a, const void *b)
 
 static double median(const double *values, int count)
 {
-    double sorted[1024];
+    double sorted[1024] = {0};
     if (count <= 0) return 0;
     if (count > 1024) count = 1024;
     memcpy(sorted, values, (size_t)count * sizeof *sorted);
@@ -164,7 +164,8 @@ static int run_config(config *c, int round)
 /* The loss of an untrained model is ln(V), within its initialisation's spread, and falls. */
 static int is_correct(const config *c)
 {
-    return c->peer[0] || (fabs(c->first_loss - log(opt.vocab)) < 0.5 && c->last_loss < c->first_loss);
+    return c->peer[0] ||
+           (fabs(c->first_loss - log(opt.vocab)) < 0.5 && c->last_loss < c->first_loss);
 }
 
 /* ---- configurations ---- */
@@ -175,13 +176,14 @@ static void add_ours(int ranks, int threads, int batch)
     c->ranks = ranks;
     c->threads = threads;
     c->batch = batch;
-    snprintf(c->name, sizeof c->name, "%d rank%s x %d thread%s", ranks, ranks == 1 ? "" : "s", threads,
-             threads == 1 ? "" : "s");
+    snprintf(c->name, sizeof c->name, "%d rank%s x %d thread%s", ranks, ranks == 1 ? "" : "s",
+             threads, threads == 1 ? "" : "s");
     snprintf(c->command, sizeof c->command,
-             "%s --model %s --layers %d --heads %d --channels %d --seq %d --vocab %d --ranks %d --threads %d --batch %d "
+             "%s --model %s --layers %d --heads %d --channels %d --seq %d --vocab %d --ranks %d "
+             "--threads %d --batch %d "
              "--steps %d --warmup 2 --lr 3e-4 --eval-every 0 --eval-batches 0 --sample 0",
-             opt.program, opt.model, opt.layers, opt.heads, opt.channels, opt.seq, opt.vocab, ranks, threads, batch,
-             opt.steps);
+             opt.program, opt.model, opt.layers, opt.heads, opt.channels, opt.seq, opt.vocab, ranks,
+             threads, batch, opt.steps);
 }
 
 /* text with {key} replaced by the number */
@@ -219,7 +221,8 @@ static void add_configs(const char *const *peers, int peer_count, int cores)
     if (cores > 1) add_ours(cores, 1, opt.batch);
     if (cores > 1 && opt.batch % cores == 0) add_ours(cores, 1, opt.batch / cores);
     if (system("python3 -c 'import torch' >/dev/null 2>&1") == 0) {
-        static const char torch[] = "python3 bench/torch_peer.py {threads} {batch} {seq} {layers} {heads} {channels} {vocab} {steps}";
+        static const char torch[] = "python3 bench/torch_peer.py {threads} {batch} {seq} {layers} "
+                                    "{heads} {channels} {vocab} {steps}";
         add_peer("PyTorch", torch, 1);
         if (cores > 1) add_peer("PyTorch", torch, cores);
     } else if (!opt.json) printf("PyTorch: python3 has no torch, skipped\n");
@@ -239,28 +242,34 @@ static void report(const config *c, double peak)
     double share = 100 * gflops / (peak * c->ranks * c->threads);
     double low = extreme(c->rate, opt.rounds, -1), high = extreme(c->rate, opt.rounds, 1);
     if (opt.json)
-        printf("{\"bench\": \"train\", \"model\": \"%s\", \"config\": \"%s\", \"ranks\": %d, \"threads\": %d, \"batch\": %d, "
-               "\"seq\": %d, \"tokens_per_second\": %.6g, \"min\": %.6g, \"max\": %.6g, \"step_ms\": %.6g, \"gflops\": %.4g, "
-               "\"share_of_gemm\": %.4g, \"exposed_ms\": %.4g, \"memory_mib\": %.6g, \"predicted_mib\": %.6g, \"correct\": %s}\n",
-               opt.model, c->name, c->ranks, c->threads, c->batch, opt.seq, rate, low, high, c->step_ms, gflops, share / 100,
-               c->exposed_ms, c->memory_mib, c->predicted_mib, is_correct(c) ? "true" : "false");
+        printf("{\"bench\": \"train\", \"model\": \"%s\", \"config\": \"%s\", \"ranks\": %d, "
+               "\"threads\": %d, \"batch\": %d, "
+               "\"seq\": %d, \"tokens_per_second\": %.6g, \"min\": %.6g, \"max\": %.6g, "
+               "\"step_ms\": %.6g, \"gflops\": %.4g, "
+               "\"share_of_gemm\": %.4g, \"exposed_ms\": %.4g, \"memory_mib\": %.6g, "
+               "\"predicted_mib\": %.6g, \"correct\": %s}\n",
+               opt.model, c->name, c->ranks, c->threads, c->batch, opt.seq, rate, low, high,
+               c->step_ms, gflops, share / 100, c->exposed_ms, c->memory_mib, c->predicted_mib,
+               is_correct(c) ? "true" : "false");
     else
-        printf("%-22s %5d  %9.0f %9.0f %9.0f  %8.1f  %7.1f  %5.1f %%  %7.2f  %8.1f %9.1f  %s\n", c->name, c->batch, rate, low,
-               high, c->step_ms, gflops, share, c->exposed_ms, c->memory_mib, c->predicted_mib,
-               is_correct(c) ? "yes" : "NO");
+        printf("%-22s %5d  %9.0f %9.0f %9.0f  %8.1f  %7.1f  %5.1f %%  %7.2f  %8.1f %9.1f  %s\n",
+               c->name, c->batch, rate, low, high, c->step_ms, gflops, share, c->exposed_ms,
+               c->memory_mib, c->predicted_mib, is_correct(c) ? "yes" : "NO");
 }
 
 /* Median over rounds of a's rate over b's in the same round, per rank and thread when weak. */
 static void ratio(const char *what, const config *a, const config *b, double divisor)
 {
-    double r[MAX_ROUNDS];
+    double r[MAX_ROUNDS] = {0};
     for (int i = 0; i < opt.rounds; i++) r[i] = a->rate[i] / b->rate[i] / divisor;
     if (opt.json)
-        printf("{\"bench\": \"train\", \"model\": \"%s\", \"ratio\": \"%s\", \"median\": %.4g, \"min\": %.4g, \"max\": %.4g}\n",
-               opt.model, what, median(r, opt.rounds), extreme(r, opt.rounds, -1), extreme(r, opt.rounds, 1));
-    else
-        printf("  %-52s %6.2f   (%.2f to %.2f)\n", what, median(r, opt.rounds), extreme(r, opt.rounds, -1),
+        printf("{\"bench\": \"train\", \"model\": \"%s\", \"ratio\": \"%s\", \"median\": %.4g, "
+               "\"min\": %.4g, \"max\": %.4g}\n",
+               opt.model, what, median(r, opt.rounds), extreme(r, opt.rounds, -1),
                extreme(r, opt.rounds, 1));
+    else
+        printf("  %-52s %6.2f   (%.2f to %.2f)\n", what, median(r, opt.rounds),
+               extreme(r, opt.rounds, -1), extreme(r, opt.rounds, 1));
 }
 
 static void report_ratios(void)
@@ -268,15 +277,17 @@ static void report_ratios(void)
     const config *one = &configs[0];
     for (int i = 0; i < config_count; i++) {
         const config *c = &configs[i];
-        char what[160];
+        char what[256];
         if (!c->peer[0] && c->ranks > 1 && c->batch == one->batch) {
-            snprintf(what, sizeof what, "scaling: %s over one, equal batch a rank", c->name);
+            snprintf(what, sizeof what, "scaling: %.60s over one, equal batch a rank", c->name);
             ratio(what, c, one, c->ranks);
         }
         for (int k = 0; k < config_count && !c->peer[0]; k++) {
             const config *peer = &configs[k];
-            if (!peer->peer[0] || peer->threads != c->ranks * c->threads || c->batch * c->ranks != peer->batch) continue;
-            snprintf(what, sizeof what, "%s over %s", c->name, peer->name);
+            if (!peer->peer[0] || peer->threads != c->ranks * c->threads ||
+                c->batch * c->ranks != peer->batch)
+                continue;
+            snprintf(what, sizeof what, "%.60s over %.60s", c->name, peer->name);
             ratio(what, c, peer, 1);
         }
     }
@@ -292,10 +303,14 @@ static const struct {
 } option_table[] = {
     {"--model", NULL, &opt.model, "tiny, baby (default) or gpt2; the numbers below override it"},
     {"--program", NULL, &opt.program, "the trainer; build/train_gpt"},
-    {"--layers", &opt.layers, NULL, ""}, {"--heads", &opt.heads, NULL, ""},
-    {"--channels", &opt.channels, NULL, ""}, {"--seq", &opt.seq, NULL, ""},
-    {"--vocab", &opt.vocab, NULL, ""}, {"--batch", &opt.batch, NULL, "samples of a rank"},
-    {"--steps", &opt.steps, NULL, "of each run; 12"}, {"--rounds", &opt.rounds, NULL, "3"},
+    {"--layers", &opt.layers, NULL, ""},
+    {"--heads", &opt.heads, NULL, ""},
+    {"--channels", &opt.channels, NULL, ""},
+    {"--seq", &opt.seq, NULL, ""},
+    {"--vocab", &opt.vocab, NULL, ""},
+    {"--batch", &opt.batch, NULL, "samples of a rank"},
+    {"--steps", &opt.steps, NULL, "of each run; 12"},
+    {"--rounds", &opt.rounds, NULL, "3"},
 };
 
 static int usage(void)
@@ -303,15 +318,20 @@ static int usage(void)
     printf("bench_train: tokens/s of train_gpt beside its rivals\n");
     for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
         printf("  %-12s %s\n", option_table[i].name, option_table[i].help);
-    printf("  --peer N=C   a rival: its name and a command that prints \"tokens_per_second NUMBER\"\n"
-           "  --json       one JSON object a line\n");
+    printf(
+        "  --peer N=C   a rival: its name and a command that prints \"tokens_per_second NUMBER\"\n"
+        "  --json       one JSON object a line\n");
     return 0;
 }
 
 static int apply_model(void)
 {
-    static const struct { const char *name; int l, h, c, t, v, b; } models[] = {
-        {"tiny", 4, 4, 128, 64, 256, 12}, {"baby", 6, 6, 384, 128, 256, 8}, {"gpt2", 12, 12, 768, 64, 50257, 4}};
+    static const struct {
+        const char *name;
+        int l, h, c, t, v, b;
+    } models[] = {{"tiny", 4, 4, 128, 64, 256, 12},
+                  {"baby", 6, 6, 384, 128, 256, 8},
+                  {"gpt2", 12, 12, 768, 64, 50257, 4}};
     for (size_t i = 0; i < 3; i++) {
         if (strcmp(models[i].name, opt.model) != 0) continue;
         if (!opt.layers) opt.layers = models[i].l;
@@ -330,14 +350,20 @@ static int parse(int argc, char **argv, const char **peers, int *peer_count)
 {
     for (int a = 1; a < argc; a++) {
         size_t i = 0, count = sizeof option_table / sizeof *option_table;
-        if (strcmp(argv[a], "--json") == 0) { opt.json = 1; continue; }
-        if (a + 1 < argc && strcmp(argv[a], "--peer") == 0 && *peer_count < MAX_PEERS && strchr(argv[a + 1], '=')) {
+        if (strcmp(argv[a], "--json") == 0) {
+            opt.json = 1;
+            continue;
+        }
+        if (a + 1 < argc && strcmp(argv[a], "--peer") == 0 && *peer_count < MAX_PEERS &&
+            strchr(argv[a + 1], '=')) {
             peers[(*peer_count)++] = argv[++a];
             continue;
         }
         while (i < count && strcmp(argv[a], option_table[i].name) != 0) i++;
         if (i == count || a + 1 == argc) {
-            fprintf(stderr, "bench_train: \"%s\" is no option or lacks its value; --help lists them\n", argv[a]);
+            fprintf(stderr,
+                    "bench_train: \"%s\" is no option or lacks its value; --help lists them\n",
+                    argv[a]);
             return 2;
         }
         if (option_table[i].text) *option_table[i].text = argv[++a];
@@ -366,11 +392,13 @@ int main(int argc, char **argv)
                 return 1;
             }
     if (!opt.json)
-        printf("%s: %d layers, %d channels, %d tokens x batch, %d symbols; GEMM peak %.1f GFLOP/s a thread (%s); floor %.0f "
+        printf("%s: %d layers, %d channels, %d tokens x batch, %d symbols; GEMM peak %.1f GFLOP/s "
+               "a thread (%s); floor %.0f "
                "tokens/s on %d\n\n%-22s %5s  %9s %9s %9s  %8s  %7s  %7s  %7s  %8s %9s  %s\n",
-               opt.model, opt.layers, opt.channels, opt.seq, opt.vocab, peak, dtrain_cpu_kernel_name(),
-               1e9 * peak * cores / flops_per_token(), cores, "configuration", "batch", "tokens/s", "min", "max", "step ms",
-               "GFLOP/s", "of GEMM", "exposed", "rank MiB", "predicted", "correct");
+               opt.model, opt.layers, opt.channels, opt.seq, opt.vocab, peak,
+               dtrain_cpu_kernel_name(), 1e9 * peak * cores / flops_per_token(), cores,
+               "configuration", "batch", "tokens/s", "min", "max", "step ms", "GFLOP/s", "of GEMM",
+               "exposed", "rank MiB", "predicted", "correct");
     for (int i = 0; i < config_count; i++) report(&configs[i], peak);
     if (!opt.json) printf("\nratios, round by round: median (min to max)\n");
     report_ratios();

@@ -27,7 +27,8 @@ static void draw_batch(int rank, int step, float x[BATCH][IN], float y[BATCH][OU
 {
     uint64_t at = (uint64_t)step * BATCH * (IN + OUT);
     for (int b = 0; b < BATCH; b++) {
-        for (int i = 0; i < IN; i++) x[b][i] = 2 * dtrain_random_uniform(1, (uint64_t)rank, at++) - 1;
+        for (int i = 0; i < IN; i++)
+            x[b][i] = 2 * dtrain_random_uniform(1, (uint64_t)rank, at++) - 1;
         for (int o = 0; o < OUT; o++) {
             y[b][o] = truth[o][IN] + 0.01f * dtrain_random_normal(2, (uint64_t)rank, at++);
             for (int i = 0; i < IN; i++) y[b][o] += truth[o][i] * x[b][i];
@@ -45,7 +46,8 @@ static int train(dtrain_world *world, void *user)
     };
     dtrain_strategy *ddp;
     (void)user;
-    CHECK(dtrain_strategy_create(world, params, 2, NULL, &ddp)); /* rank 0's values reach every rank */
+    CHECK(dtrain_strategy_create(world, params, 2, NULL,
+                                 &ddp)); /* rank 0's values reach every rank */
 
     for (int step = 0; step < STEPS; step++) {
         float loss = 0;
@@ -65,19 +67,22 @@ static int train(dtrain_world *world, void *user)
         for (int o = 0; o < OUT; o++)
             for (int i = 0; i < IN; i++) {
                 weight_grad[o * IN + i] = 0;
-                for (int b = 0; b < BATCH; b++) weight_grad[o * IN + i] += 2 * error[b][o] * x[b][i] / BATCH;
+                for (int b = 0; b < BATCH; b++)
+                    weight_grad[o * IN + i] += 2 * error[b][o] * x[b][i] / BATCH;
             }
         CHECK(dtrain_strategy_ready(ddp, 0));
         CHECK(dtrain_strategy_finish(ddp)); /* now both gradients are the mean over all ranks */
 
         for (int k = 0; k < OUT * IN; k++) weight[k] -= 0.2f * weight_grad[k];
         for (int o = 0; o < OUT; o++) bias[o] -= 0.2f * bias_grad[o];
-        CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_F32, DTRAIN_MEAN, NULL));
-        if (dtrain_world_rank(world) == 0 && (step + 1) % 40 == 0) printf("step %3d  loss %.4f\n", step + 1, loss);
+        CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_F32, DTRAIN_MEAN,
+                                NULL));
+        if (dtrain_world_rank(world) == 0 && (step + 1) % 40 == 0)
+            printf("step %3d  loss %.4f\n", step + 1, loss);
     }
     if (dtrain_world_rank(world) == 0)
-        printf("learned  %+.2f %+.2f %+.2f %+.2f\ntruth    %+.2f %+.2f %+.2f %+.2f\n", weight[0], weight[1], weight[2],
-               bias[0], truth[0][0], truth[0][1], truth[0][2], truth[0][3]);
+        printf("learned  %+.2f %+.2f %+.2f %+.2f\ntruth    %+.2f %+.2f %+.2f %+.2f\n", weight[0],
+               weight[1], weight[2], bias[0], truth[0][0], truth[0][1], truth[0][2], truth[0][3]);
     CHECK(dtrain_strategy_verify(ddp, NULL)); /* every rank ends with the same bits */
     dtrain_strategy_destroy(ddp);
     return 0;

@@ -45,7 +45,8 @@ static int make_spirals(data *d)
     if (allocate(d, 2000, 2, 2, 60)) return 1;
     for (int64_t i = 0; i < d->count; i++) {
         uint64_t at = (uint64_t)i;
-        float turn = dtrain_random_uniform(3, 0, at), noise = 0.02f * dtrain_random_normal(3, 1, at);
+        float turn = dtrain_random_uniform(3, 0, at),
+              noise = 0.02f * dtrain_random_normal(3, 1, at);
         int label = (int)(i % 2);
         float angle = 9.0f * turn + 3.14159265f * (float)label;
         d->features[2 * i] = (turn + noise) * cosf(angle);
@@ -65,13 +66,18 @@ static int read_cifar(data *d, const char *path)
     rewind(file);
     if (bytes < 20 * CIFAR_RECORD || bytes % CIFAR_RECORD) {
         fclose(file);
-        return fprintf(stderr, "mlp: %s has %ld bytes; CIFAR-10 files hold records of %d bytes, 20 at least\n", path,
-                       bytes, CIFAR_RECORD), 1;
+        return fprintf(
+                   stderr,
+                   "mlp: %s has %ld bytes; CIFAR-10 files hold records of %d bytes, 20 at least\n",
+                   path, bytes, CIFAR_RECORD),
+               1;
     }
     int failed = allocate(d, bytes / CIFAR_RECORD, CIFAR_PIXELS, 10, 20);
     for (int64_t i = 0; i < d->count && !failed; i++) {
         failed = fread(record, CIFAR_RECORD, 1, file) != 1 || record[0] > 9;
-        if (failed) fprintf(stderr, "mlp: %s: record %lld is cut off or has a label above 9\n", path, (long long)i);
+        if (failed)
+            fprintf(stderr, "mlp: %s: record %lld is cut off or has a label above 9\n", path,
+                    (long long)i);
         d->labels[i] = record[0];
         for (int k = 0; k < CIFAR_PIXELS; k++)
             d->features[i * CIFAR_PIXELS + k] = ((float)record[1 + k] - 120.0f) / 64.0f;
@@ -86,8 +92,8 @@ enum { W1, B1, W2, B2, W3, B3, PARAM_COUNT };
 
 static void declare(dtrain_param *params, const data *d)
 {
-    static const char *const names[PARAM_COUNT] = {"fc1.weight", "fc1.bias", "fc2.weight",
-                                                   "fc2.bias", "fc3.weight", "fc3.bias"};
+    static const char *const names[PARAM_COUNT] = {"fc1.weight", "fc1.bias",   "fc2.weight",
+                                                   "fc2.bias",   "fc3.weight", "fc3.bias"};
     int64_t sizes[4] = {d->width, HIDDEN, HIDDEN, d->classes};
     memset(params, 0, PARAM_COUNT * sizeof *params);
     for (int i = 0; i < PARAM_COUNT; i++) {
@@ -124,7 +130,8 @@ static dtrain_result next_batch(void *user)
     job *j = user;
     for (int64_t b = 0; b < j->batch; b++) {
         int64_t row = j->order[j->next++];
-        memcpy(j->x + b * j->d->width, j->d->features + row * j->d->width, (size_t)j->d->width * sizeof(float));
+        memcpy(j->x + b * j->d->width, j->d->features + row * j->d->width,
+               (size_t)j->d->width * sizeof(float));
         j->labels[b] = j->d->labels[row];
     }
     return DTRAIN_OK;
@@ -142,9 +149,11 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
 /* Share of held-out rows whose largest logit is the label's. */
 static dtrain_result accuracy(dtrain_tape *t, job *j, double *share)
 {
-    int64_t rows = j->d->count - j->d->train_count, classes = j->d->classes, shape[2] = {rows, j->d->width}, good = 0;
+    int64_t rows = j->d->count - j->d->train_count, classes = j->d->classes,
+            shape[2] = {rows, j->d->width}, good = 0;
     float *logits = malloc((size_t)(rows * classes) * sizeof(float));
-    dtrain_result result = logits ? dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0) : DTRAIN_ERROR_MEMORY;
+    dtrain_result result =
+        logits ? dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0) : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK) {
         const float *held_out = j->d->features + j->d->train_count * j->d->width;
         dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_F32, 2, shape, held_out, false);
@@ -165,8 +174,12 @@ static int train(dtrain_world *world, void *user)
 {
     const data *d = user;
     int ranks = dtrain_world_size(world);
-    dtrain_sampler_desc sampler = {.rank = (uint32_t)dtrain_world_rank(world), .rank_count = (uint32_t)ranks,
-                                   .item_count = d->train_count, .seed = 1, .shuffle = true, .drop_last = true};
+    dtrain_sampler_desc sampler = {.rank = (uint32_t)dtrain_world_rank(world),
+                                   .rank_count = (uint32_t)ranks,
+                                   .item_count = d->train_count,
+                                   .seed = 1,
+                                   .shuffle = true,
+                                   .drop_last = true};
     int64_t per_rank = dtrain_sampler_count(&sampler);
     job j = {.d = d, .batch = BATCH / ranks > 0 ? BATCH / ranks : 1};
     int64_t steps = per_rank / j.batch, *scratch = malloc((size_t)d->train_count * sizeof(int64_t));
@@ -182,10 +195,15 @@ static int train(dtrain_world *world, void *user)
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     CHECK(dtrain_strategy_create(world, j.params, PARAM_COUNT, NULL, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
-    dtrain_trainer_desc desc = {.tokens = (uint32_t)j.batch, .clip = 1,
-                                .schedule = {DTRAIN_SCHEDULE_COSINE, 3e-3f, 0, 10, d->epochs * steps},
-                                .strategy = strategy, .optimizer = optimizer,
-                                .next_batch = next_batch, .loss = loss, .user = &j};
+    dtrain_trainer_desc desc = {
+        .tokens = (uint32_t)j.batch,
+        .clip = 1,
+        .schedule = {DTRAIN_SCHEDULE_COSINE, 3e-3f, 0, 10, d->epochs * steps},
+        .strategy = strategy,
+        .optimizer = optimizer,
+        .next_batch = next_batch,
+        .loss = loss,
+        .user = &j};
     CHECK(dtrain_trainer_create(world, &desc, &trainer));
 
     for (int64_t epoch = 0; epoch < d->epochs; epoch++) {
@@ -200,8 +218,8 @@ static int train(dtrain_world *world, void *user)
         if ((epoch + 1) % (d->epochs / 10)) continue;
         CHECK(accuracy(dtrain_trainer_tape(trainer), &j, &share));
         if (dtrain_world_rank(world) == 0)
-            printf("epoch %3lld  loss %.4f  held-out accuracy %5.1f %%\n", (long long)epoch + 1, sum / (double)steps,
-                   100 * share);
+            printf("epoch %3lld  loss %.4f  held-out accuracy %5.1f %%\n", (long long)epoch + 1,
+                   sum / (double)steps, 100 * share);
     }
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);

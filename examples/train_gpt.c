@@ -25,12 +25,9 @@ static struct {
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
     double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature;
     long deterministic, no_overlap, thread_ranks;
-} flags = {"tiny", "dtrain.h", NULL, "cosine", "none",
-           2, 0, 600,
-           0, 0, 0, 0, 0, 0,
-           0, 1, 1000, 100, 1337, 1, 250, 50, -1, 25 * 1024,
-           1e-3, -1, 0.1, 0.99, 1, 0, 0.1, 0.8,
-           0, 0, 0};
+} flags = {"tiny", "dtrain.h", NULL, "cosine", "none", 2,   0,    600, 0,   0,  0,  0,
+           0,      0,          0,    1,        1000,   100, 1337, 1,   250, 50, -1, 25 * 1024,
+           1e-3,   -1,         0.1,  0.99,     1,      0,   0.1,  0.8, 0,   0,  0};
 
 static const struct flag {
     const char *name;
@@ -39,7 +36,8 @@ static const struct flag {
     double low, high;
     const char *help;
 } flag_table[] = {
-    {"--model", 's', &flags.model, 0, 0, "tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl; flags below override its sizes"},
+    {"--model", 's', &flags.model, 0, 0,
+     "tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl; flags below override its sizes"},
     {"--data", 's', &flags.data, 0, 0, "any file (bytes), or a llm.c token .bin"},
     {"--ranks", 'i', &flags.ranks, 1, DTRAIN_MAX_RANKS, "data-parallel processes"},
     {"--threads", 'i', &flags.threads, 0, 1024, "compute threads of a rank; 0 = cores / ranks"},
@@ -55,30 +53,40 @@ static const struct flag {
     {"--min-lr", 'f', &flags.min_lr, 0, 1e3, "learning rate at the end; default --lr / 10"},
     {"--warmup", 'i', &flags.warmup, 0, 1e12, "steps of linear warm-up"},
     {"--schedule", 's', &flags.schedule, 0, 0, "cosine, linear or constant"},
-    {"--lr-scaling", 's', &flags.lr_scaling, 0, 0, "scale --lr with the number of ranks: none, linear or sqrt"},
-    {"--weight-decay", 'f', &flags.weight_decay, 0, 1e3, "AdamW decay of matrices; biases and norms have none"},
+    {"--lr-scaling", 's', &flags.lr_scaling, 0, 0,
+     "scale --lr with the number of ranks: none, linear or sqrt"},
+    {"--weight-decay", 'f', &flags.weight_decay, 0, 1e3,
+     "AdamW decay of matrices; biases and norms have none"},
     {"--beta2", 'f', &flags.beta2, 0, 0.999999, "AdamW second-moment decay"},
     {"--clip", 'f', &flags.clip, 0, 1e9, "global gradient norm; 0 = off"},
     {"--dropout", 'f', &flags.dropout, 0, 0.99, "probability, on the residual stream"},
     {"--seed", 'i', &flags.seed, 0, 4294967295.0, "of data order, dropout and sampling"},
     {"--init-seed", 'i', &flags.init_seed, 0, 4294967295.0, "of the initial parameters"},
-    {"--eval-every", 'i', &flags.eval_every, 0, 1e12, "steps between validations; 0 = at the end only"},
-    {"--eval-batches", 'i', &flags.eval_batches, 0, 1e9, "batches per rank and validation; 0 = never validate"},
+    {"--eval-every", 'i', &flags.eval_every, 0, 1e12,
+     "steps between validations; 0 = at the end only"},
+    {"--eval-batches", 'i', &flags.eval_batches, 0, 1e9,
+     "batches per rank and validation; 0 = never validate"},
     {"--val-split", 'f', &flags.val_split, 0.0001, 0.9, "share of the data, at its end, held out"},
     {"--sample", 'i', &flags.sample, 0, 1e6, "tokens to write at the end; 0 = none"},
     {"--temperature", 'f', &flags.temperature, 0.01, 100, "of the sample"},
     {"--log", 's', &flags.log, 0, 0, "one JSON object a step to this file"},
-    {"--bucket-kib", 'i', &flags.bucket_kib, 1, 1e9, "gradient bucket size; the bits do not depend on it"},
-    {"--no-overlap", 'b', &flags.no_overlap, 0, 0, "communicate after backward only; the bits are the same"},
-    {"--deterministic", 'b', &flags.deterministic, 0, 0, "refuse what could change the bits from run to run; verify replicas and print a hash at the end"},
-    {"--thread-ranks", 'b', &flags.thread_ranks, 0, 0, "ranks are threads of one process (for debuggers)"},
+    {"--bucket-kib", 'i', &flags.bucket_kib, 1, 1e9,
+     "gradient bucket size; the bits do not depend on it"},
+    {"--no-overlap", 'b', &flags.no_overlap, 0, 0,
+     "communicate after backward only; the bits are the same"},
+    {"--deterministic", 'b', &flags.deterministic, 0, 0,
+     "refuse what could change the bits from run to run; verify replicas and print a hash at the "
+     "end"},
+    {"--thread-ranks", 'b', &flags.thread_ranks, 0, 0,
+     "ranks are threads of one process (for debuggers)"},
     {"--timeout", 'i', &flags.timeout, 1, 1e6, "seconds a rank waits for another"},
 };
 enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
 
 static const struct preset {
     const char *name;
-    long layers, heads, channels, seq, positions, vocab, batch, sample; /* 0: vocabulary of the data */
+    long layers, heads, channels, seq, positions, vocab, batch,
+        sample; /* 0: vocabulary of the data */
 } presets[] = {
     {"tiny", 4, 4, 128, 64, 0, 0, 6, 300}, /* 2 ranks x 6: nanoGPT's configuration for a CPU */
     {"baby", 6, 6, 384, 128, 0, 0, 8, 300},
@@ -93,19 +101,24 @@ static const struct preset {
 
 static void print_help(void)
 {
-    printf("train_gpt: trains a GPT on text, data-parallel over CPU ranks (dtrain %s)\n\n", dtrain_version());
+    printf("train_gpt: trains a GPT on text, data-parallel over CPU ranks (dtrain %s)\n\n",
+           dtrain_version());
     for (int i = 0; i < FLAG_COUNT; i++) {
         const struct flag *f = &flag_table[i];
         char usual[32] = "";
-        if (f->kind == 's' && *(const char **)f->value) snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
-        if (f->kind == 'i' && *(long *)f->value > 0) snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
-        if (f->kind == 'f' && *(double *)f->value >= 0) snprintf(usual, sizeof usual, "%g", *(double *)f->value);
+        if (f->kind == 's' && *(const char **)f->value)
+            snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
+        if (f->kind == 'i' && *(long *)f->value > 0)
+            snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
+        if (f->kind == 'f' && *(double *)f->value >= 0)
+            snprintf(usual, sizeof usual, "%g", *(double *)f->value);
         printf("  %-16s %-8s %s\n", f->name, usual, f->help);
     }
     printf("\n  %-12s layers heads channels seq   vocab  batch\n", "model");
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
-        printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld\n", presets[i].name, presets[i].layers, presets[i].heads,
-               presets[i].channels, presets[i].seq, presets[i].vocab ? presets[i].vocab : 256, presets[i].batch);
+        printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld\n", presets[i].name, presets[i].layers,
+               presets[i].heads, presets[i].channels, presets[i].seq,
+               presets[i].vocab ? presets[i].vocab : 256, presets[i].batch);
 }
 
 static int set_flag(const struct flag *f, const char *text)
@@ -119,7 +132,8 @@ static int set_flag(const struct flag *f, const char *text)
     if (end == text || *end || !(number >= f->low && number <= f->high))
         return BAD("%s is \"%s\"; it takes a number from %g to %g", f->name, text, f->low, f->high);
     if (f->kind == 'f') *(double *)f->value = number;
-    else if (number != floor(number)) return BAD("%s is \"%s\"; it takes a whole number", f->name, text);
+    else if (number != floor(number))
+        return BAD("%s is \"%s\"; it takes a whole number", f->name, text);
     else *(long *)f->value = (long)number;
     return 0;
 }
@@ -154,7 +168,8 @@ static int apply_preset(void)
         if (flags.min_lr < 0) flags.min_lr = flags.lr / 10;
         return 0;
     }
-    return BAD("--model is \"%s\"; it takes tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl", flags.model);
+    return BAD("--model is \"%s\"; it takes tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl",
+               flags.model);
 }
 
 /* Index of `text` in a list of words ended by NULL, -1 when it is none of them. */
@@ -183,8 +198,8 @@ typedef struct gpt {
 } gpt;
 
 /* Adds the next parameter: shape (rows, columns), or (rows) when columns is 0. */
-static dtrain_param *declare(gpt *m, uint32_t unit, const char *name, int64_t rows, int64_t columns, uint32_t init,
-                             float scale)
+static dtrain_param *declare(gpt *m, uint32_t unit, const char *name, int64_t rows, int64_t columns,
+                             uint32_t init, float scale)
 {
     dtrain_param *p = &m->params[m->param_count];
     char *full = m->names[m->param_count++];
@@ -214,7 +229,8 @@ static void declare_block(gpt *m, block_params *b, uint32_t unit)
     b->ln2_bias = declare(m, unit, "ln_2.bias", c, 0, DTRAIN_INIT_ZERO, 0);
     b->fc_weight = declare(m, unit, "mlp.c_fc.weight", 4 * c, c, DTRAIN_INIT_NORMAL, 0.02f);
     b->fc_bias = declare(m, unit, "mlp.c_fc.bias", 4 * c, 0, DTRAIN_INIT_ZERO, 0);
-    b->fcproj_weight = declare(m, unit, "mlp.c_proj.weight", c, 4 * c, DTRAIN_INIT_NORMAL, residual);
+    b->fcproj_weight =
+        declare(m, unit, "mlp.c_proj.weight", c, 4 * c, DTRAIN_INIT_NORMAL, residual);
     b->fcproj_bias = declare(m, unit, "mlp.c_proj.bias", c, 0, DTRAIN_INIT_ZERO, 0);
 }
 
@@ -228,10 +244,13 @@ static int gpt_declare(gpt *m)
     m->blocks = (block_params *)calloc(layers, sizeof *m->blocks);
     if (!m->params || !m->names || !m->blocks) return 1;
     m->wte = declare(m, 0, "wte.weight", flags.vocab, flags.channels, DTRAIN_INIT_NORMAL, 0.02f);
-    m->wpe = declare(m, 0, "wpe.weight", flags.positions, flags.channels, DTRAIN_INIT_NORMAL, 0.02f);
+    m->wpe =
+        declare(m, 0, "wpe.weight", flags.positions, flags.channels, DTRAIN_INIT_NORMAL, 0.02f);
     for (size_t l = 0; l < layers; l++) declare_block(m, &m->blocks[l], (uint32_t)l + 1);
-    m->lnf_weight = declare(m, (uint32_t)layers + 1, "ln_f.weight", flags.channels, 0, DTRAIN_INIT_CONSTANT, 1);
-    m->lnf_bias = declare(m, (uint32_t)layers + 1, "ln_f.bias", flags.channels, 0, DTRAIN_INIT_ZERO, 0);
+    m->lnf_weight =
+        declare(m, (uint32_t)layers + 1, "ln_f.weight", flags.channels, 0, DTRAIN_INIT_CONSTANT, 1);
+    m->lnf_bias =
+        declare(m, (uint32_t)layers + 1, "ln_f.bias", flags.channels, 0, DTRAIN_INIT_ZERO, 0);
     return 0;
 }
 
@@ -245,19 +264,20 @@ static void gpt_free(gpt *m)
 static dtrain_tensor *block(dtrain_tape *t, const block_params *p, dtrain_tensor *x)
 {
     float drop = (float)flags.dropout;
-    dtrain_tensor *h = dtrain_layernorm(t, x, p->ln1_weight, p->ln1_bias);           /* (B*T, C) */
-    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE);            /* (B*T, 3C) */
-    h = dtrain_attention(t, h, flags.seq, flags.heads, DTRAIN_CAUSAL);               /* (B*T, C) */
+    dtrain_tensor *h = dtrain_layernorm(t, x, p->ln1_weight, p->ln1_bias); /* (B*T, C) */
+    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE);  /* (B*T, 3C) */
+    h = dtrain_attention(t, h, flags.seq, flags.heads, DTRAIN_CAUSAL);     /* (B*T, C) */
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACT_NONE);
     x = dtrain_add(t, x, dtrain_dropout(t, h, drop));
     h = dtrain_layernorm(t, x, p->ln2_weight, p->ln2_bias);
-    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACT_GELU);              /* (B*T, 4C) */
-    h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias, DTRAIN_ACT_NONE);      /* (B*T, C) */
+    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACT_GELU);         /* (B*T, 4C) */
+    h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias, DTRAIN_ACT_NONE); /* (B*T, C) */
     return dtrain_add(t, x, dtrain_dropout(t, h, drop));
 }
 
 /* tokens (batch, seq) -> logits (batch*seq, vocab); the classifier is the token embedding, tied. */
-static dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens, int64_t batch)
+static dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens,
+                                  int64_t batch)
 {
     int64_t shape[2] = {batch, flags.seq};
     dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_I32, 2, shape, tokens, false), *x;
@@ -292,7 +312,8 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     const source *s = (const source *)user;
     int64_t rows = (int64_t)flags.batch * flags.seq;
     dtrain_tensor *logits = gpt_forward(t, s->model, s->inputs, flags.batch);
-    return dtrain_cross_entropy(t, logits, dtrain_tape_input(t, DTRAIN_I32, 1, &rows, s->targets, false));
+    return dtrain_cross_entropy(t, logits,
+                                dtrain_tape_input(t, DTRAIN_I32, 1, &rows, s->targets, false));
 }
 
 static dtrain_dataset_desc dataset_desc(void)
@@ -324,23 +345,29 @@ static dtrain_loader_desc loader_desc(dtrain_dataset *dataset, bool held_out)
 
 static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_dataset *data, const dtrain_memory *m)
+static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_dataset *data,
+                       const dtrain_memory *m)
 {
     dtrain_strategy_info info;
     long step_tokens = flags.batch * flags.seq * flags.accum * dtrain_world_size(world);
     int64_t tokens = dtrain_dataset_token_count(data);
     dtrain_strategy_query(strategy, &info);
-    printf("dtrain %s    %d rank%s x %u thread%s on the cpu (%s kernels)\n", dtrain_version(), dtrain_world_size(world),
-           dtrain_world_size(world) == 1 ? "" : "s", dtrain_world_threads(world),
-           dtrain_world_threads(world) == 1 ? "" : "s", dtrain_cpu_kernel_name());
-    printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: %.2f M parameters\n",
+    printf("dtrain %s    %d rank%s x %u thread%s on the cpu (%s kernels)\n", dtrain_version(),
+           dtrain_world_size(world), dtrain_world_size(world) == 1 ? "" : "s",
+           dtrain_world_threads(world), dtrain_world_threads(world) == 1 ? "" : "s",
+           dtrain_cpu_kernel_name());
+    printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
+           "%.2f M parameters\n",
            flags.model, flags.layers, flags.heads, flags.channels, flags.seq, flags.vocab,
            1e-6 * (double)info.total_elements);
     printf("data    %s: %lld tokens, the last %lld held out\n", flags.data, (long long)tokens,
            (long long)((double)tokens * flags.val_split));
-    printf("step    %ld x %ld tokens x %ld micro-batches x %d ranks = %ld tokens; gradients in %zu buckets\n", flags.batch,
-           flags.seq, flags.accum, dtrain_world_size(world), step_tokens, info.bucket_count);
-    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, activations %.1f + %.1f, "
+    printf("step    %ld x %ld tokens x %ld micro-batches x %d ranks = %ld tokens; gradients in %zu "
+           "buckets\n",
+           flags.batch, flags.seq, flags.accum, dtrain_world_size(world), step_tokens,
+           info.bucket_count);
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, "
+           "activations %.1f + %.1f, "
            "workspace %.1f\n\n",
            mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->activations),
            mib(m->activation_grads), mib(m->workspace));
@@ -348,18 +375,20 @@ static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_da
 
 static void show_end(dtrain_world *world, const dtrain_summary *s, const dtrain_memory *m)
 {
-    uint64_t now, peak;
-    dtrain_process_memory(&now, &peak);
-    printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M tokens\n", s->last_loss, s->first_loss,
-           (long long)s->steps, 1e-6 * (double)s->tokens);
-    if (isfinite(s->val_loss)) printf("  validation loss      %10.4f   perplexity %.2f\n", s->val_loss, exp(s->val_loss));
+    uint64_t now;
+    dtrain_process_memory(&now, NULL);
+    printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M tokens\n",
+           s->last_loss, s->first_loss, (long long)s->steps, 1e-6 * (double)s->tokens);
+    if (isfinite(s->val_loss))
+        printf("  validation loss      %10.4f   perplexity %.2f\n", s->val_loss, exp(s->val_loss));
     printf("  tokens/s             %10.0f   %.1f s in all\n", s->tokens_per_second, s->seconds);
     printf("  step                 %10.2f ms\n", s->step_ms);
-    printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n", s->comm_ms,
-           s->exposed_comm_ms, mib(s->comm_bytes) / (double)(s->steps ? s->steps : 1));
-    printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n", 100 * s->scaling,
-           dtrain_world_size(world));
-    printf("  memory               %10.1f MiB at most in rank 0, %.1f predicted\n", mib(peak), mib(m->total));
+    printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
+           s->comm_ms, s->exposed_comm_ms, mib(s->comm_bytes) / (double)(s->steps ? s->steps : 1));
+    printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
+           100 * s->scaling, dtrain_world_size(world));
+    printf("  memory               %10.1f MiB in rank 0, %.1f predicted\n", mib(now),
+           mib(m->total));
 }
 
 /* Draws from softmax(logits / temperature). */
@@ -386,7 +415,8 @@ static dtrain_result show_sample(dtrain_tape *t, const gpt *m)
     printf("\na sample, temperature %g:\n  ", flags.temperature);
     for (long i = 0; i < flags.sample && result == DTRAIN_OK; i++) {
         result = dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0);
-        if (result == DTRAIN_OK) result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
+        if (result == DTRAIN_OK)
+            result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
         if (result != DTRAIN_OK) break;
         int32_t token = draw(logits + (length - 1) * flags.vocab, flags.vocab, (uint64_t)i);
         if (flags.vocab != 256) printf("%d ", token);
@@ -447,9 +477,11 @@ static dtrain_result open_job(dtrain_world *world, job *j)
     TRY(open_source(world, j, &j->held_out, true));
     strategy.init_seed = (uint64_t)flags.init_seed;
     strategy.bucket_bytes = (size_t)flags.bucket_kib * 1024;
-    if (strategy.first_bucket_bytes > strategy.bucket_bytes) strategy.first_bucket_bytes = strategy.bucket_bytes;
+    if (strategy.first_bucket_bytes > strategy.bucket_bytes)
+        strategy.first_bucket_bytes = strategy.bucket_bytes;
     strategy.no_overlap = flags.no_overlap != 0;
-    TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy, &j->strategy));
+    TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
+                               &j->strategy));
     adamw.beta2 = (float)flags.beta2;
     adamw.weight_decay = (float)flags.weight_decay;
     TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
@@ -458,8 +490,9 @@ static dtrain_result open_job(dtrain_world *world, job *j)
     trainer.clip = (float)flags.clip;
     trainer.seed = (uint64_t)flags.seed;
     trainer.schedule.kind = (uint32_t)choice(flags.schedule, schedule_names);
-    trainer.schedule.lr = dtrain_scale_lr((float)flags.lr, dtrain_world_size(world),
-                                          (dtrain_lr_scaling)choice(flags.lr_scaling, scaling_names));
+    trainer.schedule.lr =
+        dtrain_scale_lr((float)flags.lr, dtrain_world_size(world),
+                        (dtrain_lr_scaling)choice(flags.lr_scaling, scaling_names));
     trainer.schedule.min_lr = (float)flags.min_lr;
     trainer.schedule.warmup_steps = flags.warmup;
     trainer.schedule.total_steps = flags.steps;
@@ -499,7 +532,8 @@ static void close_job(job *j)
 static dtrain_result validate(job *j, double *val_loss)
 {
     dtrain_loader_seek(j->held_out.loader, 0);
-    return dtrain_trainer_evaluate(j->trainer, next_batch, &j->held_out, flags.eval_batches, val_loss);
+    return dtrain_trainer_evaluate(j->trainer, next_batch, &j->held_out, flags.eval_batches,
+                                   val_loss);
 }
 
 static dtrain_result train_steps(job *j)
@@ -507,9 +541,11 @@ static dtrain_result train_steps(job *j)
     dtrain_result result = DTRAIN_OK;
     for (long step = 0; step < flags.steps && result == DTRAIN_OK; step++) {
         dtrain_step_record record;
-        bool due = step + 1 == flags.steps || (flags.eval_every && (step + 1) % flags.eval_every == 0);
+        bool due =
+            step + 1 == flags.steps || (flags.eval_every && (step + 1) % flags.eval_every == 0);
         result = dtrain_trainer_step(j->trainer, &record);
-        if (result == DTRAIN_OK && due && flags.eval_batches) result = validate(j, &record.val_loss);
+        if (result == DTRAIN_OK && due && flags.eval_batches)
+            result = validate(j, &record.val_loss);
         if (result == DTRAIN_OK) result = dtrain_metrics_step(j->metrics, &record);
     }
     return result;
@@ -522,13 +558,15 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
     uint64_t hash = 0;
     bool first = dtrain_world_rank(world) == 0;
     dtrain_metrics_summary(j->metrics, &summary);
-    if (flags.deterministic) TRY(dtrain_strategy_verify(j->strategy, &hash));
-    TRY(dtrain_metrics_destroy(j->metrics));
-cleanup:
+    if (flags.deterministic) result = dtrain_strategy_verify(j->strategy, &hash);
+    if (dtrain_metrics_destroy(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
+        fprintf(stderr, "\ntrain_gpt: warning: %s\n", dtrain_last_error());
     j->metrics = NULL;
     if (result != DTRAIN_OK || !first) return result;
     show_end(world, &summary, &j->memory);
-    if (flags.deterministic) printf("  parameters           %016llx   bit-identical on all ranks\n", (unsigned long long)hash);
+    if (flags.deterministic)
+        printf("  parameters           %016llx   bit-identical on all ranks\n",
+               (unsigned long long)hash);
     if (flags.sample) result = show_sample(dtrain_trainer_tape(j->trainer), &j->model);
     return result;
 }
@@ -558,14 +596,16 @@ cleanup:
 
 static int check_sizes(void)
 {
-    double params = (double)flags.vocab * (double)flags.channels + (double)flags.positions * (double)flags.channels +
+    double params = (double)flags.vocab * (double)flags.channels +
+                    (double)flags.positions * (double)flags.channels +
                     12.0 * (double)flags.layers * (double)flags.channels * (double)flags.channels;
     double need = 16 * params * (double)flags.ranks; /* value, gradient, m, v */
     double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (flags.channels % flags.heads)
         return BAD("--heads is %ld; it must divide --channels %ld", flags.heads, flags.channels);
     if (need > have)
-        return BAD("%ld ranks with %.3g parameters each need at least %.1f GiB; this machine has %.1f GiB: use fewer --ranks "
+        return BAD("%ld ranks with %.3g parameters each need at least %.1f GiB; this machine has "
+                   "%.1f GiB: use fewer --ranks "
                    "or a smaller model",
                    flags.ranks, params, need / 1073741824.0, have / 1073741824.0);
     if (choice(flags.schedule, schedule_names) < 0)
@@ -573,7 +613,8 @@ static int check_sizes(void)
     if (choice(flags.lr_scaling, scaling_names) < 0)
         return BAD("--lr-scaling is \"%s\"; it takes none, linear or sqrt", flags.lr_scaling);
     if (flags.deterministic && strcmp(dtrain_cpu_kernel_name(), "cblas") == 0)
-        return BAD("--deterministic: this build calls an external BLAS, whose bits may change from run to run");
+        return BAD("--deterministic: this build calls an external BLAS, whose bits may change from "
+                   "run to run");
     return 0;
 }
 

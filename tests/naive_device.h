@@ -74,8 +74,10 @@ static dtrain_result naive_gemm(dtrain_device *device, const dtrain_gemm_args *g
         for (int64_t j = 0; j < g->n; j++) {
             double sum = 0;
             for (int64_t k = 0; k < g->k; k++)
-                sum += (double)(g->flags & DTRAIN_GEMM_TRANS_A ? a[k * g->lda + i] : a[i * g->lda + k]) *
-                       (double)(g->flags & DTRAIN_GEMM_TRANS_B ? b[j * g->ldb + k] : b[k * g->ldb + j]);
+                sum += (double)(g->flags & DTRAIN_GEMM_TRANS_A ? a[k * g->lda + i]
+                                                               : a[i * g->lda + k]) *
+                       (double)(g->flags & DTRAIN_GEMM_TRANS_B ? b[j * g->ldb + k]
+                                                               : b[k * g->ldb + j]);
             sum *= (double)g->alpha;
             if (g->beta != 0) sum += (double)g->beta * (double)c[i * g->ldc + j];
             if (g->bias) sum += (double)g->bias[j];
@@ -158,8 +160,8 @@ static dtrain_result naive_embedding(dtrain_device *device, const dtrain_embeddi
     for (int64_t i = 0; i < a->rows; i++) {
         if (a->tokens[i] < 0 || a->tokens[i] >= a->vocab) return DTRAIN_ERROR_DATA;
         for (int64_t j = 0; j < a->n; j++)
-            a->y[i * a->n + j] = a->wte[a->tokens[i] * a->n + j] +
-                                 (a->wpe ? a->wpe[i % a->sequence * a->n + j] : 0);
+            a->y[i * a->n + j] =
+                a->wte[a->tokens[i] * a->n + j] + (a->wpe ? a->wpe[i % a->sequence * a->n + j] : 0);
     }
     return DTRAIN_OK;
 }
@@ -228,13 +230,17 @@ static dtrain_result naive_attention_backward(dtrain_device *device,
                     double d_p = 0, p = exp(naive_score(a->qkv, n, a->heads, row, other, h) -
                                             (double)a->lse[(b * a->heads + h) * T + t]);
                     for (int64_t j = h * d; j < (h + 1) * d; j++) {
-                        d_p += (double)a->d_y[row * n + j] * (double)a->qkv[other * 3 * n + 2 * n + j];
-                        a->d_qkv[other * 3 * n + 2 * n + j] += (float)(p * (double)a->d_y[row * n + j]);
+                        d_p +=
+                            (double)a->d_y[row * n + j] * (double)a->qkv[other * 3 * n + 2 * n + j];
+                        a->d_qkv[other * 3 * n + 2 * n + j] +=
+                            (float)(p * (double)a->d_y[row * n + j]);
                     }
                     double d_score = p * (d_p - dot) / sqrt((double)d);
                     for (int64_t j = h * d; j < (h + 1) * d; j++) {
-                        a->d_qkv[row * 3 * n + j] += (float)(d_score * (double)a->qkv[other * 3 * n + n + j]);
-                        a->d_qkv[other * 3 * n + n + j] += (float)(d_score * (double)a->qkv[row * 3 * n + j]);
+                        a->d_qkv[row * 3 * n + j] +=
+                            (float)(d_score * (double)a->qkv[other * 3 * n + n + j]);
+                        a->d_qkv[other * 3 * n + n + j] +=
+                            (float)(d_score * (double)a->qkv[row * 3 * n + j]);
                     }
                 }
             }
@@ -315,7 +321,8 @@ static dtrain_result naive_adamw(dtrain_device *device, const dtrain_adamw_args 
         double g = (double)a->grad[i] * (double)a->grad_scale;
         double m = (double)a->beta1 * (double)a->m[i] + (1 - (double)a->beta1) * g;
         double v = (double)a->beta2 * (double)a->v[i] + (1 - (double)a->beta2) * g * g;
-        double step = m / (double)a->correction1 / (sqrt(v / (double)a->correction2) + (double)a->epsilon);
+        double step =
+            m / (double)a->correction1 / (sqrt(v / (double)a->correction2) + (double)a->epsilon);
         a->m[i] = (float)m;
         a->v[i] = (float)v;
         a->value[i] = (float)((double)a->value[i] * (1 - (double)a->lr * (double)a->weight_decay) -
@@ -340,12 +347,33 @@ static dtrain_result naive_sgd(dtrain_device *device, const dtrain_sgd_args *a)
 
 static inline const dtrain_device_ops *naive_device_ops(void)
 {
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI, "naive", true, naive_create, naive_destroy, naive_synchronize, naive_alloc,
-        naive_free, naive_copy, naive_zero, naive_gemm, naive_activation_backward, naive_layernorm,
-        naive_layernorm_backward, naive_embedding, naive_embedding_backward, naive_attention,
-        naive_attention_backward, naive_cross_entropy, naive_cross_entropy_backward, naive_add,
-        naive_axpby, naive_dropout, naive_sum, naive_convert, naive_adamw, naive_sgd};
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "naive",
+                                          true,
+                                          naive_create,
+                                          naive_destroy,
+                                          naive_synchronize,
+                                          naive_alloc,
+                                          naive_free,
+                                          naive_copy,
+                                          naive_zero,
+                                          naive_gemm,
+                                          naive_activation_backward,
+                                          naive_layernorm,
+                                          naive_layernorm_backward,
+                                          naive_embedding,
+                                          naive_embedding_backward,
+                                          naive_attention,
+                                          naive_attention_backward,
+                                          naive_cross_entropy,
+                                          naive_cross_entropy_backward,
+                                          naive_add,
+                                          naive_axpby,
+                                          naive_dropout,
+                                          naive_sum,
+                                          naive_convert,
+                                          naive_adamw,
+                                          naive_sgd};
     return &ops;
 }
 

@@ -96,8 +96,8 @@ static inline void ranks_check_holdings(const ranks_holdings *before, const char
     }
     CHECK_MSG(now.fds <= before->fds, "%s: %d file descriptors before, %d after", what, before->fds,
               now.fds);
-    CHECK_MSG(now.threads <= before->threads || RANKS_SANITIZED, "%s: %d threads before, %d after", what,
-              before->threads, now.threads);
+    CHECK_MSG(now.threads <= before->threads || RANKS_SANITIZED, "%s: %d threads before, %d after",
+              what, before->threads, now.threads);
     CHECK_MSG(now.shm <= before->shm, "%s: %d entries in /dev/shm before, %d after", what,
               before->shm, now.shm);
     CHECK_MSG(now.children <= before->children, "%s: a child process is left", what);
@@ -112,7 +112,8 @@ static inline dtrain_launch_desc ranks_desc(int ranks, uint32_t mode)
     desc.rank_count = (uint32_t)ranks;
     desc.mode = mode;
     desc.threads_per_rank = 1;
-    desc.timeout_ms = 20000; /* other programs may be busy here; a hang still ends inside the test */
+    desc.timeout_ms =
+        20000; /* other programs may be busy here; a hang still ends inside the test */
     desc.grace_ms = 2000;
     desc.log_level = DTRAIN_LOG_ERROR;
     desc.reserve_bytes = (size_t)256 << 20;
@@ -144,12 +145,12 @@ static inline void ranks_run(int ranks, uint32_t mode, dtrain_rank_fn rank_main,
 }
 
 /* For rank_main: a call that must succeed; otherwise the rank ends and the others hear of it. */
-#define RANKS_TRY(call)                                                                           \
-    do {                                                                                          \
-        dtrain_result ranks_result = (call);                                                      \
-        if (!CHECK_MSG(ranks_result == DTRAIN_OK, "%s: %s: %s", #call,                            \
-                       dtrain_result_name(ranks_result), dtrain_last_error()))                    \
-            return 1;                                                                             \
+#define RANKS_TRY(call)                                                        \
+    do {                                                                       \
+        dtrain_result ranks_result = (call);                                   \
+        if (!CHECK_MSG(ranks_result == DTRAIN_OK, "%s: %s: %s", #call,         \
+                       dtrain_result_name(ranks_result), dtrain_last_error())) \
+            return 1;                                                          \
     } while (0)
 
 #endif

@@ -48,9 +48,9 @@ static int test_passed, test_failed, test_skipped;
 #define CHECK(condition) test_check((condition) ? 1 : 0, __FILE__, __LINE__, "%s", #condition)
 #define CHECK_MSG(condition, ...) test_check((condition) ? 1 : 0, __FILE__, __LINE__, __VA_ARGS__)
 /* |a - b| <= tolerance * max(1, |b|); false for NaN. */
-#define CHECK_CLOSE(a, b, tolerance)                                                              \
-    test_check(test_close((double)(a), (double)(b), (double)(tolerance)), __FILE__, __LINE__,     \
-               "%s = %.9g, expected %s = %.9g within %g", #a, (double)(a), #b, (double)(b),       \
+#define CHECK_CLOSE(a, b, tolerance)                                                          \
+    test_check(test_close((double)(a), (double)(b), (double)(tolerance)), __FILE__, __LINE__, \
+               "%s = %.9g, expected %s = %.9g within %g", #a, (double)(a), #b, (double)(b),   \
                (double)(tolerance))
 #define RUN(test) test_run(#test, test)
 #define SKIP(test, reason) test_skip(#test, reason)
@@ -65,7 +65,8 @@ static inline int test_close(double a, double b, double tolerance)
 #if defined(__GNUC__)
 __attribute__((format(printf, 4, 5)))
 #endif
-static inline int test_check(int good, const char *file, int line, const char *format, ...)
+static inline int
+test_check(int good, const char *file, int line, const char *format, ...)
 {
     __atomic_fetch_add(&test_shared->checks, 1, __ATOMIC_RELAXED);
     if (good) return 1;
@@ -187,7 +188,8 @@ static inline void test_run(const char *name, void (*test)(void))
     if (verdict) test_failed++;
     else test_passed++;
     printf("  %s %-44s %6.2f s  %7ld checks%s%s\n", verdict ? "FAIL" : "ok  ", name,
-           test_seconds() - start, test_shared->checks, verdict ? ": " : "", verdict ? verdict : "");
+           test_seconds() - start, test_shared->checks, verdict ? ": " : "",
+           verdict ? verdict : "");
 }
 
 static inline void test_skip(const char *name, const char *reason)

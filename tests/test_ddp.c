@@ -32,7 +32,7 @@ typedef struct outcome {
 } outcome;
 
 typedef struct run {
-    config config;
+    config settings;
     outcome *out; /* shared, rank 0 writes */
 } run;
 
@@ -41,7 +41,8 @@ static float noise(uint64_t stream, uint64_t index)
     return (float)(ranks_mix(stream * 1000003u + index) >> 40) / 8388608.0f - 1.0f;
 }
 
-static dtrain_param param(const char *name, float *value, float *grad, int64_t rows, int64_t columns)
+static dtrain_param param(const char *name, float *value, float *grad, int64_t rows,
+                          int64_t columns)
 {
     dtrain_param p;
     memset(&p, 0, sizeof p);
@@ -56,8 +57,9 @@ static dtrain_param param(const char *name, float *value, float *grad, int64_t r
 /* Host values differ from rank to rank: creation must bring rank 0's everywhere. */
 static void model_init(model *m, const config *c, int rank)
 {
-    static const char *const names[PARAMS] = {"enc", "b1", "empty", "sigma", "dec", "big", "b2", "fixed"};
-    static const int64_t shapes[PARAMS][2] = {{HID, IN}, {HID, 0}, {0, 0},   {1, 0},
+    static const char *const names[PARAMS] = {"enc", "b1",  "empty", "sigma",
+                                              "dec", "big", "b2",    "fixed"};
+    static const int64_t shapes[PARAMS][2] = {{HID, IN}, {HID, 0},  {0, 0},  {1, 0},
                                               {IN, HID}, {41, 100}, {IN, 0}, {IN, 0}};
     bool copy = c->copying == 1 || (c->copying == 2 && rank % 2);
     int i, at = 0;
@@ -129,7 +131,8 @@ static void emit(model *m, int index)
     const dtrain_param *p = &m->p[index], *storage = p->storage;
     int64_t i;
     for (i = 0; i < p->count; i++)
-        storage->grad[i] = storage->grad_written ? storage->grad[i] + m->g[index][i] : m->g[index][i];
+        storage->grad[i] =
+            storage->grad_written ? storage->grad[i] + m->g[index][i] : m->g[index][i];
 }
 
 /* The order in which backward marks parameters: reverse, or any that keeps a tied pair's writes apart. */
@@ -159,8 +162,8 @@ static dtrain_result backward(model *m, dtrain_strategy *ddp, bool shuffle, uint
 }
 
 /* One step over this rank's samples; the mean loss over ranks. */
-static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *ddp, const config *c,
-                                int step, float *loss)
+static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *ddp,
+                                const config *c, int step, float *loss)
 {
     int ranks = dtrain_world_size(world), rank = dtrain_world_rank(world), micro, k;
     int share = c->batch / ranks / c->accumulation;
@@ -177,11 +180,13 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
         DTRAIN__TRY(backward(m, ddp, c->shuffle, (uint64_t)(step * 100 + rank)));
         dtrain_comm_query(dtrain_world_comm(world), &after);
         CHECK(last || after.operation_count == before.operation_count);
-        if (!last && micro % 2) DTRAIN__TRY(dtrain_strategy_finish(ddp)); /* optional with no_sync */
+        if (!last && micro % 2)
+            DTRAIN__TRY(dtrain_strategy_finish(ddp)); /* optional with no_sync */
     }
     DTRAIN__TRY(dtrain_strategy_finish(ddp));
     *loss = (float)(sum / (share * c->accumulation));
-    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN, NULL);
+    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
+                             NULL);
 }
 
 static void report(outcome *out, const model *m)
@@ -189,7 +194,8 @@ static void report(outcome *out, const model *m)
     int i, at = 0;
     for (i = 0; i < PARAMS; i++) {
         if (i == DEC) continue;
-        if (m->p[i].count) memcpy(out->values + at, m->p[i].value, (size_t)m->p[i].count * sizeof(float));
+        if (m->p[i].count)
+            memcpy(out->values + at, m->p[i].value, (size_t)m->p[i].count * sizeof(float));
         at += (int)m->p[i].count;
     }
 }
@@ -207,9 +213,10 @@ static dtrain_strategy_desc ddp_desc(const config *c)
 static int train_main(dtrain_world *world, void *user)
 {
     run *r = (run *)user;
-    const config *c = &r->config;
+    const config *c = &r->settings;
     dtrain_strategy_desc desc = ddp_desc(c);
-    dtrain_optimizer_desc hyper = c->optimizer == DTRAIN_ADAMW ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
+    dtrain_optimizer_desc hyper =
+        c->optimizer == DTRAIN_ADAMW ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
     dtrain_strategy *ddp = NULL;
     dtrain_optimizer *optimizer = NULL;
     int step, rank = dtrain_world_rank(world);
@@ -233,7 +240,8 @@ static int train_main(dtrain_world *world, void *user)
     }
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(ddp);
-    CHECK(m->p[DEC].value == NULL && m->p[ENC].grad == (c->copying == 1 || (c->copying == 2 && rank % 2) ? m->grads : NULL));
+    CHECK(m->p[DEC].value == NULL &&
+          m->p[ENC].grad == (c->copying == 1 || (c->copying == 2 && rank % 2) ? m->grads : NULL));
     free(m);
     return 0;
 }
@@ -255,7 +263,7 @@ static outcome train(const config *c)
 {
     run r;
     outcome result;
-    r.config = *c;
+    r.settings = *c;
     r.out = (outcome *)ranks_shared(sizeof *r.out);
     memset(r.out, 0xff, sizeof *r.out);
     ranks_run(c->ranks, c->mode, train_main, &r);
@@ -264,7 +272,8 @@ static outcome train(const config *c)
     return result;
 }
 
-static void check_close(const outcome *a, const outcome *b, int steps, double tolerance, const char *what)
+static void check_close(const outcome *a, const outcome *b, int steps, double tolerance,
+                        const char *what)
 {
     double worst = 0;
     int i;
@@ -281,7 +290,8 @@ static void check_close(const outcome *a, const outcome *b, int steps, double to
 
 static void check_same(const outcome *a, const outcome *b, int steps, const char *what)
 {
-    CHECK_MSG(memcmp(a->losses, b->losses, (size_t)steps * sizeof(float)) == 0, "%s: other losses", what);
+    CHECK_MSG(memcmp(a->losses, b->losses, (size_t)steps * sizeof(float)) == 0, "%s: other losses",
+              what);
     CHECK_MSG(memcmp(a->values, b->values, sizeof a->values) == 0, "%s: other parameters", what);
     CHECK_MSG(a->hash == b->hash, "%s: other hash", what);
 }
@@ -468,13 +478,16 @@ static int owned_main(dtrain_world *world, void *user)
     for (i = 0, p = &m->p[BIGP]; i < p->count; i++)
         CHECK(p->value[i] == 0.2f * dtrain_random_normal(11, BIGP, (uint64_t)i));
     for (i = 0, p = &m->p[B1]; i < p->count; i++)
-        CHECK(p->value[i] >= -0.2f && p->value[i] < 0.2f && p->value[i] != p->value[(i + 1) % p->count]);
+        CHECK(p->value[i] >= -0.2f && p->value[i] < 0.2f &&
+              p->value[i] != p->value[(i + 1) % p->count]);
     for (i = 0, p = &m->p[B2]; i < p->count; i++) CHECK(p->value[i] == 0.2f);
     CHECK(*m->p[SIGMA].value == 0 && m->p[SIGMA].shape[0] == 1);
     CHECK(m->p[DEC].value == m->p[ENC].value && m->p[DEC].grad == m->p[ENC].grad);
-    CHECK(m->p[DEC].storage == &m->p[ENC] && m->p[ENC].storage == &m->p[ENC] && m->p[B2].index == B2);
+    CHECK(m->p[DEC].storage == &m->p[ENC] && m->p[ENC].storage == &m->p[ENC] &&
+          m->p[B2].index == B2);
     CHECK(m->p[FIXED].grad == NULL && m->p[FIXED].value != NULL && m->p[EMPTY].value != NULL);
-    for (i = 0; i < PARAMS; i++) aligned |= (int64_t)((uintptr_t)m->p[i].value | (uintptr_t)m->p[i].grad) & 63;
+    for (i = 0; i < PARAMS; i++)
+        aligned |= (int64_t)((uintptr_t)m->p[i].value | (uintptr_t)m->p[i].grad) & 63;
     CHECK(aligned == 0);
     RANKS_TRY(dtrain_strategy_verify(ddp, &hash));
     RANKS_TRY(dtrain_strategy_verify(ddp, &again));
@@ -482,7 +495,8 @@ static int owned_main(dtrain_world *world, void *user)
     dtrain_strategy_query(ddp, &info);
     CHECK(info.total_elements == VALUES && info.trainable_elements == VALUES - IN);
     CHECK(info.value_bytes == VALUES * 4 && info.param_count == PARAMS && info.sync_count == 0);
-    CHECK(info.grad_bytes == info.bucket_bytes && info.bucket_bytes == 4 * (32 + 16 + 16 + 4112 + 16));
+    CHECK(info.grad_bytes == info.bucket_bytes &&
+          info.bucket_bytes == 4 * (32 + 16 + 16 + 4112 + 16));
     if (dtrain_world_rank(world) == 0) memcpy(expected, m->p[BIGP].value, BIG * sizeof(float));
     dtrain_strategy_destroy(ddp);
     for (i = 0; i < PARAMS; i++) CHECK(!m->p[i].value && !m->p[i].grad);
@@ -526,9 +540,16 @@ static void test_rank_0_values(void)
 /* One bit of one rank, anywhere: rank and parameter are named on every rank. */
 static int drift_main(dtrain_world *world, void *user)
 {
-    static const struct { int rank, param, element; uint32_t bit; int second; } cases[] = {
-        {2, BIGP, 4099, 0, -1}, {0, ENC, 3, 31, -1}, {1, SIGMA, 0, 12, -1}, {2, FIXED, 5, 22, -1},
-        {2, DEC, 0, 1, -1},     {1, BIGP, 1, 31, 3}}; /* two signs: a plain product would cancel them */
+    static const struct {
+        int rank, param, element;
+        uint32_t bit;
+        int second;
+    } cases[] = {{2, BIGP, 4099, 0, -1},
+                 {0, ENC, 3, 31, -1},
+                 {1, SIGMA, 0, 12, -1},
+                 {2, FIXED, 5, 22, -1},
+                 {2, DEC, 0, 1, -1},
+                 {1, BIGP, 1, 31, 3}}; /* two signs: a plain product would cancel them */
     config c = usual(0);
     dtrain_strategy *ddp;
     size_t i;
@@ -551,8 +572,8 @@ static int drift_main(dtrain_world *world, void *user)
         CHECK(dtrain_strategy_verify(ddp, NULL) == DTRAIN_ERROR_MISMATCH);
         snprintf(name, sizeof name, "\"%s\"", m->p[index].name);
         snprintf(rank, sizeof rank, "on rank %d", cases[i].rank);
-        CHECK_MSG(strstr(dtrain_last_error(), name) && strstr(dtrain_last_error(), rank), "%s, %s: %s",
-                  name, rank, dtrain_last_error());
+        CHECK_MSG(strstr(dtrain_last_error(), name) && strstr(dtrain_last_error(), rank),
+                  "%s, %s: %s", name, rank, dtrain_last_error());
         dtrain_strategy_destroy(ddp);
     }
     free(m);
@@ -568,9 +589,10 @@ typedef struct mismatch {
     int what;
 } mismatch;
 
-#define LONG_NAME                                                                                  \
-    "a.name.that.goes.on.and.on.a.name.that.goes.on.and.on.a.name.that.goes.on.and.on.a.name."     \
-    "that.goes.on.and.on.a.name.that.goes.on.and.on.a.name.that.goes.on.and.on.a.name.that.goes.on"
+#define LONG_NAME                                                                                 \
+    "a.name.that.goes.on.and.on.a.name.that.goes.on.and.on.a.name.that.goes.on.and.on.a.name."    \
+    "that.goes.on.and.on.a.name.that.goes.on.and.on.a.name.that.goes.on.and.on.a.name.that.goes." \
+    "on"
 
 static void differ(model *m, dtrain_strategy_desc *desc, size_t *count, int what)
 {
@@ -578,7 +600,12 @@ static void differ(model *m, dtrain_strategy_desc *desc, size_t *count, int what
     case 0: m->p[B1].shape[0] = m->p[B1].count = HID - 1; break;
     case 1: m->p[B2].name = "b3"; break;
     case 2: m->p[BIGP].shape[0] = 100, m->p[BIGP].shape[1] = 41; break;
-    case 3: { dtrain_param swap = m->p[B2]; m->p[B2] = m->p[BIGP]; m->p[BIGP] = swap; break; }
+    case 3: {
+        dtrain_param swap = m->p[B2];
+        m->p[B2] = m->p[BIGP];
+        m->p[BIGP] = swap;
+        break;
+    }
     case 4: m->p[SIGMA].flags = DTRAIN_PARAM_FROZEN; break;
     case 5: m->p[B1].unit = 9; break;
     case 6: *count = PARAMS - 1; break;
@@ -593,9 +620,10 @@ static void differ(model *m, dtrain_strategy_desc *desc, size_t *count, int what
 static int mismatch_main(dtrain_world *world, void *user)
 {
     static const mismatch cases[] = {
-        {"parameter 1 differs", 0}, {"\"b3\"", 1}, {"\"big\" shape (100, 41", 2}, {"parameter 5 differs", 3},
-        {"\"sigma\"", 4}, {"unit 9", 5}, {"only 7 parameters", 6}, {"\"dec\"", 7}, {"init 2 scale 0.2", 8},
-        {"4096 bytes", 9}, {"\"empty\"", 10}, {"parameter 6 differs", 11}};
+        {"parameter 1 differs", 0}, {"\"b3\"", 1},     {"\"big\" shape (100, 41", 2},
+        {"parameter 5 differs", 3}, {"\"sigma\"", 4},  {"unit 9", 5},
+        {"only 7 parameters", 6},   {"\"dec\"", 7},    {"init 2 scale 0.2", 8},
+        {"4096 bytes", 9},          {"\"empty\"", 10}, {"parameter 6 differs", 11}};
     config c = usual(0);
     size_t i;
     int odd = *(int *)user, usual_rank = odd == 0 ? 1 : 0;
@@ -612,8 +640,10 @@ static int mismatch_main(dtrain_world *world, void *user)
         CHECK(ddp == NULL);
         snprintf(ranks[0], 32, "rank %d has", odd);
         snprintf(ranks[1], 32, "rank %d has", usual_rank);
-        CHECK_MSG(strstr(dtrain_last_error(), cases[i].expected) && strstr(dtrain_last_error(), ranks[0]) &&
-                  strstr(dtrain_last_error(), ranks[1]), "case %d: %s", (int)i, dtrain_last_error());
+        CHECK_MSG(strstr(dtrain_last_error(), cases[i].expected) &&
+                      strstr(dtrain_last_error(), ranks[0]) &&
+                      strstr(dtrain_last_error(), ranks[1]),
+                  "case %d: %s", (int)i, dtrain_last_error());
     }
     free(m);
     m = (model *)malloc(sizeof *m); /* the communicator is as good as before */
@@ -646,11 +676,12 @@ static int one_bad_main(dtrain_world *world, void *user)
     model_init(m, &c, 0);
     if (bad) m->p[B1].name = "enc";
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, NULL, &ddp) == DTRAIN_ERROR_ARGUMENT);
-    CHECK_MSG(strstr(dtrain_last_error(), "parameter 1 (\"enc\"): parameter 0 has the same name"), "%s",
-              dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "parameter 1 (\"enc\"): parameter 0 has the same name"),
+              "%s", dtrain_last_error());
     CHECK(bad || strstr(dtrain_last_error(), "rank 1 failed"));
     model_init(m, &c, 0);
-    CHECK(dtrain_strategy_create(world, m->p, PARAMS, NULL, bad ? NULL : &ddp) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_strategy_create(world, m->p, PARAMS, NULL, bad ? NULL : &ddp) ==
+          DTRAIN_ERROR_ARGUMENT);
     desc.kind = bad ? 7 : DTRAIN_DDP;
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "kind 7"), "%s", dtrain_last_error());
@@ -659,7 +690,10 @@ static int one_bad_main(dtrain_world *world, void *user)
     return 0;
 }
 
-static void test_one_rank_is_wrong(void) { ranks_run(3, DTRAIN_LAUNCH_THREADS, one_bad_main, NULL); }
+static void test_one_rank_is_wrong(void)
+{
+    ranks_run(3, DTRAIN_LAUNCH_THREADS, one_bad_main, NULL);
+}
 
 static int arguments_main(dtrain_world *world, void *user)
 {
@@ -688,14 +722,18 @@ static int arguments_main(dtrain_world *world, void *user)
         case 10: p[1].alias_of = &p[2]; break;
         case 11: p[1].alias_of = (dtrain_param *)(void *)((char *)p + 8); break;
         case 12: p[1].alias_of = &p[0]; break; /* 4 elements, not 6 */
-        case 13: p[1] = param("b", memory + 8, NULL, 6, 0), p[1].alias_of = &p[0]; break; /* own value */
+        case 13:
+            p[1] = param("b", memory + 8, NULL, 6, 0), p[1].alias_of = &p[0];
+            break; /* own value */
         case 14: p[1].flags = 4; break;
         case 15: p[1].init = 4; break;
         default: desc.missing_gradient = 2; break;
         }
-        CHECK_MSG(dtrain_strategy_create(world, p, count, &desc, &ddp) == DTRAIN_ERROR_ARGUMENT && !ddp,
+        CHECK_MSG(dtrain_strategy_create(world, p, count, &desc, &ddp) == DTRAIN_ERROR_ARGUMENT &&
+                      !ddp,
                   "case %d passes", i);
-        CHECK_MSG(i == 16 || strstr(dtrain_last_error(), "parameter 1 "), "case %d: %s", i, dtrain_last_error());
+        CHECK_MSG(i == 16 || strstr(dtrain_last_error(), "parameter 1 "), "case %d: %s", i,
+                  dtrain_last_error());
     }
     CHECK(dtrain_strategy_create(NULL, p, 1, NULL, &ddp) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_strategy_create(world, NULL, 1, NULL, &ddp) == DTRAIN_ERROR_ARGUMENT);
@@ -729,8 +767,8 @@ static int chain_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, p, 3, NULL, &ddp));
     CHECK(p[2].storage == &p[0] && p[2].value == value && p[2].count == 6 && p[2].shape[1] == 3);
     RANKS_TRY(dtrain_strategy_shards(ddp, &shards, &count));
-    CHECK(count == 1 && shards[0].param == &p[0] && shards[0].count == 6 && shards[0].value == value &&
-          shards[0].grad == p[0].grad && shards[0].offset == 0);
+    CHECK(count == 1 && shards[0].param == &p[0] && shards[0].count == 6 &&
+          shards[0].value == value && shards[0].grad == p[0].grad && shards[0].offset == 0);
     CHECK(dtrain_strategy_ready(ddp, 2) == DTRAIN_ERROR_USAGE);
     p[0].grad[0] = (float)dtrain_world_rank(world);
     RANKS_TRY(dtrain_strategy_ready(ddp, 1));
@@ -804,13 +842,18 @@ static int missing_zero_main(dtrain_world *world, void *user)
             CHECK_CLOSE(p[MANY - 1].grad[3], 4.0f / 3, 1e-6);
         }
         if (rank == 1) {
-            CHECK_MSG(dtrain__load(&log->warnings) == before + 1, "%d warnings", dtrain__load(&log->warnings) - before);
-            CHECK_MSG(strstr(log->text, "\"p2\", ") && strstr(log->text, "\"p9\" and 2 more"), "%s", log->text);
+            CHECK_MSG(dtrain__load(&log->warnings) == before + 1, "%d warnings",
+                      dtrain__load(&log->warnings) - before);
+            CHECK_MSG(strstr(log->text, "\"p2\", ") && strstr(log->text, "\"p9\" and 2 more"), "%s",
+                      log->text);
             CHECK(!strstr(log->text, "p1\"") && !strstr(log->text, "p10"));
         }
         RANKS_TRY(partial_backward(p, ddp, rank, rank == 1 ? 1 : MANY)); /* p1 is new */
         RANKS_TRY(dtrain_strategy_finish(ddp));
-        if (rank == 1) CHECK_MSG(dtrain__load(&log->warnings) == before + 2 && strstr(log->text, "\"p1\"") && !strstr(log->text, "p2"), "%s", log->text);
+        if (rank == 1)
+            CHECK_MSG(dtrain__load(&log->warnings) == before + 2 && strstr(log->text, "\"p1\"") &&
+                          !strstr(log->text, "p2"),
+                      "%s", log->text);
         RANKS_TRY(dtrain_strategy_finish(ddp)); /* no backward at all: everything is zero */
         for (i = 0; i < MANY; i++) CHECK(p[i].grad[0] == 0);
         dtrain_strategy_destroy(ddp);
@@ -825,7 +868,8 @@ static void test_missing_is_zero(void)
     desc.log = capture;
     desc.log_user = log;
     desc.log_level = DTRAIN_LOG_INFO;
-    CHECK_MSG(ranks_launch(&desc, missing_zero_main, log, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    CHECK_MSG(ranks_launch(&desc, missing_zero_main, log, NULL) == DTRAIN_OK, "%s",
+              dtrain_last_error());
 }
 
 static int missing_error_main(dtrain_world *world, void *user)
@@ -846,7 +890,8 @@ static int missing_error_main(dtrain_world *world, void *user)
         dtrain_result result;
         RANKS_TRY(partial_backward(p, ddp, rank, bad && rank == 1 ? MANY - 1 : MANY));
         result = dtrain_strategy_finish(ddp);
-        CHECK_MSG(result == (bad ? DTRAIN_ERROR_USAGE : DTRAIN_OK), "step %d: %s", step, dtrain_result_name(result));
+        CHECK_MSG(result == (bad ? DTRAIN_ERROR_USAGE : DTRAIN_OK), "step %d: %s", step,
+                  dtrain_result_name(result));
         CHECK_MSG(!bad || strstr(dtrain_last_error(), "\"p11\""), "%s", dtrain_last_error());
         if (!bad) CHECK(p[MANY - 1].grad[2] == 2 && p[0].grad[0] == 2);
     }
@@ -879,7 +924,8 @@ static int misuse_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_ready(ddp, B2));
     CHECK(m->p[B2].grad_written);
     CHECK(dtrain_strategy_ready(ddp, B2) == DTRAIN_ERROR_USAGE);
-    CHECK_MSG(strstr(dtrain_last_error(), "\"b2\"") && strstr(dtrain_last_error(), "twice"), "%s", dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "\"b2\"") && strstr(dtrain_last_error(), "twice"), "%s",
+              dtrain_last_error());
     CHECK(dtrain_strategy_ready(ddp, PARAMS) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_strategy_ready(ddp, FIXED) == DTRAIN_ERROR_USAGE);
     CHECK_MSG(strstr(dtrain_last_error(), "\"fixed\""), "%s", dtrain_last_error());
@@ -889,7 +935,8 @@ static int misuse_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_finish(ddp));
     RANKS_TRY(dtrain_strategy_ready(ddp, B2)); /* a new backward */
     RANKS_TRY(dtrain_strategy_finish(ddp));
-    CHECK(dtrain_strategy_comm(ddp) == dtrain_world_comm(world) && dtrain_strategy_comm(NULL) == NULL);
+    CHECK(dtrain_strategy_comm(ddp) == dtrain_world_comm(world) &&
+          dtrain_strategy_comm(NULL) == NULL);
     dtrain_strategy_destroy(ddp);
     free(m);
     return 0;
@@ -920,7 +967,8 @@ static int bytes_main(dtrain_world *world, void *user)
     dtrain_comm_query(dtrain_world_comm(world), &after);
     dtrain_strategy_query(ddp, &info);
     CHECK(info.bucket_count == 3 && info.sync_count == 1);
-    CHECK(after.operation_count - before.operation_count == (n > 1 ? 3u : 0u) + 1); /* and the loss */
+    CHECK(after.operation_count - before.operation_count ==
+          (n > 1 ? 3u : 0u) + 1); /* and the loss */
     CHECK(after.payload_bytes - before.payload_bytes == (n > 1 ? info.bucket_bytes : 0) + 4);
     CHECK_CLOSE((double)(after.wire_bytes - before.wire_bytes),
                 2.0 * (n - 1) / n * (double)(info.bucket_bytes + 4), 0.01);
@@ -1033,13 +1081,73 @@ static int abandon_main(dtrain_world *world, void *user)
     } else {
         CHECK(backward(m, ddp, false, 0) == DTRAIN_OK);
         CHECK(dtrain_strategy_finish(ddp) == DTRAIN_ERROR_PEER);
-        CHECK_MSG(strstr(dtrain_last_error(), "rank 1") && strstr(dtrain_last_error(), "between ready and finish"),
+        CHECK_MSG(strstr(dtrain_last_error(), "rank 1") &&
+                      strstr(dtrain_last_error(), "between ready and finish"),
                   "%s", dtrain_last_error());
     }
     dtrain_strategy_destroy(ddp);
     CHECK(dtrain_seconds() - start < 10);
     free(m);
     return 0;
+}
+
+/* A device whose memory the host may not touch: values go through staging, with the same bits. */
+static void test_staged_values(void)
+{
+    static dtrain_device_ops ops; /* set before the ranks start */
+    dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_THREADS);
+    float *a = (float *)ranks_shared(2 * BIG * sizeof(float)), *b = a + BIG;
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, owned_main, a);
+    ops = *dtrain_cpu_device_ops();
+    ops.host_memory = false;
+    desc.device_ops = &ops;
+    CHECK_MSG(ranks_launch(&desc, owned_main, b, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    CHECK(memcmp(a, b, BIG * sizeof(float)) == 0);
+}
+
+static dtrain_result broken_copy(dtrain_device *device, void *to, const void *from, size_t bytes,
+                                 dtrain_copy_kind kind)
+{
+    if (bytes == IN * HID * sizeof(float))
+        return dtrain__fail(DTRAIN_ERROR_SYSTEM, "the copy engine is on fire");
+    return dtrain_cpu_device_ops()->copy(device, to, from, bytes, kind);
+}
+
+/* Rank 1 copies, and its device breaks while it does; the others are told, not left to the deadline. */
+static int broken_main(dtrain_world *world, void *user)
+{
+    config c = usual(0);
+    dtrain_strategy *ddp;
+    dtrain_result result;
+    double start = dtrain_seconds();
+    bool mine = dtrain_world_rank(world) == 1;
+    model *m = (model *)malloc(sizeof *m);
+    (void)user;
+    c.copying = 2;
+    model_init(m, &c, dtrain_world_rank(world));
+    RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, NULL, &ddp));
+    RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    if (mine) ranks_sleep_us(50000); /* all are out of the barrier */
+    result = backward(m, ddp, false, 0);
+    if (result == DTRAIN_OK) result = dtrain_strategy_finish(ddp);
+    CHECK_MSG(result == (mine ? DTRAIN_ERROR_SYSTEM : DTRAIN_ERROR_PEER), "%s",
+              dtrain_result_name(result));
+    CHECK_MSG(strstr(dtrain_last_error(), "on fire"), "%s", dtrain_last_error());
+    CHECK(dtrain_strategy_finish(ddp) == result && strstr(dtrain_last_error(), "on fire"));
+    CHECK(dtrain_seconds() - start < 10);
+    dtrain_strategy_destroy(ddp);
+    free(m);
+    return 0;
+}
+
+static void test_broken_device(void)
+{
+    static dtrain_device_ops ops;
+    dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
+    ops = *dtrain_cpu_device_ops();
+    ops.copy = broken_copy;
+    desc.device_ops = &ops;
+    CHECK_MSG(ranks_launch(&desc, broken_main, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 
 typedef struct tracker {
@@ -1108,9 +1216,12 @@ static void test_allocation_failures(void)
         memset(&t, 0, sizeof t);
         t.fail_at = n;
         result = dtrain_launch(&desc, tracked_main, NULL, NULL);
-        CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n, t.live, t.live_bytes);
-        CHECK_MSG(dtrain_seconds() - start < 5, "call %d fails: %.1f s", n, dtrain_seconds() - start);
-        CHECK_MSG((result == DTRAIN_OK) == (t.calls < n), "call %d of %ld fails: %s", n, t.calls, dtrain_result_name(result));
+        CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n,
+                  t.live, t.live_bytes);
+        CHECK_MSG(dtrain_seconds() - start < 5, "call %d fails: %.1f s", n,
+                  dtrain_seconds() - start);
+        CHECK_MSG((result == DTRAIN_OK) == (t.calls < n), "call %d of %ld fails: %s", n, t.calls,
+                  dtrain_result_name(result));
         if (t.calls < n) break;
     }
     CHECK_MSG(n > 20 && n < 400, "%d allocations", n);
@@ -1160,7 +1271,10 @@ static void test_steady_state(void)
     CHECK(t.live == 0);
 }
 
-static void test_abandoned_backward(void) { ranks_run(3, DTRAIN_LAUNCH_THREADS, abandon_main, NULL); }
+static void test_abandoned_backward(void)
+{
+    ranks_run(3, DTRAIN_LAUNCH_THREADS, abandon_main, NULL);
+}
 
 /* ---- Subgroups, the plan ---- */
 
@@ -1181,7 +1295,9 @@ static int group_main(dtrain_world *world, void *user)
     CHECK(grad == (color ? 2.0f : 2.0f)); /* (1 + 3) / 2, (0 + 2 + 4) / 3 */
     if (dtrain_world_rank(world) == 4) value = 9;
     if (color) RANKS_TRY(dtrain_strategy_verify(ddp, NULL));
-    else CHECK(dtrain_strategy_verify(ddp, NULL) == DTRAIN_ERROR_MISMATCH && strstr(dtrain_last_error(), "on rank 4 "));
+    else
+        CHECK(dtrain_strategy_verify(ddp, NULL) == DTRAIN_ERROR_MISMATCH &&
+              strstr(dtrain_last_error(), "on rank 4 "));
     dtrain_strategy_destroy(ddp);
     RANKS_TRY(dtrain_comm_destroy(desc.comm));
     return 0;
@@ -1218,7 +1334,8 @@ static void test_bucket_plan(void)
             size_t limit = i == 0 ? cap / 2 : cap, k, inside = 0;
             CHECK(buckets[i].first == next);
             next += buckets[i].count;
-            for (k = 0; k < N; k++) inside += entries[k].uses && counts[k] && entries[k].bucket == i;
+            for (k = 0; k < N; k++)
+                inside += entries[k].uses && counts[k] && entries[k].bucket == i;
             CHECK((size_t)buckets[i].count * 4 <= limit || inside == 1);
         }
         CHECK(next == 112 + 16 + 32 + 304 + 16 && used >= 1 && !entries[3].trainable);
@@ -1251,6 +1368,8 @@ int main(int argc, char **argv)
     RUN(test_overlap);
     RUN(test_after_a_failure);
     RUN(test_abandoned_backward);
+    RUN(test_staged_values);
+    RUN(test_broken_device);
     RUN(test_allocation_failures);
     RUN(test_steady_state);
     RUN(test_subgroups);

@@ -21,7 +21,10 @@ static void *grab(size_t bytes)
     return memory;
 }
 static float *floats(int64_t count) { return (float *)grab((size_t)count * sizeof(float)); }
-static double *doubles(int64_t count) { return (double *)calloc((size_t)count + 1, sizeof(double)); }
+static double *doubles(int64_t count)
+{
+    return (double *)calloc((size_t)count + 1, sizeof(double));
+}
 
 static uint64_t noise_stream;
 static float *noise(int64_t count, float scale)
@@ -61,10 +64,8 @@ static void test_bf16_all(void)
     for (uint32_t b = 0; b < 65536; b++) {
         const float f = dtrain_bf16_to_f32((uint16_t)b);
         const bool is_nan = (b & 0x7f80) == 0x7f80 && (b & 0x7f);
-        if (is_nan)
-            nan = nan && !dtrain_is_finite(f) && dtrain_f32_to_bf16(f) == (b | 0x40);
-        else
-            same_bits = same_bits && dtrain_f32_to_bf16(f) == b;
+        if (is_nan) nan = nan && !dtrain_is_finite(f) && dtrain_f32_to_bf16(f) == (b | 0x40);
+        else same_bits = same_bits && dtrain_f32_to_bf16(f) == b;
     }
     CHECK(same_bits);
     CHECK(nan);
@@ -107,11 +108,13 @@ static uint16_t round_oracle(float x, bool bf16)
     while (high - low > 1) {
         const uint32_t mid = (low + high) / 2;
         const double m = bf16 ? (double)dtrain_bf16_to_f32((uint16_t)mid) : half_value(mid);
-        if (m <= v) low = mid; else high = mid;
+        if (m <= v) low = mid;
+        else high = mid;
     }
     const double a = bf16 ? (double)dtrain_bf16_to_f32((uint16_t)low) : half_value(low);
-    const double b = bf16 ? (high == infinity ? ldexp(1, 128) : (double)dtrain_bf16_to_f32((uint16_t)high))
-                          : (high == infinity ? 65536 : half_value(high));
+    const double b =
+        bf16 ? (high == infinity ? ldexp(1, 128) : (double)dtrain_bf16_to_f32((uint16_t)high))
+             : (high == infinity ? 65536 : half_value(high));
     if (v >= b) return (uint16_t)(sign | high);
     const bool up = v - a > b - v || (v - a == b - v && (low & 1));
     return (uint16_t)(sign | (up ? high : low));
@@ -124,8 +127,8 @@ static void test_rounding(void)
         uint32_t words[4];
         dtrain_philox(1, 2, i, words);
         uint32_t bits = words[0];
-        if (i % 4 == 1) bits = (bits & 0xffffe000u) | 0x1000u;           /* fp16 ties */
-        if (i % 4 == 2) bits = (bits & 0xffff0000u) | 0x8000u;           /* bf16 ties */
+        if (i % 4 == 1) bits = (bits & 0xffffe000u) | 0x1000u; /* fp16 ties */
+        if (i % 4 == 2) bits = (bits & 0xffff0000u) | 0x8000u; /* bf16 ties */
         if (i % 4 == 3) bits = (bits & 0x87ffffffu) | 0x30000000u | (words[1] & 0x08000000u);
         const float x = dtrain__f32_from_bits(bits);
         if (!dtrain_is_finite(x)) continue;
@@ -143,7 +146,8 @@ static void test_rounding(void)
     CHECK(dtrain_is_finite(FLT_MAX) && !dtrain_is_finite(dtrain__f32_from_bits(0xff800000u)) &&
           !dtrain_is_finite(dtrain__f32_from_bits(0x7f800001u)));
     CHECK(dtrain_dtype_bytes(DTRAIN_BF16) == 2 && dtrain_dtype_bytes((dtrain_dtype)99) == 0);
-    CHECK(!strcmp(dtrain_dtype_name(DTRAIN_I64), "i64") && !strcmp(dtrain_dtype_name((dtrain_dtype)9), "?"));
+    CHECK(!strcmp(dtrain_dtype_name(DTRAIN_I64), "i64") &&
+          !strcmp(dtrain_dtype_name((dtrain_dtype)9), "?"));
 }
 
 static void test_philox(void)
@@ -189,7 +193,8 @@ static void test_random(void)
     }
     CHECK(finite && fill);
     CHECK(fabs(sum / (double)n) < 0.004 && fabs(square / (double)n - 1) < 0.006);
-    CHECK(fabs(cube / (double)n) < 0.015 && fabs(fourth / (double)n - 3) < 0.04 && fabs(product / (double)n) < 0.004);
+    CHECK(fabs(cube / (double)n) < 0.015 && fabs(fourth / (double)n - 3) < 0.04 &&
+          fabs(product / (double)n) < 0.004);
     CHECK(top > 4.3f && top < 6.8f);
     CHECK(fabs(usum / (double)n - 0.5) < 0.0015 && fabs(usquare / (double)n - 1.0 / 3) < 0.0015);
     CHECK(utop < 1 && utop > 0.99999f && ubottom >= 0);
@@ -215,7 +220,8 @@ static void test_random(void)
 
 static void test_add_axpby(void)
 {
-    EACH(i, sizes) {
+    EACH(i, sizes)
+    {
         const int64_t n = sizes[i] * 7;
         float *x = noise(n, 1), *y = noise(n, 1);
         double *sum = doubles(n), *scaled = doubles(n), *mixed = doubles(n);
@@ -290,7 +296,8 @@ static void test_convert(void)
 static void test_sum(void)
 {
     static const int64_t counts[] = {0, 1, 7, 4095, 4097, 100003, 3000001};
-    EACH(i, counts) {
+    EACH(i, counts)
+    {
         const int64_t n = counts[i];
         float *x = noise(n, 1);
         double want[2] = {0, 0}, got[2][THREADS + 1];
@@ -317,7 +324,8 @@ static void test_sum(void)
 
 static void test_dropout(void)
 {
-    EACH(i, sizes) {
+    EACH(i, sizes)
+    {
         const int64_t n = sizes[i] * 61;
         float *x = noise(n, 1), *old = noise(n, 1), *first = floats(n);
         double *want = doubles(n), *added = doubles(n);
@@ -344,7 +352,10 @@ static void test_dropout(void)
             a.probability = 1;
             CHECK(!devices[t]->ops->dropout(devices[t], &a));
             for (int64_t j = 0; j < n; j++)
-                if (y[j] != 0) { CHECK(!"dropped"); break; }
+                if (y[j] != 0) {
+                    CHECK(!"dropped");
+                    break;
+                }
             free(y);
         }
         free(x), free(old), free(first), free(want), free(added);
@@ -374,8 +385,19 @@ static void test_adamw(void)
         memset(fm, 0, (size_t)n * 4);
         memset(fv, 0, (size_t)n * 4);
         for (int s = 0; s < 3; s++) {
-            const dtrain_adamw_args a = {n, 0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)(1 - pow(0.9, s + 1)),
-                                         (float)(1 - pow(0.95, s + 1)), 0.5f, w, grad[s], fm, fv};
+            const dtrain_adamw_args a = {n,
+                                         0.01f,
+                                         0.9f,
+                                         0.95f,
+                                         1e-8f,
+                                         0.1f,
+                                         (float)(1 - pow(0.9, s + 1)),
+                                         (float)(1 - pow(0.95, s + 1)),
+                                         0.5f,
+                                         w,
+                                         grad[s],
+                                         fm,
+                                         fv};
             CHECK(!devices[t]->ops->adamw(devices[t], &a));
         }
         CHECK(close_to(w, value, n, 2e-6) && close_to(fm, m, n, 1e-6) && close_to(fv, v, n, 1e-6));
@@ -407,8 +429,8 @@ static void test_sgd(void)
             float *x = floats(n), *buffer = floats(n);
             memcpy(x, w0, (size_t)n * 4);
             for (int s = 0; s < 2; s++) {
-                const dtrain_sgd_args a = {n, 0.1f, (float)mu, 0.01f, 2, mode == 2, s == 0, x, g[s],
-                                           mode ? buffer : NULL};
+                const dtrain_sgd_args a = {
+                    n, 0.1f, (float)mu, 0.01f, 2, mode == 2, s == 0, x, g[s], mode ? buffer : NULL};
                 CHECK(!devices[t]->ops->sgd(devices[t], &a));
             }
             CHECK(close_to(x, w, n, 1e-6) && (!mode || close_to(buffer, b, n, 1e-6)));
@@ -420,8 +442,14 @@ static void test_sgd(void)
 
 /* ---- Activation, GEMM ---- */
 
-static double gelu(double x) { return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
-static double act(uint32_t kind, double x) { return kind == DTRAIN_ACT_GELU ? gelu(x) : kind && x < 0 ? 0 : x; }
+static double gelu(double x)
+{
+    return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+static double act(uint32_t kind, double x)
+{
+    return kind == DTRAIN_ACT_GELU ? gelu(x) : kind && x < 0 ? 0 : x;
+}
 static double slope(uint32_t kind, double x)
 {
     if (kind == DTRAIN_ACT_GELU) {
@@ -434,10 +462,18 @@ static double slope(uint32_t kind, double x)
 static void activation_case(uint32_t kind, int64_t rows, int64_t n)
 {
     float *x = noise(rows * n, 3), *d_out = noise(rows * n, 1), *old = noise(n, 1);
-    if (rows * n > 6) { x[0] = 1e4f; x[1] = -1e4f; x[2] = 3e38f; x[3] = -3e38f; x[4] = 0; x[5] = 40; }
+    if (rows * n > 6) {
+        x[0] = 1e4f;
+        x[1] = -1e4f;
+        x[2] = 3e38f;
+        x[3] = -3e38f;
+        x[4] = 0;
+        x[5] = 40;
+    }
     double *d_in = doubles(rows * n), *bias = doubles(n), *both = doubles(n);
     for (int64_t i = 0; i < rows * n; i++) {
-        const double s = kind == DTRAIN_ACT_GELU && fabs((double)x[i]) > 20 ? x[i] > 0 : slope(kind, x[i]);
+        const double s =
+            kind == DTRAIN_ACT_GELU && fabs((double)x[i]) > 20 ? x[i] > 0 : slope(kind, x[i]);
         d_in[i] = d_out[i] * s;
         bias[i % n] += d_in[i];
     }
@@ -468,8 +504,9 @@ static void activation_case(uint32_t kind, int64_t rows, int64_t n)
 
 static void test_activation(void)
 {
-    EACH(i, row_counts) EACH(j, sizes)
-        for (uint32_t kind = 0; kind < 3; kind++) activation_case(kind, row_counts[i], sizes[j]);
+    EACH(i, row_counts)
+    EACH(j, sizes) for (uint32_t kind = 0; kind < 3; kind++)
+        activation_case(kind, row_counts[i], sizes[j]);
 }
 
 static float half_at(const void *x, dtrain_dtype type, int64_t i)
@@ -494,7 +531,8 @@ static void test_gemm_wrapper(void)
         const int64_t m = 33, n = 65, k = 17, lda = 40, ldb = 70, ldc = 71;
         const uint32_t flags = run & 3, kind = run / 4 % 3;
         const dtrain_dtype ta = types[run / 12], tc = types[run / 4 % 3];
-        float *fa = noise(40 * 40, 1), *fb = noise(70 * 70, 1), *fc = noise(m * ldc, 1), *bias = noise(n, 1);
+        float *fa = noise(40 * 40, 1), *fb = noise(70 * 70, 1), *fc = noise(m * ldc, 1),
+              *bias = noise(n, 1);
         void *a = as_type(fa, 1600, ta), *b = as_type(fb, 4900, ta), *c = as_type(fc, m * ldc, tc);
         float *aux = floats(m * ldc);
         bool ok = true;
@@ -508,7 +546,8 @@ static void test_gemm_wrapper(void)
                 before[i * ldc + j] = 0.5 * s + 2 * half_at(c, tc, i * ldc + j) + bias[j];
                 want[i * ldc + j] = act(kind, before[i * ldc + j]);
             }
-        const dtrain_gemm_args g = {flags, kind, m, n, k, 0.5f, 2, a, b, c, lda, ldb, ldc, ta, ta, tc, bias, aux};
+        const dtrain_gemm_args g = {flags, kind, m,   n,   k,  0.5f, 2,  a,    b,
+                                    c,     lda,  ldb, ldc, ta, ta,   tc, bias, aux};
         CHECK(!devices[2]->ops->gemm(devices[2], &g));
         for (int64_t i = 0; i < m; i++)
             for (int64_t j = 0; j < n; j++) {
@@ -518,14 +557,15 @@ static void test_gemm_wrapper(void)
                 ok = ok && fabs(aux[at] - before[at]) <= 1e-5 * (1 + fabs(before[at]));
             }
         CHECK(ok);
-        free(fa), free(fb), free(fc), free(bias), free(a), free(b), free(c), free(aux), free(want), free(before);
+        free(fa), free(fb), free(fc), free(bias), free(a), free(b), free(c), free(aux), free(want),
+            free(before);
     }
 }
 
 /* ---- Layernorm ---- */
 
-static void naive_layernorm(int64_t n, const double *x, const float *w, const float *b, double *y, double *mean,
-                            double *rstd)
+static void naive_layernorm(int64_t n, const double *x, const float *w, const float *b, double *y,
+                            double *mean, double *rstd)
 {
     double m = 0, v = 0;
     for (int64_t j = 0; j < n; j++) m += x[j] / (double)n;
@@ -538,9 +578,11 @@ static void naive_layernorm(int64_t n, const double *x, const float *w, const fl
 static void layernorm_case(int64_t rows, int64_t n)
 {
     const int64_t count = rows * n;
-    float *x = noise(count, 2), *w = noise(n, 1), *b = noise(n, 1), *d_y = noise(count, 1), *old = noise(count, 1);
+    float *x = noise(count, 2), *w = noise(n, 1), *b = noise(n, 1), *d_y = noise(count, 1),
+          *old = noise(count, 1);
     double *dx = doubles(count), *y = doubles(count), *mean = doubles(rows), *rstd = doubles(rows);
-    double *d_x = doubles(count), *d_xa = doubles(count), *d_w = doubles(n), *d_b = doubles(n), *d_wa = doubles(n);
+    double *d_x = doubles(count), *d_xa = doubles(count), *d_w = doubles(n), *d_b = doubles(n),
+           *d_wa = doubles(n);
     double *moved = doubles(n);
     for (int64_t i = 0; i < count; i++) dx[i] = x[i] += 0.5f;
     for (int64_t r = 0; r < rows; r++) {
@@ -597,20 +639,27 @@ static void layernorm_case(int64_t rows, int64_t n)
         CHECK(!d->ops->layernorm_backward(d, &g) && close_to(gx, d_xa, count, tolerance));
         CHECK(close_to(gw, d_wa, n, tolerance));
         a.bias = NULL;
-        CHECK(!d->ops->layernorm(d, &a) && fabs(fy[0] + b[0] - y[0]) < 1e-5 * (1 + fabs(y[0]) + fabsf(b[0])));
+        CHECK(!d->ops->layernorm(d, &a) &&
+              fabs(fy[0] + b[0] - y[0]) < 1e-5 * (1 + fabs(y[0]) + fabsf(b[0])));
         free(fy), free(fm), free(fr), free(gx), free(gw), free(gb);
     }
-    free(x), free(w), free(b), free(d_y), free(old), free(dx), free(y), free(mean), free(rstd), free(d_x);
-    free(d_xa), free(d_w), free(d_b), free(d_wa), free(moved), free(first[0]), free(first[1]), free(first[2]);
+    free(x), free(w), free(b), free(d_y), free(old), free(dx), free(y), free(mean), free(rstd),
+        free(d_x);
+    free(d_xa), free(d_w), free(d_b), free(d_wa), free(moved), free(first[0]), free(first[1]),
+        free(first[2]);
 }
 
-static void test_layernorm(void) { EACH(i, row_counts) EACH(j, sizes) layernorm_case(row_counts[i], sizes[j]); }
+static void test_layernorm(void)
+{
+    EACH(i, row_counts) EACH(j, sizes) layernorm_case(row_counts[i], sizes[j]);
+}
 
 /* ---- Embedding ---- */
 
 static void test_embedding(void)
 {
-    EACH(i, row_counts) EACH(j, sizes) {
+    EACH(i, row_counts) EACH(j, sizes)
+    {
         const int64_t rows = row_counts[i], n = sizes[j], vocab = 11, sequence = 5;
         float *wte = noise(vocab * n, 1), *wpe = noise(sequence * n, 1), *d_y = noise(rows * n, 1);
         int32_t *tokens = (int32_t *)grab((size_t)rows * 4);
@@ -631,7 +680,8 @@ static void test_embedding(void)
             CHECK(!d->ops->embedding(d, &a) && close_to(fy, y, rows * n, 1e-6));
             memset(gt, 0, (size_t)(vocab * n) * 4);
             memset(gp, 0, (size_t)(sequence * n) * 4);
-            const dtrain_embedding_backward_args g = {rows, sequence, n, vocab, tokens, d_y, gt, gp};
+            const dtrain_embedding_backward_args g = {rows,   sequence, n,  vocab,
+                                                      tokens, d_y,      gt, gp};
             CHECK(!d->ops->embedding_backward(d, &g));
             CHECK(close_to(gt, dt, vocab * n, 1e-5) && close_to(gp, dp, sequence * n, 1e-5));
             if (t == 1) memcpy(first, gt, (size_t)(vocab * n) * 4);
@@ -643,7 +693,8 @@ static void test_embedding(void)
         const dtrain_embedding_args bad = {rows, sequence, n, vocab, tokens, wte, NULL, fy};
         CHECK(devices[2]->ops->embedding(devices[2], &bad) == DTRAIN_ERROR_DATA);
         CHECK(strstr(dtrain__error_text, "token 11 at row") != NULL);
-        free(wte), free(wpe), free(d_y), free(tokens), free(y), free(dt), free(dp), free(first), free(fy);
+        free(wte), free(wpe), free(d_y), free(tokens), free(y), free(dt), free(dp), free(first),
+            free(fy);
     }
 }
 
@@ -662,7 +713,8 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
         for (int64_t j = 0; j < n; j++) sum += exp(x[r * n + j] - top);
         lse[r] = top + log(sum);
         loss[r] = lse[r] - x[r * n + target[r]];
-        for (int64_t j = 0; j < n; j++) d[r * n + j] = 0.25 * (exp(x[r * n + j] - lse[r]) - (j == target[r]));
+        for (int64_t j = 0; j < n; j++)
+            d[r * n + j] = 0.25 * (exp(x[r * n + j] - lse[r]) - (j == target[r]));
     }
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
@@ -672,7 +724,8 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
         CHECK(close_to(fl, loss, rows, 2e-6 * (1 + (double)scale)));
         dtrain_cross_entropy_backward_args b = {rows, n, 0.25f, x, target, fs, g};
         /* lse near 1e4 has an ulp of 1e-3, which is what the softmax of such logits loses */
-        CHECK(!dev->ops->cross_entropy_backward(dev, &b) && close_to(g, d, rows * n, 1e-6 + 2e-7 * (double)scale));
+        CHECK(!dev->ops->cross_entropy_backward(dev, &b) &&
+              close_to(g, d, rows * n, 1e-6 + 2e-7 * (double)scale));
         if (t == 1) memcpy(first, g, (size_t)(rows * n) * 4);
         CHECK(same(first, g, rows * n));
         if (t == THREADS) { /* in place */
@@ -692,7 +745,8 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
 
 static void test_cross_entropy(void)
 {
-    EACH(i, row_counts) EACH(j, sizes) cross_entropy_case(row_counts[i], sizes[j], j % 2 ? 1 : 1e4f);
+    EACH(i, row_counts)
+    EACH(j, sizes) cross_entropy_case(row_counts[i], sizes[j], j % 2 ? 1 : 1e4f);
     cross_entropy_case(3, 5001, 3);
     /* NaN comes out as NaN, not as a number. */
     float x[9] = {0}, loss, lse;
@@ -704,17 +758,22 @@ static void test_cross_entropy(void)
 
 /* ---- Attention ---- */
 
-typedef struct shape { int64_t batch, sequence, heads, d; bool causal; } shape;
+typedef struct shape {
+    int64_t batch, sequence, heads, d;
+    bool causal;
+} shape;
 
 /* y, lse and, with d_y, d_qkv, from the definition. */
-static void naive_attention(const shape *s, const double *qkv, double *y, double *lse, const float *d_y, double *d_qkv)
+static void naive_attention(const shape *s, const double *qkv, double *y, double *lse,
+                            const float *d_y, double *d_qkv)
 {
     const int64_t T = s->sequence, n = s->heads * s->d, D = s->d;
     double *p = doubles(T), *dp = doubles(T);
     for (int64_t bh = 0; bh < s->batch * s->heads; bh++)
         for (int64_t i = 0; i < T; i++) {
             const int64_t at = bh / s->heads * T * 3 * n + bh % s->heads * D;
-            const int64_t out = (bh / s->heads * T + i) * n + bh % s->heads * D, end = s->causal ? i + 1 : T;
+            const int64_t out = (bh / s->heads * T + i) * n + bh % s->heads * D,
+                          end = s->causal ? i + 1 : T;
             const double *q = qkv + at + i * 3 * n, *k = qkv + at + n, *v = k + n;
             double top = -1e300, sum = 0, delta = 0;
             for (int64_t j = 0; j < end; j++) {
@@ -750,9 +809,12 @@ static void naive_attention(const shape *s, const double *qkv, double *y, double
 
 static void attention_case(shape s, float scale, bool differences)
 {
-    const int64_t n = s.heads * s.d, rows = s.batch * s.sequence, count = rows * 3 * n, lses = rows * s.heads;
-    float *qkv = noise(count, scale), *d_y = noise(rows * n, 1), *first[2] = {floats(rows * n), floats(count)};
-    double *x = doubles(count), *y = doubles(rows * n), *lse = doubles(lses), *d = doubles(count), *z = doubles(lses);
+    const int64_t n = s.heads * s.d, rows = s.batch * s.sequence, count = rows * 3 * n,
+                  lses = rows * s.heads;
+    float *qkv = noise(count, scale), *d_y = noise(rows * n, 1),
+          *first[2] = {floats(rows * n), floats(count)};
+    double *x = doubles(count), *y = doubles(rows * n), *lse = doubles(lses), *d = doubles(count),
+           *z = doubles(lses);
     for (int64_t i = 0; i < count; i++) x[i] = qkv[i];
     naive_attention(&s, x, y, lse, d_y, d);
     double *moved = doubles(rows * n);
@@ -775,10 +837,16 @@ static void attention_case(shape s, float scale, bool differences)
         /* scores grow with scale^2 and their rounding with them, before the exponential */
         CHECK(close_to(fy, y, rows * n, 1e-5 * (double)(1 + scale * scale)));
         CHECK(close_to(fl, lse, lses, 2e-6));
-        const dtrain_attention_backward_args b = {s.batch, s.sequence, s.heads, n, s.causal, qkv, fy, fl, d_y, g};
+        const dtrain_attention_backward_args b = {s.batch, s.sequence, s.heads, n,   s.causal,
+                                                  qkv,     fy,         fl,      d_y, g};
         CHECK(!dev->ops->attention_backward(dev, &b));
         if (scale < 10) CHECK(close_to(g, d, count, 1e-5 * (double)(1 + scale * scale)));
-        else for (int64_t i = 0; i < count; i++) if (!dtrain_is_finite(g[i])) { CHECK(!"finite"); break; }
+        else
+            for (int64_t i = 0; i < count; i++)
+                if (!dtrain_is_finite(g[i])) {
+                    CHECK(!"finite");
+                    break;
+                }
         if (t == 1) {
             memcpy(first[0], fy, (size_t)(rows * n) * 4);
             memcpy(first[1], g, (size_t)count * 4);
@@ -786,18 +854,19 @@ static void attention_case(shape s, float scale, bool differences)
         CHECK(same(first[0], fy, rows * n) && same(first[1], g, count));
         free(fy), free(fl), free(g);
     }
-    free(qkv), free(d_y), free(first[0]), free(first[1]), free(x), free(y), free(lse), free(d), free(z), free(moved);
+    free(qkv), free(d_y), free(first[0]), free(first[1]), free(x), free(y), free(lse), free(d),
+        free(z), free(moved);
 }
 
 static void test_attention(void)
 {
     static const int64_t lengths[] = {1, 3, 7, 31, 63, 64, 65, 128, 150};
     static const int64_t widths[] = {1, 5, 16, 24, 32, 64, 80};
-    EACH(i, lengths) EACH(j, widths)
-        for (int causal = 0; causal < 2; causal++) {
-            const shape s = {i % 2 ? 2 : 1, lengths[i], (int64_t)(j % 3) + 1, widths[j], causal != 0};
-            attention_case(s, 1, s.sequence == 7 && s.d == 5);
-        }
+    EACH(i, lengths) EACH(j, widths) for (int causal = 0; causal < 2; causal++)
+    {
+        const shape s = {i % 2 ? 2 : 1, lengths[i], (int64_t)(j % 3) + 1, widths[j], causal != 0};
+        attention_case(s, 1, s.sequence == 7 && s.d == 5);
+    }
     const shape s = {1, 100, 2, 16, true};
     attention_case(s, 50, false); /* scores near 1e4 */
     float x;
@@ -841,7 +910,8 @@ static void test_device_memory(void)
             if (!result) result = d->ops->alloc(d, 200, &b);
             if (!result) {
                 float *f = (float *)b;
-                dtrain_layernorm_backward_args g = {1, 4, false, false, f, f, f, f, f, f + 8, f + 16, f + 24};
+                dtrain_layernorm_backward_args g = {1, 4, false, false, f,      f,
+                                                    f, f, f,     f + 8, f + 16, f + 24};
                 CHECK(!d->ops->zero(d, b, 200));
                 CHECK(d->allocated_bytes == 300 && d->peak_bytes == 300);
                 result = d->ops->layernorm_backward(d, &g);
@@ -862,7 +932,8 @@ static void test_plan_device(void)
     void *a, *b, *c;
     double sum = 5;
     CHECK(!dtrain_device_create(dtrain_plan_device_ops(), NULL, &d));
-    CHECK(!d->ops->alloc(d, 0, &a) && !d->ops->alloc(d, (size_t)1 << 40, &b) && !d->ops->alloc(d, 1, &c));
+    CHECK(!d->ops->alloc(d, 0, &a) && !d->ops->alloc(d, (size_t)1 << 40, &b) &&
+          !d->ops->alloc(d, 1, &c));
     CHECK(a && b && c && a != b && b != c && ((uintptr_t)b & 63) == 0 && ((uintptr_t)c & 63) == 0);
     CHECK((uintptr_t)c - (uintptr_t)b >= (size_t)1 << 40);
     CHECK(d->peak_bytes == ((size_t)1 << 40) + 1);
@@ -877,7 +948,8 @@ static void test_plan_device(void)
     CHECK(dtrain_device_create(&old, NULL, &d) == DTRAIN_ERROR_UNSUPPORTED && !d);
     const dtrain_device_ops *ops[2] = {dtrain_plan_device_ops(), dtrain_cpu_device_ops()};
     for (int i = 0; i < 2; i++) /* no hole in the tables */
-        CHECK(ops[i]->create && ops[i]->sgd && ops[i]->gemm && ops[i]->adamw && ops[i]->convert && ops[i]->sum);
+        CHECK(ops[i]->create && ops[i]->sgd && ops[i]->gemm && ops[i]->adamw && ops[i]->convert &&
+              ops[i]->sum);
 }
 
 static void test_variant(const dtrain__kernels *kernels, const dtrain__isa *isa)
@@ -912,8 +984,14 @@ static void test_chosen_kernels(void)
 {
     test_variant(dtrain__kernels_select(), dtrain__isa_select());
 }
-static void test_generic_kernels(void) { test_variant(&dtrain__kernels_generic, &dtrain__isa_generic); }
-static void test_scalar_kernels(void) { test_variant(&dtrain__kernels_scalar, &dtrain__isa_generic); }
+static void test_generic_kernels(void)
+{
+    test_variant(&dtrain__kernels_generic, &dtrain__isa_generic);
+}
+static void test_scalar_kernels(void)
+{
+    test_variant(&dtrain__kernels_scalar, &dtrain__isa_generic);
+}
 
 #if defined(__x86_64__)
 static void test_avx2_kernels(void) { test_variant(&dtrain__kernels_avx2, &dtrain__isa_avx2); }

@@ -37,7 +37,9 @@ static void gpt2_init(gpt2 *model, bool alias)
         p->name = golden_params[i].name;
         p->shape[0] = golden_params[i].dim0;
         p->shape[1] = golden_params[i].dim1;
-        p->unit = i < 2 ? 0 : i < PARAMS - 2 ? 1 + (uint32_t)((i - 2) / PER_LAYER) : 1 + GOLDEN_LAYERS;
+        p->unit = i < 2            ? 0
+                  : i < PARAMS - 2 ? 1 + (uint32_t)((i - 2) / PER_LAYER)
+                                   : 1 + GOLDEN_LAYERS;
         p->value = model->memory[0] + at;
         p->grad = model->memory[1] + at;
         memcpy(p->value, golden_params[i].value, (size_t)golden_count(i) * sizeof(float));
@@ -81,7 +83,8 @@ static dtrain_tensor *gpt2_loss(dtrain_tape *tape, gpt2 *model, int64_t first, i
     }
     dtrain_tape_unit(tape, 1 + GOLDEN_LAYERS);
     x = dtrain_layernorm(tape, x, &final[0], &final[1]);
-    model->logits = dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACT_NONE);
+    model->logits =
+        dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACT_NONE);
     return dtrain_cross_entropy(tape, model->logits, targets);
 }
 
@@ -89,8 +92,10 @@ static void check_floats(const char *what, const float *got, const float *expect
                          double tolerance)
 {
     for (int64_t i = 0; i < count; i++)
-        CHECK_MSG(fabs((double)got[i] - (double)expected[i]) <= tolerance * (1 + fabs((double)expected[i])),
-                  "%s[%d] is %.9g, PyTorch says %.9g", what, (int)i, (double)got[i], (double)expected[i]);
+        CHECK_MSG(fabs((double)got[i] - (double)expected[i]) <=
+                      tolerance * (1 + fabs((double)expected[i])),
+                  "%s[%d] is %.9g, PyTorch says %.9g", what, (int)i, (double)got[i],
+                  (double)expected[i]);
 }
 
 static void check_gradients(const gpt2 *model, double tolerance)
@@ -124,8 +129,8 @@ static dtrain_device *open_device(int kind)
     dtrain_device_desc desc;
     dtrain_device *device = NULL;
     memset(&desc, 0, sizeof desc);
-    CHECK(dtrain_device_create(kind ? dtrain_cpu_device_ops() : naive_device_ops(), &desc, &device) ==
-          DTRAIN_OK);
+    CHECK(dtrain_device_create(kind ? dtrain_cpu_device_ops() : naive_device_ops(), &desc,
+                               &device) == DTRAIN_OK);
     return device;
 }
 
@@ -139,7 +144,8 @@ static void check_one_pass(int kind, bool alias)
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
     CHECK(dtrain_tape_begin(tape, 0, 1) == DTRAIN_OK);
     dtrain_tensor *loss = gpt2_loss(tape, &model, 0, GOLDEN_BATCH);
-    CHECK_MSG(dtrain_tensor_read(tape, model.logits, logits) == DTRAIN_OK, "%s", dtrain_last_error());
+    CHECK_MSG(dtrain_tensor_read(tape, model.logits, logits) == DTRAIN_OK, "%s",
+              dtrain_last_error());
     CHECK(dtrain_tensor_read(tape, loss, &loss_value) == DTRAIN_OK);
     check_floats("logits", logits, golden_logits, ROWS * GOLDEN_VOCAB, 1e-5);
     CHECK_CLOSE(loss_value, golden_loss, 1e-6);
@@ -182,7 +188,8 @@ static void split_batch(const dtrain_world *world, int64_t *first, int64_t *batc
     *scale = (float)*batch * (float)ranks / (float)GOLDEN_BATCH;
 }
 
-static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model, dtrain_strategy **ddp)
+static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
+                                dtrain_strategy **ddp)
 {
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     gpt2_init(model, r->alias);
@@ -193,9 +200,11 @@ static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model, 
         for (int i = 0; i < GOLDEN_PARAM_COUNT; i++) model->memory[0][i] = -1;
     for (int i = 0; i < PARAMS && r->library_memory; i++)
         model->params[i].value = model->params[i].grad = NULL;
-    DTRAIN__TRY(dtrain_strategy_create(world, model->params, r->alias ? WITH_HEAD : PARAMS, &desc, ddp));
+    DTRAIN__TRY(
+        dtrain_strategy_create(world, model->params, r->alias ? WITH_HEAD : PARAMS, &desc, ddp));
     for (int i = 0; i < PARAMS && r->library_memory; i++)
-        memcpy(model->params[i].value, golden_params[i].value, (size_t)golden_count(i) * sizeof(float));
+        memcpy(model->params[i].value, golden_params[i].value,
+               (size_t)golden_count(i) * sizeof(float));
     return DTRAIN_OK;
 }
 
@@ -212,7 +221,8 @@ static dtrain_result ddp_gradients(dtrain_world *world, dtrain_strategy *ddp, dt
     DTRAIN__TRY(dtrain_tape_backward(tape, mean, scale));
     DTRAIN__TRY(dtrain_strategy_finish(ddp));
     *loss *= scale;
-    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN, NULL);
+    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
+                             NULL);
 }
 
 static dtrain_result ddp_train(dtrain_world *world, const run *r, gpt2 *model)
@@ -340,7 +350,8 @@ static int watch_main(dtrain_world *world, void *user)
     CHECK(ddp_create(world, r, model, &watched) == DTRAIN_OK);
     CHECK(dtrain_tape_create(world, watched, NULL, &tape) == DTRAIN_OK);
     CHECK(ddp_gradients(world, watched, tape, model, &loss) == DTRAIN_OK);
-    CHECK_MSG(marked_then == (size_t)(r->alias ? WITH_HEAD : PARAMS) - 2, "%zu were marked", marked_then);
+    CHECK_MSG(marked_then == (size_t)(r->alias ? WITH_HEAD : PARAMS) - 2, "%zu were marked",
+              marked_then);
     dtrain_tape_destroy(tape);
     dtrain_strategy_destroy(watched);
     free(model);

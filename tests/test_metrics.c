@@ -227,8 +227,8 @@ static int full_rank(dtrain_world *world, void *user)
         CHECK(warnings == 1);
     }
     CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_ERROR_FILE);
-    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file /dev/full could not"),
-              "%s", dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file /dev/full could not"), "%s",
+              dtrain_last_error());
     return 0;
 }
 

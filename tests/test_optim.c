@@ -7,7 +7,8 @@
 #include "ranks.h"
 #include "reference/op_golden.h"
 
-static dtrain_param param(const char *name, float *value, float *grad, int64_t rows, int64_t columns)
+static dtrain_param param(const char *name, float *value, float *grad, int64_t rows,
+                          int64_t columns)
 {
     dtrain_param p;
     memset(&p, 0, sizeof p);
@@ -43,7 +44,8 @@ static int golden_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &c->hyper, &optimizer));
     for (step = 0; step < STEPS; step++) {
-        for (i = 0; i < W; i++) g[i] = (op_opt_grad[step * W + i] + c->coupled * w[i]) / c->grad_scale;
+        for (i = 0; i < W; i++)
+            g[i] = (op_opt_grad[step * W + i] + c->coupled * w[i]) / c->grad_scale;
         RANKS_TRY(dtrain_strategy_ready(strategy, 0));
         RANKS_TRY(dtrain_strategy_finish(strategy));
         RANKS_TRY(dtrain_optimizer_step(optimizer, c->lr, c->grad_scale));
@@ -82,7 +84,8 @@ static void test_sgd(void)
 static void test_adamw(void)
 {
     dtrain_optimizer_desc hyper = dtrain_adamw_defaults();
-    CHECK(hyper.beta1 == 0.9f && hyper.beta2 == 0.999f && hyper.epsilon == 1e-8f && hyper.weight_decay == 0.01f);
+    CHECK(hyper.beta1 == 0.9f && hyper.beta2 == 0.999f && hyper.epsilon == 1e-8f &&
+          hyper.weight_decay == 0.01f);
     hyper.beta2 = 0.95f;
     hyper.weight_decay = 0.1f;
     golden(hyper, 1e-2f, 0, op_opt_adamw);
@@ -92,14 +95,15 @@ static void test_adamw(void)
 
 enum { SHARDS = 6 };
 static const int64_t shard_shapes[SHARDS][2] = {{3, 5}, {7, 0}, {0, 0}, {33, 4}, {1, 1}, {2, 9}};
-static const uint32_t shard_flags[SHARDS] = {0, 0, 0, 0, DTRAIN_PARAM_NO_DECAY, DTRAIN_PARAM_FROZEN};
+static const uint32_t shard_flags[SHARDS] = {
+    0, 0, 0, 0, DTRAIN_PARAM_NO_DECAY, DTRAIN_PARAM_FROZEN};
 
 typedef struct reference {
     double w[SHARDS][132], m[SHARDS][132], v[SHARDS][132];
 } reference;
 
-static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_param *p, int step, double lr,
-                           double scale)
+static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_param *p, int step,
+                           double lr, double scale)
 {
     int i;
     int64_t k;
@@ -107,7 +111,8 @@ static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_
         bool decays = i == 0 || i == 3; /* at least 2-D, not NO_DECAY, not frozen */
         if (p[i].flags & DTRAIN_PARAM_FROZEN) continue;
         for (k = 0; k < p[i].count; k++) {
-            double g = (double)p[i].grad[k] * scale, *w = &r->w[i][k], *m = &r->m[i][k], *v = &r->v[i][k];
+            double g = (double)p[i].grad[k] * scale, *w = &r->w[i][k], *m = &r->m[i][k],
+                   *v = &r->v[i][k];
             if (decays) *w *= 1 - lr * (double)h->weight_decay;
             if (h->kind == DTRAIN_SGD) {
                 *m = step == 1 ? g : (double)h->momentum * *m + g;
@@ -145,11 +150,14 @@ static int long_main(dtrain_world *world, void *user)
     memset(&r, 0, sizeof r);
     shards_make(p, values, grads);
     for (i = 0; i < SHARDS; i++)
-        for (k = 0; k < 132; k++) r.w[i][k] = (double)(values[i][k] = dtrain_random_normal(1, (uint64_t)i, (uint64_t)k));
+        for (k = 0; k < 132; k++)
+            r.w[i][k] = (double)(values[i][k] = dtrain_random_normal(1, (uint64_t)i, (uint64_t)k));
     RANKS_TRY(dtrain_strategy_create(world, p, SHARDS, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, hyper, &optimizer));
-    CHECK(dtrain_optimizer_state_bytes(optimizer) ==
-          (uint64_t)(hyper->kind == DTRAIN_ADAMW ? 2 : hyper->momentum > 0 ? 1 : 0) * 4 * (16 + 16 + 144 + 16));
+    CHECK(dtrain_optimizer_state_bytes(optimizer) == (uint64_t)(hyper->kind == DTRAIN_ADAMW ? 2
+                                                                : hyper->momentum > 0       ? 1
+                                                                                            : 0) *
+                                                         4 * (16 + 16 + 144 + 16));
     for (step = 1; step <= 60; step++) {
         float lr = 0.02f / (float)step, scale = 0.5f;
         for (i = 0; i < SHARDS; i++)
@@ -160,8 +168,9 @@ static int long_main(dtrain_world *world, void *user)
     }
     for (i = 0; i < SHARDS; i++)
         for (k = 0; k < p[i].count; k++)
-            CHECK_MSG(test_close((double)values[i][k], r.w[i][k], 2e-6), "%s[%d]: %.9g, expected %.9g", p[i].name,
-                      (int)k, (double)values[i][k], r.w[i][k]);
+            CHECK_MSG(test_close((double)values[i][k], r.w[i][k], 2e-6),
+                      "%s[%d]: %.9g, expected %.9g", p[i].name, (int)k, (double)values[i][k],
+                      r.w[i][k]);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
     return 0;
@@ -202,7 +211,9 @@ static int clip_main(dtrain_world *world, void *user)
         for (k = 0; k < p[i].count; k++) {
             double mean = 0;
             int r;
-            for (r = 0; r < ranks; r++) mean += (double)dtrain_random_normal(4, (uint64_t)(100 * r + i), (uint64_t)k) / ranks;
+            for (r = 0; r < ranks; r++)
+                mean +=
+                    (double)dtrain_random_normal(4, (uint64_t)(100 * r + i), (uint64_t)k) / ranks;
             grads[i][k] = dtrain_random_normal(4, (uint64_t)(100 * rank + i), (uint64_t)k);
             if (i != 5) total += mean * mean; /* not the frozen one */
         }
@@ -213,7 +224,8 @@ static int clip_main(dtrain_world *world, void *user)
     for (i = 0; i < 6; i++) {
         RANKS_TRY(dtrain_clip_grad_norm(strategy, limits[i], &norm, &scale));
         CHECK_CLOSE(norm, exact, 1e-6);
-        if (limits[i] > 0 && (double)limits[i] < exact) CHECK_CLOSE(scale, (double)limits[i] / (exact + 1e-6), 1e-6);
+        if (limits[i] > 0 && (double)limits[i] < exact)
+            CHECK_CLOSE(scale, (double)limits[i] / (exact + 1e-6), 1e-6);
         else CHECK(scale == 1);
         bits = norm; /* the same on every rank */
         RANKS_TRY(dtrain_broadcast(dtrain_world_comm(world), &bits, 1, DTRAIN_F32, 0, NULL));
@@ -226,7 +238,9 @@ static int clip_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_clip_grad_norm(strategy, 2, &norm, &scale)); /* torch: 2 / (2 + 1e-6) */
     CHECK(norm == 2 && scale == 2 / (2 + 1e-6f) && scale < 1);
     for (i = 0; i < 3; i++) {
-        uint32_t odd = i == 0 ? 0x7f800000u : i == 1 ? 0x7fc00000u : 0x7f7fffffu; /* the last: its square is too large */
+        uint32_t odd = i == 0   ? 0x7f800000u
+                       : i == 1 ? 0x7fc00000u
+                                : 0x7f7fffffu; /* the last: its square is too large */
         memcpy(&grads[0][3], &odd, sizeof odd);
         if (i == 2) grads[0][4] = grads[0][3];
         RANKS_TRY(dtrain_clip_grad_norm(strategy, 1, &norm, &scale));
@@ -269,7 +283,10 @@ static int arguments_main(dtrain_world *world, void *user)
         if (i == 9) hyper.nesterov = true;
         if (i == 10) hyper.momentum = nan;
         if (i == 11) hyper.weight_decay = 1 / zero;
-        CHECK_MSG(dtrain_optimizer_create(world, strategy, &hyper, &optimizer) == DTRAIN_ERROR_ARGUMENT && !optimizer, "case %d", i);
+        CHECK_MSG(dtrain_optimizer_create(world, strategy, &hyper, &optimizer) ==
+                          DTRAIN_ERROR_ARGUMENT &&
+                      !optimizer,
+                  "case %d", i);
     }
     {
         dtrain_optimizer_desc hyper = dtrain_sgd_defaults();
@@ -282,7 +299,8 @@ static int arguments_main(dtrain_world *world, void *user)
     CHECK(dtrain_optimizer_step(optimizer, -1, 1) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_optimizer_step(optimizer, 1, 1 / zero) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_optimizer_step(NULL, 1, 1) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(w == 1 && dtrain_optimizer_state_bytes(optimizer) == 0 && dtrain_optimizer_state_bytes(NULL) == 0);
+    CHECK(w == 1 && dtrain_optimizer_state_bytes(optimizer) == 0 &&
+          dtrain_optimizer_state_bytes(NULL) == 0);
     dtrain_optimizer_destroy(optimizer);
     dtrain_optimizer_destroy(NULL);
     dtrain_strategy_destroy(strategy);
@@ -310,11 +328,14 @@ static void test_schedules(void)
     dtrain_schedule linear = schedule(DTRAIN_SCHEDULE_LINEAR, 4, 20);
     int64_t i;
     for (i = 0; i < 24; i++) {
-        CHECK_CLOSE(1e4 * (double)dtrain_schedule_lr(&cosine, i), 1e4 * (double)op_lr_cosine[i], 1e-6);
-        CHECK_CLOSE(1e4 * (double)dtrain_schedule_lr(&linear, i), 1e4 * (double)op_lr_linear[i], 1e-6);
+        CHECK_CLOSE(1e4 * (double)dtrain_schedule_lr(&cosine, i), 1e4 * (double)op_lr_cosine[i],
+                    1e-6);
+        CHECK_CLOSE(1e4 * (double)dtrain_schedule_lr(&linear, i), 1e4 * (double)op_lr_linear[i],
+                    1e-6);
     }
     CHECK(dtrain_schedule_lr(&cosine, 4) == 3e-4f && dtrain_schedule_lr(&cosine, 20) == 3e-5f);
-    CHECK(dtrain_schedule_lr(&linear, 3) == 3e-4f && dtrain_schedule_lr(&linear, INT64_MAX) == 3e-5f);
+    CHECK(dtrain_schedule_lr(&linear, 3) == 3e-4f &&
+          dtrain_schedule_lr(&linear, INT64_MAX) == 3e-5f);
     CHECK(dtrain_schedule_lr(&linear, -5) == dtrain_schedule_lr(&linear, 0));
     s = schedule(DTRAIN_SCHEDULE_CONSTANT, 2, 5);
     CHECK(dtrain_schedule_lr(&s, 0) == 1.5e-4f && dtrain_schedule_lr(&s, 1) == 3e-4f);

@@ -75,7 +75,8 @@ static dtrain_tensor *input(dtrain_tape *tape, model *m, int i)
     return m->input[i];
 }
 
-static dtrain_tensor *tokens(dtrain_tape *tape, const int32_t *values, int64_t batch, int64_t sequence)
+static dtrain_tensor *tokens(dtrain_tape *tape, const int32_t *values, int64_t batch,
+                             int64_t sequence)
 {
     int64_t shape[2];
     shape[0] = batch;
@@ -140,7 +141,7 @@ static void compare_slopes(dtrain_tape *tape, model *m, const char *what, float 
     for (int64_t i = 0; i < count; i++) {
         double wide = slope(tape, m, &value[i], 0.02f), narrow = slope(tape, m, &value[i], 0.01f);
         double expected = (4 * narrow - wide) / 3; /* the error of order h^2 drops out */
-        double truncation = fabs(wide - narrow); /* much more than what is left of it */
+        double truncation = fabs(wide - narrow);   /* much more than what is left of it */
         if (m->activation == DTRAIN_ACT_RELU && truncation > 1e-4) {
             kinks++;
             continue;
@@ -159,7 +160,8 @@ static void check_model(dtrain_tape *tape, model *m)
     CHECK_CLOSE(model_value(tape, m, DTRAIN_TAPE_NO_GRAD), value, 1e-6);
     dtrain_tape_begin(tape, 0, 5);
     dtrain_tensor *loss = model_loss(tape, m);
-    CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s: %s", m->name, dtrain_last_error());
+    CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s: %s", m->name,
+              dtrain_last_error());
     for (int i = 0; i < m->input_count; i++) {
         gradient[i] = (float *)malloc((size_t)m->input[i]->count * sizeof(float));
         CHECK(dtrain_tensor_read_grad(tape, m->input[i], gradient[i]) == DTRAIN_OK);
@@ -185,8 +187,8 @@ static dtrain_device *open_device(int kind)
     dtrain_device_desc desc;
     dtrain_device *device = NULL;
     memset(&desc, 0, sizeof desc);
-    CHECK(dtrain_device_create(kind ? dtrain_cpu_device_ops() : naive_device_ops(), &desc, &device) ==
-          DTRAIN_OK);
+    CHECK(dtrain_device_create(kind ? dtrain_cpu_device_ops() : naive_device_ops(), &desc,
+                               &device) == DTRAIN_OK);
     return device;
 }
 
@@ -219,8 +221,8 @@ static model model_of(const char *name, dtrain_tensor *(*build)(dtrain_tape *, m
 
 static dtrain_tensor *build_linear(dtrain_tape *tape, model *m)
 {
-    return dtrain_linear(tape, input(tape, m, 0), &m->params[0], m->param_count > 1 ? &m->params[1] : NULL,
-                         m->activation);
+    return dtrain_linear(tape, input(tape, m, 0), &m->params[0],
+                         m->param_count > 1 ? &m->params[1] : NULL, m->activation);
 }
 
 static void test_linear(void)
@@ -312,7 +314,8 @@ static dtrain_tensor *build_scale(dtrain_tape *tape, model *m)
 static dtrain_tensor *build_dropout(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
-    return dtrain_add(tape, x, dtrain_scale(tape, dtrain_dropout(tape, x, m->flags ? 0.5f : 0), 0.3f));
+    return dtrain_add(tape, x,
+                      dtrain_scale(tape, dtrain_dropout(tape, x, m->flags ? 0.5f : 0), 0.3f));
 }
 static dtrain_tensor *build_mean(dtrain_tape *tape, model *m)
 {
@@ -340,7 +343,8 @@ static void test_elementwise(void)
 static dtrain_tensor *build_cross_entropy(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
-    dtrain_tensor *logits = m->param_count ? dtrain_linear(tape, x, &m->params[0], NULL, m->activation) : x;
+    dtrain_tensor *logits =
+        m->param_count ? dtrain_linear(tape, x, &m->params[0], NULL, m->activation) : x;
     return dtrain_cross_entropy(tape, logits, tokens(tape, m->targets, 1, 4));
 }
 
@@ -376,7 +380,7 @@ static dtrain_tensor *build_fan(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0), *y = dtrain_add(tape, x, x);
     dtrain_tensor *a = dtrain_linear(tape, y, &m->params[0], NULL, DTRAIN_ACT_GELU);
-    dtrain_tensor *b = dtrain_add(tape, y, a);             /* both share one gradient */
+    dtrain_tensor *b = dtrain_add(tape, y, a); /* both share one gradient */
     dtrain_tensor *c = dtrain_add(tape, b, dtrain_scale(tape, b, 0.5f));
     dtrain_tensor *d = dtrain_linear(tape, a, &m->params[0], NULL, DTRAIN_ACT_GELU);
     return dtrain_add(tape, dtrain_add(tape, c, d), dtrain_add(tape, a, y));
@@ -390,7 +394,8 @@ static dtrain_tensor *build_overwrite(dtrain_tape *tape, model *m)
     dtrain_tensor *y = dtrain_add(tape, dtrain_attention(tape, qkv, 2, 2, DTRAIN_CAUSAL),
                                   dtrain_attention(tape, qkv, 4, 1, 0));
     dtrain_tensor *t = tokens(tape, m->targets, 1, 4);
-    dtrain_tensor *loss = dtrain_add(tape, dtrain_cross_entropy(tape, qkv, t), dtrain_mean(tape, qkv));
+    dtrain_tensor *loss =
+        dtrain_add(tape, dtrain_cross_entropy(tape, qkv, t), dtrain_mean(tape, qkv));
     loss = dtrain_add(tape, dtrain_scale(tape, loss, 0.5f), dtrain_cross_entropy(tape, qkv, t));
     return dtrain_add(tape, loss, dtrain_cross_entropy(tape, y, t));
 }
@@ -407,7 +412,8 @@ static dtrain_tensor *build_in_place_add(dtrain_tape *tape, model *m)
 /* Tied weights: token embedding and classifier, one through an alias. */
 static dtrain_tensor *build_tied(dtrain_tape *tape, model *m)
 {
-    dtrain_tensor *x = dtrain_embedding(tape, tokens(tape, m->tokens, 2, 2), &m->params[0], &m->params[2]);
+    dtrain_tensor *x =
+        dtrain_embedding(tape, tokens(tape, m->tokens, 2, 2), &m->params[0], &m->params[2]);
     x = dtrain_linear(tape, x, &m->params[1], NULL, DTRAIN_ACT_NONE);
     return dtrain_cross_entropy(tape, x, tokens(tape, m->targets, 2, 2));
 }
@@ -416,8 +422,9 @@ static dtrain_tensor *build_tied(dtrain_tape *tape, model *m)
 static dtrain_tensor *build_two_biases(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
-    return dtrain_add(tape, dtrain_layernorm(tape, x, &m->params[0], &m->params[1]),
-                      dtrain_layernorm(tape, dtrain_scale(tape, x, 2), &m->params[0], &m->params[2]));
+    return dtrain_add(
+        tape, dtrain_layernorm(tape, x, &m->params[0], &m->params[1]),
+        dtrain_layernorm(tape, dtrain_scale(tape, x, 2), &m->params[0], &m->params[2]));
 }
 
 static void test_graphs(void)
@@ -496,13 +503,16 @@ static void check_floats(const char *what, const float *got, const float *expect
                          double tolerance)
 {
     for (int64_t i = 0; i < count; i++)
-        CHECK_MSG(fabs((double)got[i] - (double)expected[i]) <= tolerance * (1 + fabs((double)expected[i])),
-                  "%s[%d] is %.9g, PyTorch says %.9g", what, (int)i, (double)got[i], (double)expected[i]);
+        CHECK_MSG(fabs((double)got[i] - (double)expected[i]) <=
+                      tolerance * (1 + fabs((double)expected[i])),
+                  "%s[%d] is %.9g, PyTorch says %.9g", what, (int)i, (double)got[i],
+                  (double)expected[i]);
 }
 
 static void check_golden(dtrain_tape *tape)
 {
-    const int64_t shape[2] = {6, 10}, logit_shape[2] = {5, 7}, target_shape[1] = {5}, qkv_shape[2] = {10, 24};
+    const int64_t shape[2] = {6, 10}, logit_shape[2] = {5, 7}, target_shape[1] = {5},
+                  qkv_shape[2] = {10, 24};
     float weight[10], bias[10], out[80], qkv[240];
     dtrain_param w, b;
     memset(&w, 0, sizeof w);
@@ -541,7 +551,8 @@ static void check_golden(dtrain_tape *tape)
     }
     dtrain_tape_begin(tape, 0, 0);
     x = dtrain_tape_input(tape, DTRAIN_F32, 2, qkv_shape, qkv, false);
-    CHECK(dtrain_tensor_read(tape, dtrain_attention(tape, x, 5, 2, DTRAIN_CAUSAL), out) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, dtrain_attention(tape, x, 5, 2, DTRAIN_CAUSAL), out) ==
+          DTRAIN_OK);
     for (int i = 0; i < 80; i++) {
         int d = i % 4, t = i / 4 % 5, h = i / 20 % 2, batch = i / 40;
         CHECK_CLOSE(out[(batch * 5 + t) * 8 + h * 4 + d], op_sdpa_y[i], 1e-5);
@@ -869,7 +880,8 @@ static void test_dropout(void)
     for (int pass = 0; pass < 3; pass++) { /* pass 0 and 1 alike, 2 with another seed */
         dtrain_tape_begin(tape, 0, pass == 2 ? 12 : 11);
         dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_F32, 1, shape, ones, true);
-        dtrain_tensor *first = dtrain_dropout(tape, x, 0.3f), *second = dtrain_dropout(tape, x, 0.3f);
+        dtrain_tensor *first = dtrain_dropout(tape, x, 0.3f),
+                      *second = dtrain_dropout(tape, x, 0.3f);
         CHECK(dtrain_tensor_read(tape, first, pass == 2 ? c : b) == DTRAIN_OK);
         if (pass == 1) CHECK(memcmp(a, b, N * sizeof(float)) == 0);
         if (pass == 0) memcpy(a, b, N * sizeof(float));
@@ -882,8 +894,8 @@ static void test_dropout(void)
         same_b += (a[i] > 0) == (b[i] > 0);
         same_c += (a[i] > 0) == (c[i] > 0);
     }
-    CHECK(labs(kept - 14000) < 300);     /* deviation 65 */
-    CHECK(labs(same_b - 11600) < 350);   /* 0.7^2 + 0.3^2 = 0.58 of independent masks agree */
+    CHECK(labs(kept - 14000) < 300);   /* deviation 65 */
+    CHECK(labs(same_b - 11600) < 350); /* 0.7^2 + 0.3^2 = 0.58 of independent masks agree */
     CHECK(labs(same_c - 11600) < 350);
     dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 11);
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_F32, 1, shape, ones, true);
@@ -953,7 +965,8 @@ static void test_allocation_failures(void)
 static void expect_error(dtrain_tape *tape, dtrain_result code, const char *part, const char *other)
 {
     dtrain_result result = dtrain_tape_error(tape);
-    CHECK_MSG(result == code && strstr(dtrain_last_error(), part) && strstr(dtrain_last_error(), other),
+    CHECK_MSG(result == code && strstr(dtrain_last_error(), part) &&
+                  strstr(dtrain_last_error(), other),
               "expected %s with '%s' and '%s', got %s: %s", dtrain_result_name(code), part, other,
               dtrain_result_name(result), dtrain_last_error());
     CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK && dtrain_tape_error(tape) == DTRAIN_OK);
@@ -963,7 +976,8 @@ static void test_errors(void)
 {
     dtrain_device *device = open_device(0);
     dtrain_tape *tape = NULL;
-    const int64_t shape[2] = {6, 16}, token_shape[2] = {2, 3}, zero[1] = {0}, huge[3] = {1 << 30, 1 << 30, 1 << 30};
+    const int64_t shape[2] = {6, 16}, token_shape[2] = {2, 3}, zero[1] = {0},
+                  huge[3] = {1 << 30, 1 << 30, 1 << 30};
     float data[96] = {0};
     int32_t ids[6] = {0, 1, 2, 3, 4, 9};
     model m;
@@ -984,7 +998,8 @@ static void test_errors(void)
     expect_error(tape, usage, "dtrain_tape_input", "call dtrain_tape_begin");
 
     CHECK(!dtrain_linear(tape, X, w, NULL, DTRAIN_ACT_NONE));
-    expect_error(tape, argument, "dtrain_linear: parameter fc_w is (8, 10)", "(6, 16) needs (any, 16)");
+    expect_error(tape, argument, "dtrain_linear: parameter fc_w is (8, 10)",
+                 "(6, 16) needs (any, 16)");
     CHECK(!dtrain_linear(tape, X, v, NULL, DTRAIN_ACT_NONE));
     expect_error(tape, argument, "parameter vec is (16)", "needs (any, 16)");
     CHECK(!dtrain_linear(tape, X, ok, v, DTRAIN_ACT_NONE));
@@ -1017,7 +1032,8 @@ static void test_errors(void)
     expect_error(tape, argument, "dtrain_dropout", "is 1, not in [0, 1)");
     CHECK(!dtrain_dropout(tape, X, NAN));
     expect_error(tape, argument, "dtrain_dropout", "not in [0, 1)");
-    CHECK(!dtrain_cross_entropy(tape, X, dtrain_tape_input(tape, DTRAIN_I32, 1, token_shape, ids, false)));
+    CHECK(!dtrain_cross_entropy(tape, X,
+                                dtrain_tape_input(tape, DTRAIN_I32, 1, token_shape, ids, false)));
     expect_error(tape, argument, "logits (6, 16) have 6 rows", "targets are (2)");
     CHECK(!dtrain_tape_input(tape, DTRAIN_BF16, 2, shape, data, false));
     expect_error(tape, argument, "dtrain_tape_input", "bf16");

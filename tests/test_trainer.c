@@ -36,7 +36,8 @@ typedef struct run {
 
 static run *run_create(uint32_t ranks, uint32_t accumulation, int steps)
 {
-    run *r = (run *)mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    run *r =
+        (run *)mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     r->ranks = ranks, r->accumulation = accumulation, r->steps = steps;
     r->mode = DTRAIN_LAUNCH_THREADS;
     r->eval_at = r->plan_at = r->nan_rank = r->nan_step = r->fail_step = r->slow_rank = -1;
@@ -124,8 +125,7 @@ static void take_steps(dtrain_trainer *trainer, rank_state *s)
         if (step == r->plan_at) result = dtrain_trainer_plan_memory(trainer, &r->plan[s->rank]);
         if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
         copy_params(s, r->before[s->rank]);
-        if (result == DTRAIN_OK)
-            result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
+        if (result == DTRAIN_OK) result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
         r->ended[s->rank] = result;
         copy_params(s, r->after[s->rank]);
         if (r->ended[s->rank] != DTRAIN_OK) {
@@ -270,7 +270,8 @@ static void test_processes_are_threads_to_the_bit(void)
 
 static void test_clipping(void)
 {
-    run *clipped = run_create(1, 1, 3), *same = run_create(2, 2, 3), *open_run = run_create(1, 1, 3);
+    run *clipped = run_create(1, 1, 3), *same = run_create(2, 2, 3);
+    run *open_run = run_create(1, 1, 3);
     clipped->clip = same->clip = 0.01f;
     run_well(clipped);
     run_well(same);
@@ -568,7 +569,10 @@ static void test_process_memory(void)
     CHECK(peak >= before + bytes * 9 / 10);
 }
 
-typedef struct failing_allocator { int calls, fail_at; long balance; } failing_allocator;
+typedef struct failing_allocator {
+    int calls, fail_at;
+    long balance;
+} failing_allocator;
 static void *failing_alloc(void *user, size_t bytes)
 {
     failing_allocator *state = (failing_allocator *)user;
