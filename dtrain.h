@@ -650,7 +650,8 @@ DTRAIN_API double dtrain_seconds(void);
  * error.
  * Counts are elements; buffers need no alignment; count 0 is a synchronisation without data.
  * fp32, bf16 and fp16 sums are accumulated in fp32 in rank order and rounded once, so the bits
- * depend neither on timing nor on how buffers were cut; integers wrap.
+ * depend neither on timing nor on how buffers were cut; integers wrap; min and max of anything and
+ * NaN are NaN.
  *
  * After any error, a wrong argument included, the communicator has failed: every later call returns
  * the same error, and the other ranks get DTRAIN_ERROR_PEER instead of a sum without this rank.
@@ -2543,8 +2544,8 @@ static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *jo
 }
 
 /* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
-static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
-                        const dtrain_gemm_args *args)
+DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
+                                       const dtrain_gemm_args *args)
 {
     dtrain__gemm_job job;
     if (args->m <= 0 || args->n <= 0) return 0;
@@ -4176,17 +4177,17 @@ static const dtrain__kernels DTRAIN__INSTANCE(dtrain__kernels) = {
 
 static const dtrain__kernels *dtrain__kernels_select(void)
 {
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(DTRAIN_NO_SIMD)
+    return &dtrain__kernels_scalar;
+#else
+#if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return &dtrain__kernels_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return &dtrain__kernels_avx2; /* F16C came two generations earlier */
 #endif
-#if defined(__GNUC__)
     return &dtrain__kernels_generic;
-#else
-    return &dtrain__kernels_scalar;
 #endif
 }
 
@@ -4697,12 +4698,13 @@ static dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_arg
 }
 
 /* Every kernel in the table's order; Y is the one that has a result on the host. */
-#define DTRAIN__KERNEL_LIST(X, Y)                                                        \
-    X(gemm)                                                                              \
-    X(activation_backward)                                                               \
-    X(layernorm) X(layernorm_backward) X(embedding) X(embedding_backward) X(attention)   \
-        X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
-            X(dropout) Y(sum) X(convert) X(adamw) X(sgd)
+#define DTRAIN__KERNEL_LIST(X, Y)                                                               \
+    X(gemm)                                                                                     \
+    X(activation_backward)                                                                      \
+    X(layernorm)                                                                                \
+    X(layernorm_backward) X(embedding) X(embedding_backward) X(attention) X(attention_backward) \
+        X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout) Y(sum) X(convert) \
+            X(adamw) X(sgd)
 
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
@@ -5038,7 +5040,7 @@ static void dtrain__record_end(dtrain__control *control, int rank, dtrain__end h
  * a whole and resumed an hour later does not time out. */
 
 #define DTRAIN__SPIN_TURNS \
-    256u /* 10 to 25 us of pauses, then yield: the peer may have lost its core */
+    32u /* some 2 us of pauses, then yield: the peer may have lost its core */
 #define DTRAIN__YIELDS_PER_LOOK 32u /* 10 us on an idle machine */
 
 typedef struct dtrain__wait {
@@ -5260,10 +5262,12 @@ typedef struct dtrain__launch {
 
 static uint32_t dtrain__cores(void)
 {
+#ifdef CPU_COUNT /* hidden when a system header came before _GNU_SOURCE was defined */
     cpu_set_t set;
     CPU_ZERO(&set);
     if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
         return (uint32_t)CPU_COUNT(&set);
+#endif
     const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than cpu_set_t can hold */
     return count > 0 ? (uint32_t)count : 1;
 }
@@ -11180,7 +11184,9 @@ static double dtrain__median(const double *values, int64_t count)
 
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
 {
-    if (!metrics || !summary) return;
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
     int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
     *summary = metrics->summary;
     summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);

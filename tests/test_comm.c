@@ -1480,6 +1480,6 @@ int main(int argc, char **argv)
     RUN(test_alloc_limits);
     RUN(test_info);
     RUN(test_info_times);
-    if (!ranks_full()) SKIP(test_full_matrix, "the long forms of these tests: DTRAIN_TEST_FULL=1");
+    if (!ranks_full()) printf("  note DTRAIN_TEST_FULL=1 runs the long forms\n");
     return test_summary();
 }

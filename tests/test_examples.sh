@@ -106,10 +106,10 @@ bad "unknown model" "gpt9" "$build/train_gpt" --model gpt9
 bad "unknown schedule" "sine" $gpt --schedule sine
 bad "impossible size" "GiB" $gpt --channels 1000000 --heads 1
 bad "log in a missing folder" "none/log" $gpt --log "$tmp/none/log"
-if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null 2>&1; then
+if [ "$(id -u)" = 0 ] && command -v setpriv >/dev/null 2>&1 && command -v bash >/dev/null 2>&1; then
     cp "$build/train_gpt" dtrain.h "$tmp/"; chmod 755 "$tmp"; chmod 644 "$tmp/dtrain.h"
-    bad "more ranks than the machine allows" "process" setpriv --reuid 65534 --clear-groups sh -c "cd $tmp && ulimit -u 3 && ./train_gpt --ranks 8 --steps 2 --sample 0"
-else skipped=$((skipped + 1)); echo "  skip more ranks than the machine allows: needs root and setpriv"; fi
+    bad "more ranks than the machine allows" "process" setpriv --reuid 65534 --clear-groups bash -c "cd $tmp && ulimit -u 3 && ./train_gpt --ranks 8 --steps 2 --sample 0"
+else skipped=$((skipped + 1)); echo "  skip more ranks than the machine allows: needs root, setpriv and bash"; fi
 
 rm -rf "$tmp"
 if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"

@@ -1111,6 +1111,6 @@ int main(int argc, char **argv)
     RUN(test_fork_inside_a_rank);
     RUN(test_small_dev_shm);
     RUN(test_good_after_bad);
-    if (!ranks_full()) SKIP(test_full_seeds, "200 deaths, all mismatches: DTRAIN_TEST_FULL=1");
+    if (!ranks_full()) printf("  note DTRAIN_TEST_FULL=1 runs the long forms\n");
     return test_summary();
 }
