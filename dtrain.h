@@ -1298,8 +1298,7 @@ DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
 #endif
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
-#error \
-    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION"
+#error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
 #endif
 
 #define DTRAIN__CACHE_LINE 64
@@ -1755,15 +1754,16 @@ static void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t
 /* ================================================================================================
  * [S24] Device
  *
- * The CPU device in five parts, each usable without the next:
+ * The CPU device in six parts, each a review sitting:
  *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    written so that any loop calling them vectorises
+ *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
  *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else, the same text compiled once per instruction set
- *     S24.5  device       memory, launchers, the two tables
+ *     S24.4  kernels      everything else; the same text is compiled once per instruction set
+ *     S24.5  attention    likewise
+ *     S24.6  device       memory, launchers, the CPU table and the plan table
  * ==============================================================================================*/
 
-/* ---- The pool --------------------------------------------------------------------------------
+/* ---- [S24.1] The pool -------------------------------------------------------------------------
  *
  * One generation number says which job is current; a worker has run jobs up to its own copy of it.
  *
@@ -1945,7 +1945,7 @@ static int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *alloc
     return 0;
 }
 
-/* ---- Instruction sets --------------------------------------------------------------------------
+/* ---- [S24.2] Instruction sets -----------------------------------------------------------------
  *
  * A header cannot count on -march=native, so every hot function exists once for each instruction
  * set and is chosen at run time. DTRAIN__TARGET(t) marks such a function: compile it for t whatever
@@ -1984,7 +1984,7 @@ static int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *alloc
 #define DTRAIN__VECTOR_OF(n) __attribute__((vector_size(4 * (n)), aligned(4), may_alias))
 #endif
 
-/* ---- exp and tanh ------------------------------------------------------------------------------
+/* ---- [S24.2] exp and tanh ---------------------------------------------------------------------
  *
  * x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing
  * term is below 5.2e-9: rounding dominates. ln2 is split in two so that n * ln2_high is exact.
@@ -2055,7 +2055,7 @@ DTRAIN__INLINE float dtrain__gelu(float x)
     return x / (1 + (p * scale + scale));
 }
 
-/* ---- Matrix multiplication ---------------------------------------------------------------------
+/* ---- [S24.3] Matrix multiplication ------------------------------------------------------------
  *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
  * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
@@ -2576,11 +2576,11 @@ DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspac
     dtrain__parallel(pool, dtrain__gemm_task, &job);
     return 0;
 }
-/* ---- [S24] The CPU device ---------------------------------------------------------------------
+/* ---- [S24.4] Kernels: how work is cut ---------------------------------------------------------
  *
  *     launcher (below)      checks what only it can see, cuts the work, wakes the pool
  *       -> dtrain__job        what is common to all threads of one kernel
- *         -> range function     the arithmetic on [begin, end), one per instruction set (S24_vec.h)
+ *         -> range function     the arithmetic on [begin, end), one per instruction set
  *
  * The bits of a result depend on the instruction set, never on the number of threads: a sum is
  * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
@@ -2653,9 +2653,9 @@ enum {
 /* ----------------------------------------------------------------------------------------------*/
 #ifdef DTRAIN__ISA
 
-/* ---- [S24] Vector kernels: this part is compiled once per instruction set ---------------------
+/* ---- [S24.4] Kernels: compiled once per instruction set ---------------------------------------
  *
- * S24_kernels.h includes it with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2 + FMA + F16C), 1 (four-lane
+ * The header includes itself with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2 + FMA + F16C), 1 (four-lane
  * vector extensions: SSE2, NEON, ...) and 0 (plain C). Every name below that is a macro gets the
  * suffix of the instance, so the text reads like ordinary C and debuggers see ordinary functions.
  *
@@ -3722,7 +3722,7 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64
     }
 }
 
-/* ---- Attention: second half of the per-instruction-set part of [S24] --------------------------
+/* ---- [S24.5] Attention: compiled once per instruction set -------------------------------------
  *
  * One item is one head of one sequence (and, forward, one block of 64 queries). Blocks of 64 keys
  * pass by; what a block of queries needs stays in L1 and L2. Scores are kept transposed, keys x
@@ -4200,7 +4200,7 @@ DTRAIN_API const char *dtrain_cpu_kernel_name(void)
 #endif
 }
 
-/* ---- State and memory -------------------------------------------------------------------------*/
+/* ---- [S24.6] The CPU device: state and memory -----------------------------------------------*/
 
 typedef struct dtrain__cpu {
     dtrain_allocator allocator;
@@ -4698,13 +4698,13 @@ static dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_arg
 }
 
 /* Every kernel in the table's order; Y is the one that has a result on the host. */
-#define DTRAIN__KERNEL_LIST(X, Y)                                                               \
-    X(gemm)                                                                                     \
-    X(activation_backward)                                                                      \
-    X(layernorm)                                                                                \
-    X(layernorm_backward) X(embedding) X(embedding_backward) X(attention) X(attention_backward) \
-        X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout) Y(sum) X(convert) \
-            X(adamw) X(sgd)
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X, Y)                                                            \
+    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
+    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
+    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
+    Y(sum) X(convert) X(adamw) X(sgd)
+/* clang-format on */
 
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
@@ -5872,7 +5872,7 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
     return dtrain__check_buffers(comm, what);
 }
 
-/* ---- Books ------------------------------------------------------------------------------------*/
+/* ---- [S26.1] Books --------------------------------------------------------------------------*/
 
 /* This rank's share of the traffic as rings would make it, the usual figure for comparing
  * systems. */
@@ -6311,7 +6311,7 @@ static void dtrain__combine(const dtrain_collective *what, const char *const *in
     dtrain__mix_plain(&job);
 }
 
-/* ---- The local backend: shared structures -------------------------------------------------------
+/* ---- [S26.2] The local backend: shared structures ---------------------------------------------
  *
  * Why a slot may be used again after 2 W operations without asking: a rank starts operation t only
  * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and

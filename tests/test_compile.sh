@@ -68,6 +68,14 @@ if echo '#include <cblas.h>' | ${CC:-cc} -E - >/dev/null 2>&1; then
     try "DTRAIN_USE_CBLAS" ${CC:-cc} -std=c99 -DDTRAIN_USE_CBLAS $warn -c "$build/impl.c" -o "$build/cblas.o"
 else skip "DTRAIN_USE_CBLAS" "no cblas.h"; fi
 
+# The programs that the README and the manual show are what they say: complete, and right.
+sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```' >"$build/readme.c"
+sed -n '/\[M2\] A complete program/,/With the tape/p' dtrain.h | sed '1d;$d' >"$build/manual.c"
+for program in readme manual; do
+    try "the program of the $program compiles" ${CC:-cc} -std=c99 $warn -O1 "$build/$program.c" -o "$build/$program" -lm -lpthread
+    try "the program of the $program learns" sh -c "'$build/$program' | grep -q 'w = 3.000'"
+done
+
 if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
 else echo "$passed passed, $failed failed"; fi
 [ "$failed" -eq 0 ]

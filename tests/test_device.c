@@ -505,8 +505,8 @@ static void activation_case(uint32_t kind, int64_t rows, int64_t n)
 static void test_activation(void)
 {
     EACH(i, row_counts)
-    EACH(j, sizes) for (uint32_t kind = 0; kind < 3; kind++)
-        activation_case(kind, row_counts[i], sizes[j]);
+    EACH(j, sizes)
+    for (uint32_t kind = 0; kind < 3; kind++) activation_case(kind, row_counts[i], sizes[j]);
 }
 
 static float half_at(const void *x, dtrain_dtype type, int64_t i)
