@@ -5667,7 +5667,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     dtrain__control *control = launch->control;
     const int first = (int)dtrain__load(&control->first_failed) - 1;
     int others = 0;
-    char how[200], stopped[80] = "", too[64] = "";
+    char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
     if (first < 0) return DTRAIN_OK;
     const dtrain__fate *fate = &control->fates[first];

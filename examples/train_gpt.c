@@ -25,9 +25,30 @@ static struct {
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
     double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature;
     long deterministic, no_overlap, thread_ranks;
-} flags = {"tiny", "dtrain.h", NULL, "cosine", "none", 2,   0,    600, 0,   0,  0,  0,
-           0,      0,          0,    1,        1000,   100, 1337, 1,   250, 50, -1, 25 * 1024,
-           1e-3,   -1,         0.1,  0.99,     1,      0,   0.1,  0.8, 0,   0,  0};
+} flags = {
+    .model = "tiny",
+    .data = "dtrain.h",
+    .schedule = "cosine",
+    .lr_scaling = "none",
+    .ranks = 2,
+    .timeout = 600,
+    .accum = 1,
+    .steps = 1500,
+    .warmup = 100,
+    .seed = 1337,
+    .init_seed = 1,
+    .eval_every = 250,
+    .eval_batches = 50,
+    .sample = -1, /* -1: as the preset says; 0 in a size means the same */
+    .lr = -1,
+    .min_lr = -1,
+    .weight_decay = 0.1,
+    .beta2 = 0.99,
+    .clip = 1,
+    .val_split = 0.1,
+    .temperature = 0.8,
+    .bucket_kib = 25 * 1024,
+};
 
 static const struct flag {
     const char *name;
@@ -49,7 +70,7 @@ static const struct flag {
     {"--batch", 'i', &flags.batch, 1, 1e6, "samples per rank and micro-batch"},
     {"--accum", 'i', &flags.accum, 1, 1e6, "micro-batches per step"},
     {"--steps", 'i', &flags.steps, 1, 1e12, "optimizer steps"},
-    {"--lr", 'f', &flags.lr, 0, 1e3, "peak learning rate"},
+    {"--lr", 'f', &flags.lr, 0, 1e3, "peak learning rate; default by model, below"},
     {"--min-lr", 'f', &flags.min_lr, 0, 1e3, "learning rate at the end; default --lr / 10"},
     {"--warmup", 'i', &flags.warmup, 0, 1e12, "steps of linear warm-up"},
     {"--schedule", 's', &flags.schedule, 0, 0, "cosine, linear or constant"},
@@ -87,13 +108,15 @@ static const struct preset {
     const char *name;
     long layers, heads, channels, seq, positions, vocab, batch,
         sample; /* 0: vocabulary of the data */
+    double lr;
 } presets[] = {
-    {"tiny", 4, 4, 128, 64, 0, 0, 6, 300}, /* 2 ranks x 6: nanoGPT's configuration for a CPU */
-    {"baby", 6, 6, 384, 128, 0, 0, 8, 300},
-    {"gpt2", 12, 12, 768, 64, 1024, 50257, 4, 0},
-    {"gpt2_medium", 24, 16, 1024, 64, 1024, 50257, 4, 0},
-    {"gpt2_large", 36, 20, 1280, 64, 1024, 50257, 4, 0},
-    {"gpt2_xl", 48, 25, 1600, 64, 1024, 50257, 4, 0},
+    {"tiny", 4, 4, 128, 64, 0, 0, 6, 300,
+     2e-3}, /* 2 ranks x 6: nanoGPT's configuration for a CPU */
+    {"baby", 6, 6, 384, 128, 0, 0, 8, 300, 1e-3},
+    {"gpt2", 12, 12, 768, 64, 1024, 50257, 4, 0, 6e-4},
+    {"gpt2_medium", 24, 16, 1024, 64, 1024, 50257, 4, 0, 3e-4},
+    {"gpt2_large", 36, 20, 1280, 64, 1024, 50257, 4, 0, 2.5e-4},
+    {"gpt2_xl", 48, 25, 1600, 64, 1024, 50257, 4, 0, 2e-4},
 };
 
 /* One sentence about a bad request; the caller returns it as main's exit code. */
@@ -114,11 +137,11 @@ static void print_help(void)
             snprintf(usual, sizeof usual, "%g", *(double *)f->value);
         printf("  %-16s %-8s %s\n", f->name, usual, f->help);
     }
-    printf("\n  %-12s layers heads channels seq   vocab  batch\n", "model");
+    printf("\n  %-12s layers heads channels seq   vocab  batch  lr\n", "model");
     for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++)
-        printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld\n", presets[i].name, presets[i].layers,
+        printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld  %g\n", presets[i].name, presets[i].layers,
                presets[i].heads, presets[i].channels, presets[i].seq,
-               presets[i].vocab ? presets[i].vocab : 256, presets[i].batch);
+               presets[i].vocab ? presets[i].vocab : 256, presets[i].batch, presets[i].lr);
 }
 
 static int set_flag(const struct flag *f, const char *text)
@@ -165,6 +188,7 @@ static int apply_preset(void)
         if (!flags.vocab) flags.vocab = p->vocab;
         if (flags.sample < 0) flags.sample = p->sample;
         flags.positions = p->positions > flags.seq ? p->positions : flags.seq;
+        if (flags.lr < 0) flags.lr = p->lr;
         if (flags.min_lr < 0) flags.min_lr = flags.lr / 10;
         return 0;
     }

@@ -88,8 +88,21 @@ static inline double test_seconds(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+/* Whoever started the tests may have ignored or blocked signals (nohup does): children inherit that. */
+static inline void test_default_signals(void)
+{
+    static const int numbers[] = {SIGHUP,  SIGINT,  SIGQUIT, SIGTERM,
+                                  SIGUSR1, SIGUSR2, SIGPIPE, SIGCHLD};
+    sigset_t none;
+    size_t i;
+    for (i = 0; i < sizeof numbers / sizeof *numbers; i++) signal(numbers[i], SIG_DFL);
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+}
+
 static inline void test_begin(int argc, char **argv)
 {
+    test_default_signals();
     if (argc > 1) test_filter = argv[1];
     test_shared = (test_counters *)mmap(NULL, sizeof *test_shared, PROT_READ | PROT_WRITE,
                                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);

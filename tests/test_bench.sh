@@ -13,7 +13,7 @@ check "bench_gemm --json" '^\{.*"gflops"' "$build/bench/bench_gemm" --quick --js
 small="--ranks 2 --sizes 4K,1M --rounds 1 --reps 2 --seconds 0.002"
 check "bench_collectives" "all-reduce" "$build/bench/bench_collectives" $small
 check "bench_collectives --json" '^\{.*"busbw' "$build/bench/bench_collectives" $small --json
-tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 2 --steps 6 --rounds 1"
+tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 4 --steps 60 --rounds 1"
 check "bench_train" "tokens/s" "$build/bench/bench_train" $tiny
 check "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train" $tiny --json
 echo "$passed passed, $failed failed"

@@ -353,7 +353,7 @@ static void test_dropout(void)
             CHECK(!devices[t]->ops->dropout(devices[t], &a));
             for (int64_t j = 0; j < n; j++)
                 if (y[j] != 0) {
-                    CHECK(!"dropped");
+                    CHECK_MSG(false, "element %lld is not dropped", (long long)j);
                     break;
                 }
             free(y);
@@ -844,7 +844,7 @@ static void attention_case(shape s, float scale, bool differences)
         else
             for (int64_t i = 0; i < count; i++)
                 if (!dtrain_is_finite(g[i])) {
-                    CHECK(!"finite");
+                    CHECK_MSG(false, "element %lld is not finite", (long long)i);
                     break;
                 }
         if (t == 1) {
@@ -929,7 +929,7 @@ static void test_device_memory(void)
 static void test_plan_device(void)
 {
     dtrain_device *d;
-    void *a, *b, *c;
+    void *a = NULL, *b = NULL, *c = NULL;
     double sum = 5;
     CHECK(!dtrain_device_create(dtrain_plan_device_ops(), NULL, &d));
     CHECK(!d->ops->alloc(d, 0, &a) && !d->ops->alloc(d, (size_t)1 << 40, &b) &&
