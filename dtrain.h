@@ -10976,9 +10976,9 @@ static void dtrain__metrics_json_final(dtrain_metrics *metrics)
 /* Seconds until total_steps at the pace so far; negative when unknown. */
 static double dtrain__metrics_left(const dtrain_metrics *metrics)
 {
-    int64_t todo = metrics->desc.total_steps - (metrics->last.step + 1);
-    if (metrics->desc.total_steps <= 0 || todo < 0) return -1;
-    return metrics->summary.seconds / (double)metrics->summary.steps * (double)todo;
+    int64_t left = metrics->desc.total_steps - (metrics->last.step + 1);
+    if (metrics->desc.total_steps <= 0 || left < 0) return -1;
+    return metrics->summary.seconds / (double)metrics->summary.steps * (double)left;
 }
 
 static void dtrain__line_bar(dtrain__line *line, int64_t done, int64_t total)
