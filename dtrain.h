@@ -6553,8 +6553,8 @@ static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const int size = comm->base.size, rank = comm->base.rank;
-    if (!count) return; /* a barrier has no buffers */
-    char *out = (char *)what->recv + first * unit;
+    if (!count) return; /* a barrier has no buffers; a reduction has no recv but at the root */
+    char *out = what->recv ? (char *)what->recv + first * unit : NULL;
     switch (what->kind) {
     case DTRAIN_REDUCE:
         if (rank != what->root) break;
