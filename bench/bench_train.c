@@ -12,7 +12,7 @@
  *                and backward; executed arithmetic is a little more
  *   % of GEMM    of threads x the rate of one thread on a 1024^3 product, measured in this run
  *   floor        tokens/s if nothing but that arithmetic ran at that rate
- *   correct      the loss starts at ln(V) and has fallen in every run; runs of one batch agree */
+ *   correct      the loss starts at ln(V) and has fallen at the end of its last run */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
