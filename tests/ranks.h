@@ -54,6 +54,20 @@ static inline void *ranks_shared(size_t bytes)
     return memory;
 }
 
+/* A parameter with memory of the test's own. */
+static inline dtrain_param ranks_param(const char *name, float *value, float *grad, int64_t rows,
+                                       int64_t columns)
+{
+    dtrain_param p;
+    memset(&p, 0, sizeof p);
+    p.name = name;
+    p.value = value;
+    p.grad = grad;
+    p.shape[0] = rows;
+    p.shape[1] = columns;
+    return p;
+}
+
 /* ---- what a process holds ---- */
 
 /* Entries of a folder whose names contain `part`. */

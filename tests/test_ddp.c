@@ -41,19 +41,6 @@ static float noise(uint64_t stream, uint64_t index)
     return (float)(ranks_mix(stream * 1000003u + index) >> 40) / 8388608.0f - 1.0f;
 }
 
-static dtrain_param param(const char *name, float *value, float *grad, int64_t rows,
-                          int64_t columns)
-{
-    dtrain_param p;
-    memset(&p, 0, sizeof p);
-    p.name = name;
-    p.value = value;
-    p.grad = grad;
-    p.shape[0] = rows;
-    p.shape[1] = columns;
-    return p;
-}
-
 /* Host values differ from rank to rank: creation must bring rank 0's everywhere. */
 static void model_init(model *m, const config *c, int rank)
 {
@@ -67,8 +54,8 @@ static void model_init(model *m, const config *c, int rank)
     for (i = 0; i < VALUES; i++) m->values[i] = 0.3f * noise(77, (uint64_t)(i + 1000000 * rank));
     for (i = 0; i < PARAMS; i++) {
         int64_t count = shapes[i][0] * (shapes[i][1] ? shapes[i][1] : 1);
-        m->p[i] = param(names[i], c->owned ? NULL : m->values + at, copy ? m->grads + at : NULL,
-                        shapes[i][0], shapes[i][1]);
+        m->p[i] = ranks_param(names[i], c->owned ? NULL : m->values + at,
+                              copy ? m->grads + at : NULL, shapes[i][0], shapes[i][1]);
         m->p[i].unit = (uint32_t)i / 3;
         m->p[i].init = DTRAIN_INIT_NORMAL;
         m->p[i].init_scale = 0.2f;
@@ -705,9 +692,9 @@ static int arguments_main(dtrain_world *world, void *user)
     (void)user;
     for (i = 0; i < 17; i++) {
         size_t count = 2;
-        p[0] = param("a", memory, NULL, 2, 3);
-        p[1] = param("b", memory + 8, NULL, 4, 0);
-        p[2] = param("c", memory + 16, NULL, 6, 0);
+        p[0] = ranks_param("a", memory, NULL, 2, 3);
+        p[1] = ranks_param("b", memory + 8, NULL, 4, 0);
+        p[2] = ranks_param("c", memory + 16, NULL, 6, 0);
         switch (i) {
         case 0: p[1].name = NULL; break;
         case 1: p[1].name = ""; break;
@@ -723,7 +710,7 @@ static int arguments_main(dtrain_world *world, void *user)
         case 11: p[1].alias_of = (dtrain_param *)(void *)((char *)p + 8); break;
         case 12: p[1].alias_of = &p[0]; break; /* 4 elements, not 6 */
         case 13:
-            p[1] = param("b", memory + 8, NULL, 6, 0), p[1].alias_of = &p[0];
+            p[1] = ranks_param("b", memory + 8, NULL, 6, 0), p[1].alias_of = &p[0];
             break; /* own value */
         case 14: p[1].flags = 4; break;
         case 15: p[1].init = 4; break;
@@ -758,9 +745,9 @@ static int chain_main(dtrain_world *world, void *user)
     const dtrain_shard *shards;
     size_t count;
     (void)user;
-    p[0] = param("a", value, NULL, 2, 3);
-    p[1] = param("b", NULL, NULL, 6, 0);
-    p[2] = param("c", NULL, NULL, 0, 0);
+    p[0] = ranks_param("a", value, NULL, 2, 3);
+    p[1] = ranks_param("b", NULL, NULL, 6, 0);
+    p[2] = ranks_param("c", NULL, NULL, 0, 0);
     p[1].alias_of = &p[0];
     p[2].alias_of = &p[1];
     p[2].flags = DTRAIN_PARAM_FROZEN; /* takes part in forward, gives no gradient */
@@ -804,7 +791,7 @@ static void many_params(dtrain_param *p, char names[][8], float *values, float *
     int i;
     for (i = 0; i < MANY; i++) {
         snprintf(names[i], 8, "p%d", i);
-        p[i] = param(names[i], values + 4 * i, copying ? grads + 4 * i : NULL, 4, 0);
+        p[i] = ranks_param(names[i], values + 4 * i, copying ? grads + 4 * i : NULL, 4, 0);
     }
 }
 
@@ -1282,7 +1269,7 @@ static int group_main(dtrain_world *world, void *user)
 {
     float value = (float)dtrain_world_rank(world), grad = value;
     int color = dtrain_world_rank(world) % 2;
-    dtrain_param p = param("w", &value, &grad, 1, 0);
+    dtrain_param p = ranks_param("w", &value, &grad, 1, 0);
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     dtrain_strategy *ddp;
     (void)user;
@@ -1318,7 +1305,7 @@ static void test_bucket_plan(void)
         memset(entries, 0, sizeof entries);
         memset(buckets, 0, sizeof buckets);
         for (i = 0; i < N; i++) {
-            p[i] = param("x", NULL, NULL, counts[i], 0);
+            p[i] = ranks_param("x", NULL, NULL, counts[i], 0);
             p[i].storage = &p[i];
             p[i].index = (uint32_t)i;
             p[i].count = counts[i];

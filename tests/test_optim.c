@@ -7,19 +7,6 @@
 #include "ranks.h"
 #include "reference/op_golden.h"
 
-static dtrain_param param(const char *name, float *value, float *grad, int64_t rows,
-                          int64_t columns)
-{
-    dtrain_param p;
-    memset(&p, 0, sizeof p);
-    p.name = name;
-    p.value = value;
-    p.grad = grad;
-    p.shape[0] = rows;
-    p.shape[1] = columns;
-    return p;
-}
-
 /* ---- PyTorch ---- */
 
 enum { W = 8, STEPS = 5 };
@@ -36,7 +23,7 @@ static int golden_main(dtrain_world *world, void *user)
 {
     const golden_case *c = (const golden_case *)user;
     float w[W], g[W];
-    dtrain_param p = param("w", w, g, 2, 4); /* 2-D: decayed */
+    dtrain_param p = ranks_param("w", w, g, 2, 4); /* 2-D: decayed */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     int step, i;
@@ -132,7 +119,7 @@ static void shards_make(dtrain_param *p, float values[][132], float grads[][132]
     static const char *const names[SHARDS] = {"a", "b", "c", "d", "e", "f"};
     int i;
     for (i = 0; i < SHARDS; i++) {
-        p[i] = param(names[i], values[i], grads[i], shard_shapes[i][0], shard_shapes[i][1]);
+        p[i] = ranks_param(names[i], values[i], grads[i], shard_shapes[i][0], shard_shapes[i][1]);
         p[i].flags = shard_flags[i];
     }
 }
@@ -204,7 +191,7 @@ static int clip_main(dtrain_world *world, void *user)
     (void)user;
     memset(values, 0, sizeof values);
     shards_make(p, values, grads);
-    p[SHARDS] = param("tied", NULL, NULL, 5, 3); /* counted once */
+    p[SHARDS] = ranks_param("tied", NULL, NULL, 5, 3); /* counted once */
     p[SHARDS].alias_of = &p[0];
     RANKS_TRY(dtrain_strategy_create(world, p, SHARDS + 1, NULL, &strategy));
     for (i = 0; i < SHARDS; i++)
@@ -263,7 +250,7 @@ static void test_clipping(void)
 static int arguments_main(dtrain_world *world, void *user)
 {
     float w = 1, g = 0, zero = 0, nan = zero / zero;
-    dtrain_param p = param("w", &w, &g, 1, 0);
+    dtrain_param p = ranks_param("w", &w, &g, 1, 0);
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     int i;
