@@ -10,6 +10,13 @@
        cc  -O2 train.c -lm -lpthread                       built-in kernels, nothing else needed
        cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
        c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
+       nvcc -O3 -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt        with NVIDIA GPUs
+
+   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
+
+       ./a.out
+       torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
+       srun -n 4 ./a.out          RANK=0 WORLD_SIZE=4 MASTER_ADDR=node0 ./a.out, and so on
 
    Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
@@ -113,6 +120,8 @@
        DTRAIN_STATIC       all functions are static: a private copy
        DTRAIN_API          the linkage of public functions, if you want your own
        DTRAIN_USE_CBLAS    fp32 GEMM through cblas_sgemm
+       DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
+                           (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
        DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
@@ -124,7 +133,8 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied.
+                      of threads, with gradients in buckets or copied. GPU kernels use no floating
+                      atomics; NCCL's sums alone depend on its choice of algorithm.
    No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
                       call that can fail returns a dtrain_result and leaves a sentence in
                       dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
@@ -143,13 +153,18 @@
    ------------------------------------------------------------------------------------------------
    [M6] Limits
 
-   One machine, its CPU: ranks are processes or threads started by dtrain_launch. Under torchrun,
-   mpirun or srun with more than one rank dtrain_launch reports an error instead of training n
-   separate models. Parameters, gradients and optimizer state are fp32; GEMM and collectives take
-   bf16 and fp16 as well. At most DTRAIN_MAX_RANKS ranks. Asynchronous collectives advance inside
-   dtrain calls, not in between. The file must keep its name: it includes itself to compile its
-   kernels for several instruction sets. Peers are trusted: a rank that writes into another's memory
-   is not defended against.*/
+   Ranks are processes or threads started by dtrain_launch, or processes started by another
+   launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need a
+   communicator backend that crosses them (dtrain_nccl.h).
+
+   Parameters, gradients and optimizer state are fp32; activations are fp32 or, under autocast,
+   bf16; kernels and collectives take fp16 as well. On the CPU half precision is converted on the
+   way in and out: right, and slower than fp32. At most DTRAIN_MAX_RANKS ranks. Asynchronous
+   collectives of the local communicator advance inside dtrain calls, not in between.
+   dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
+   The file must keep its name: it includes itself to compile its kernels for several
+   instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
+   against.*/
 
 #ifndef DTRAIN_H
 #define DTRAIN_H
@@ -219,6 +234,13 @@ DTRAIN_API const char *dtrain_result_text(dtrain_result result);
  * expected, what was found, what to try. Valid until the next failing call on the same thread;
  * "" when nothing has failed yet. Like errno, it is not cleared by success. */
 DTRAIN_API const char *dtrain_last_error(void);
+
+/* For backends and callbacks: leaves this sentence for dtrain_last_error() and returns code. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+DTRAIN_API dtrain_result
+dtrain_fail(dtrain_result code, const char *format, ...);
 
 /* Version the implementation was compiled from, e.g. "0.1.0". */
 DTRAIN_API const char *dtrain_version(void);
@@ -293,14 +315,29 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
  *
  * Order of calls: create once per rank; alloc, copy and kernels in any order; destroy. Kernels are
  * queued in order on the device's compute stream; synchronize waits for them and reports errors
- * that were not known at launch. On the CPU each kernel is finished when it returns.
+ * that were not known at launch (a token outside the vocabulary, a lost device). On the CPU each
+ * kernel is finished, and has reported, when it returns.
  *
- * All matrices are row-major; "rows" of activations are tokens. Gradients are always fp32 and
- * `accumulate` says whether a kernel adds to what is there (true) or overwrites it (false: the
- * old contents are not read and may be anything).
+ * All matrices are row-major; "rows" of activations are tokens. Activations are F32, BF16 or F16 as
+ * a dtype in the arguments says (0 = F32); arithmetic inside a kernel is fp32. Weights, statistics
+ * and losses are fp32. Gradients of parameters are always fp32, gradients of activations have the
+ * dtype of the activation, and `accumulate` says whether a kernel adds to what is there (true) or
+ * overwrites it (false: the old contents are not read and may be anything).
  * ==============================================================================================*/
 
 typedef struct dtrain_device dtrain_device;
+typedef struct dtrain_stream dtrain_stream; /* NULL = the compute stream */
+typedef struct dtrain_event dtrain_event;
+typedef struct dtrain_graph dtrain_graph;
+
+/* Numbers that change from step to step, in device memory: kernels that are given their address
+ * read them when they run, which is what makes a captured graph of a step replayable. */
+typedef struct dtrain_step_scalars {
+    uint64_t seed; /* added to the seed of dropout and of stochastic rounding */
+    float lr, correction1, correction2, grad_scale;
+    uint32_t skip;     /* non-zero: optimizers change nothing */
+    uint32_t reserved; /* 0 */
+} dtrain_step_scalars;
 
 typedef enum dtrain_activation {
     DTRAIN_ACT_NONE = 0,
@@ -310,10 +347,15 @@ typedef enum dtrain_activation {
 
 #define DTRAIN_GEMM_TRANS_A 1u
 #define DTRAIN_GEMM_TRANS_B 2u
+/* C = (alpha op(A) op(B) + beta C) * activation'(aux): aux (m,n) is read, bias is not allowed. */
+#define DTRAIN_GEMM_ACT_BACKWARD 4u
+/* bias_grad (n) = column sums of C, after ACT_BACKWARD. Otherwise bias_grad (m) = row sums of
+ * op(A): with A = d_y transposed that is the bias gradient beside the weight gradient. */
+#define DTRAIN_GEMM_BIAS_GRAD_C 8u
 
 /* C (m,n) = act(alpha op(A) (m,k) op(B) (k,n) + beta C + bias (n)), accumulated in fp32.
  * lda, ldb, ldc are elements between stored rows. beta == 0 does not read C. aux, if not NULL,
- * receives the value before the activation (same ld as C): the backward pass needs it. */
+ * receives the value before the activation (dtype and ld of C): the backward pass needs it. */
 typedef struct dtrain_gemm_args {
     uint32_t flags, activation;
     int64_t m, n, k;
@@ -323,7 +365,9 @@ typedef struct dtrain_gemm_args {
     int64_t lda, ldb, ldc;
     dtrain_dtype a_dtype, b_dtype, c_dtype; /* each F32, BF16 or F16 */
     const float *bias;                      /* (n) or NULL */
-    float *aux;                             /* (m,n) or NULL */
+    void *aux;                              /* (m,n) or NULL */
+    float *bias_grad;                       /* see the flags; NULL: not wanted */
+    bool accumulate_bias_grad;
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
@@ -333,42 +377,61 @@ typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
     int64_t rows, n;
-    const float *x, *d_out; /* (rows,n) */
-    float *d_in;            /* (rows,n) */
-    float *d_bias;          /* (n) or NULL */
+    const void *x, *d_out; /* (rows,n) */
+    void *d_in;            /* (rows,n) */
+    float *d_bias;         /* (n) or NULL */
+    dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
-/* y = (x - mean) * rstd * weight + bias over the last axis (Ba et al., 2016); bias may be NULL. */
+/* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
+ * axis (Ba et al., 2016). bias may be NULL. sum keeps s for backward and for the next residual; it
+ * may be x, and is NULL exactly when residual is. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
-    const float *x, *weight, *bias;
-    float *y, *mean, *rstd; /* (rows,n), (rows), (rows) */
+    const void *x;              /* (rows,n) */
+    const float *weight, *bias; /* (n) */
+    void *y;                    /* (rows,n) */
+    float *mean, *rstd;         /* (rows) */
+    const void *residual;       /* (rows,n) or NULL */
+    void *sum;                  /* (rows,n) or NULL */
+    dtrain_dtype x_dtype;       /* of x and sum */
+    dtrain_dtype y_dtype;       /* of y and residual */
 } dtrain_layernorm_args;
 
+/* x is what was normalised: s above. d_residual receives the final d_x once more, as y_dtype. */
 typedef struct dtrain_layernorm_backward_args {
     int64_t rows, n;
     bool accumulate_params, accumulate_x;
-    const float *x, *weight, *mean, *rstd, *d_y;
-    float *d_x, *d_weight, *d_bias; /* (rows,n), (n), (n) or NULL: not wanted */
+    const void *x;
+    const float *weight, *mean, *rstd;
+    const void *d_y;
+    void *d_x;                /* (rows,n) or NULL: not wanted */
+    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
+    void *d_residual;         /* (rows,n) or NULL; needs d_x */
+    dtrain_dtype x_dtype;     /* of x and d_x */
+    dtrain_dtype y_dtype;     /* of d_y and d_residual */
 } dtrain_layernorm_backward_args;
 
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
- * an error that names it. */
+ * an error that names it; a device that learns of it late uses token 0 meanwhile. */
 typedef struct dtrain_embedding_args {
     int64_t rows, sequence, n, vocab;
     const int32_t *tokens;  /* (rows) */
     const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
-    float *y;               /* (rows,n) */
+    void *y;                /* (rows,n) */
+    dtrain_dtype dtype;     /* of y */
 } dtrain_embedding_args;
 
 /* Adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Either may be
- * NULL. Sums run in row order, so the result does not depend on the number of threads. */
+ * NULL. Sums run in row order, so the result depends neither on the number of threads nor on
+ * timing. */
 typedef struct dtrain_embedding_backward_args {
     int64_t rows, sequence, n, vocab;
     const int32_t *tokens;
-    const float *d_y;
+    const void *d_y;
     float *d_wte, *d_wpe;
+    dtrain_dtype dtype; /* of d_y */
 } dtrain_embedding_backward_args;
 
 /* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
@@ -378,52 +441,68 @@ typedef struct dtrain_embedding_backward_args {
 typedef struct dtrain_attention_args {
     int64_t batch, sequence, heads, n;
     bool causal;
-    const float *qkv;
-    float *y, *lse; /* (batch*sequence, n), (batch, heads, sequence) */
+    const void *qkv;
+    void *y;            /* (batch*sequence, n) */
+    float *lse;         /* (batch, heads, sequence) */
+    dtrain_dtype dtype; /* of qkv and y */
 } dtrain_attention_args;
 
 typedef struct dtrain_attention_backward_args {
     int64_t batch, sequence, heads, n;
     bool causal;
-    const float *qkv, *y, *lse, *d_y;
-    float *d_qkv; /* (batch*sequence, 3*n), overwritten */
+    const void *qkv, *y;
+    const float *lse;
+    const void *d_y;
+    void *d_qkv;        /* (batch*sequence, 3*n), overwritten */
+    dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
  * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, n) are an
- * error. */
+ * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
+ * logits) the gradient times scale is written in the same pass: logits are read once. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
-    const float *logits;    /* (rows,n) */
+    const void *logits;     /* (rows,n) */
     const int32_t *targets; /* (rows) */
     float *loss, *lse;      /* (rows), (rows) */
+    void *d_logits;         /* (rows,n) or NULL */
+    float scale;
+    dtrain_dtype dtype; /* of logits and d_logits */
 } dtrain_cross_entropy_args;
 
-/* d_logits = (softmax(logits) - onehot(target)) * scale; d_logits may be logits itself, which is
- * how logits are stored once. */
+/* d_logits = (softmax(logits) - onehot(target)) * scale * upstream[0]; d_logits may be logits
+ * itself, which is how logits are stored once. upstream NULL = 1. */
 typedef struct dtrain_cross_entropy_backward_args {
     int64_t rows, n;
     float scale;
-    const float *logits;
+    const void *logits;
     const int32_t *targets;
     const float *lse;
-    float *d_logits;
+    void *d_logits;
+    const float *upstream; /* (1) device memory, or NULL */
+    dtrain_dtype dtype;    /* of logits and d_logits */
 } dtrain_cross_entropy_backward_args;
 
-/* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. */
+/* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
+ * element, used for all; and x NULL is the constant 1. */
 typedef struct dtrain_axpby_args {
     int64_t count;
     bool accumulate;
     float a, b;
-    const float *x;
-    float *y;
+    const void *x;
+    void *y;
+    bool broadcast;
+    dtrain_dtype dtype; /* of x and y */
 } dtrain_axpby_args;
 
-/* out = x + y elementwise; out may be either. */
+/* out = x + y elementwise; out may be either of them if it has its dtype. */
 typedef struct dtrain_add_args {
     int64_t count;
-    const float *x, *y;
-    float *out;
+    const void *x, *y;
+    void *out;
+    dtrain_dtype x_dtype; /* of x and out */
+    dtrain_dtype y_dtype;
 } dtrain_add_args;
 
 /* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, i): running the
@@ -433,19 +512,42 @@ typedef struct dtrain_dropout_args {
     float probability;
     bool accumulate;
     uint64_t seed, stream;
-    const float *x;
-    float *y;
+    const void *x;
+    void *y;
+    const dtrain_step_scalars *scalars; /* device memory, or NULL: adds its seed */
+    dtrain_dtype dtype;                 /* of x and y */
 } dtrain_dropout_args;
 
-/* out[0] = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in
- * order, so the bits do not depend on the number of threads. */
+/* total = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in a
+ * fixed order, so the bits do not depend on timing or threads. With accumulate it is added to
+ * total[0]; out[0], if wanted, is total rounded to fp32. */
 typedef struct dtrain_sum_args {
     int64_t count;
-    bool squares;
+    bool squares, accumulate;
     double scale;
-    const float *x;
-    double *out; /* host memory; the call waits for the device */
+    const void *x;
+    double *total;      /* (1) device memory, or NULL (then without accumulate) */
+    float *out;         /* (1) device memory, or NULL */
+    dtrain_dtype dtype; /* of x */
 } dtrain_sum_args;
+
+/* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
+ * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
+ * never), and scalars->skip = 1 when the norm is not finite. */
+typedef struct dtrain_clip_args {
+    const double *sum_squares; /* (1) device memory */
+    float max_norm;
+    dtrain_step_scalars *scalars; /* device memory */
+    float *norm;                  /* (1) device memory */
+} dtrain_clip_args;
+
+/* found[0] |= 1 when an element is NaN or infinite, by its exponent bits. */
+typedef struct dtrain_finite_args {
+    int64_t count;
+    const void *x;
+    dtrain_dtype dtype;
+    uint32_t *found; /* (1) device memory */
+} dtrain_finite_args;
 
 typedef struct dtrain_convert_args {
     int64_t count;
@@ -454,29 +556,69 @@ typedef struct dtrain_convert_args {
     dtrain_dtype x_dtype, y_dtype; /* F32, BF16, F16 */
 } dtrain_convert_args;
 
-/* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass:
- *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
- *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- * with correction_i = 1 - b_i^step given by the caller. */
-typedef struct dtrain_adamw_args {
+/* One piece of what an optimizer updates. value is the fp32 master copy; low, if not NULL, receives
+ * it in low_dtype: what the next forward pass reads. */
+typedef struct dtrain_optimizer_tensor {
     int64_t count;
-    float lr, beta1, beta2, epsilon, weight_decay, correction1, correction2, grad_scale;
+    float weight_decay;
+    dtrain_dtype low_dtype; /* BF16 or F16, when low is given */
     float *value;
     const float *grad;
-    float *m, *v;
+    float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
+    void *low;
+} dtrain_optimizer_tensor;
+
+/* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
+ * all tensors:
+ *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
+ *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
+ * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
+ * corrections and grad_scale, and can skip the step. stochastic_rounding rounds `low` up with the
+ * probability of the discarded fraction, from Philox (seed, tensor, element); else to nearest. */
+typedef struct dtrain_adamw_args {
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+    bool stochastic_rounding;
+    uint64_t seed;
+    const dtrain_step_scalars *scalars; /* device memory, or NULL */
 } dtrain_adamw_args;
 
 /* SGD as PyTorch defines it, except that the decay is decoupled:
  *   g = grad * grad_scale; buf = momentum*buf + g (buf = g on the first step)
  *   value = value (1 - lr*weight_decay) - lr * (nesterov ? g + momentum*buf : buf) */
 typedef struct dtrain_sgd_args {
-    int64_t count;
-    float lr, momentum, weight_decay, grad_scale;
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, momentum, grad_scale;
     bool nesterov, first;
-    float *value;
-    const float *grad;
-    float *momentum_buffer; /* NULL when momentum is 0 */
+    bool stochastic_rounding;
+    uint64_t seed;
+    const dtrain_step_scalars *scalars; /* device memory, or NULL */
 } dtrain_sgd_args;
+
+/* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
+ * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
+ * taken out of it, that is, become zero there. Of equal magnitudes at the border the lowest indices
+ * are taken, NaN counts as larger than everything: the result is a function of the input alone.
+ * count < 2^31, 1 <= k <= count. */
+typedef struct dtrain_topk_args {
+    int64_t count, k;
+    const float *x;   /* (count) */
+    float *residual;  /* (count) or NULL */
+    float *values;    /* (k) */
+    int32_t *indices; /* (k) */
+} dtrain_topk_args;
+
+/* out[indices[i]] += scale * values[i]; indices of one call differ. One outside [0, count) is an
+ * error. */
+typedef struct dtrain_scatter_add_args {
+    int64_t count, k;
+    float scale;
+    const float *values;    /* (k) */
+    const int32_t *indices; /* (k) */
+    float *out;             /* (count) */
+} dtrain_scatter_add_args;
 
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
@@ -484,15 +626,36 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
+/* What GEMM and attention may do to fp32 operands; those in BF16 or F16 are not affected. */
+typedef enum dtrain_math {
+    DTRAIN_MATH_DEFAULT = 0, /* = DTRAIN_MATH_FP32 */
+    DTRAIN_MATH_FP32 = 1,
+    DTRAIN_MATH_TF32 = 2, /* tensor cores with 10 bits of mantissa; CPU: an error */
+    DTRAIN_MATH_BF16 = 3  /* tensor cores with 7 bits of mantissa; CPU: an error */
+} dtrain_math;
+
 typedef struct dtrain_device_desc {
     uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
-    uint32_t device_index; /* GPU: which one */
+    uint32_t device_index; /* GPU: which one, modulo how many there are */
+    uint32_t math;         /* dtrain_math */
     bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
+    bool tune;             /* GPU: time the algorithms of a GEMM at its first use. Some per cent
+                              faster; the bits may then differ from run to run */
     dtrain_allocator allocator;
 } dtrain_device_desc;
 
-#define DTRAIN_DEVICE_ABI 1u
+typedef struct dtrain_device_info {
+    char name[96];         /* "NVIDIA H200" */
+    char id[48];           /* the same for two ranks exactly when they sit on one device */
+    uint32_t index, count; /* which, of how many in this machine */
+    uint32_t major, minor; /* compute capability */
+    uint64_t memory_bytes, free_bytes;
+} dtrain_device_info;
 
+#define DTRAIN_DEVICE_ABI 2u
+
+/* The entries from create to is_device_memory move data and order work; a stream of NULL is the
+ * compute stream. Kernels go to the compute stream. */
 typedef struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
     const char *name; /* "cpu", "cuda" */
@@ -500,14 +663,47 @@ typedef struct dtrain_device_ops {
 
     dtrain_result (*create)(const dtrain_device_desc *desc, dtrain_device *device);
     void (*destroy)(dtrain_device *device);
+    dtrain_result (*query)(dtrain_device *device, dtrain_device_info *info);
+    /* Waits for all streams of this device; device->while_waiting is called meanwhile. */
     dtrain_result (*synchronize)(dtrain_device *device);
 
-    /* 64-byte aligned, contents undefined. copy from host memory has read it when it returns. */
+    /* 64-byte aligned (256 on a GPU), contents undefined. copy from host memory has read it when it
+     * returns. */
     dtrain_result (*alloc)(dtrain_device *device, size_t bytes, void **memory);
     void (*free)(dtrain_device *device, void *memory, size_t bytes);
     dtrain_result (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes,
                           dtrain_copy_kind kind);
     dtrain_result (*zero)(dtrain_device *device, void *memory, size_t bytes);
+
+    /* Page-locked host memory, and existing whole pages page-locked: what copy_async, which
+     * only queues, reads and writes. */
+    dtrain_result (*host_alloc)(dtrain_device *device, size_t bytes, void **memory);
+    void (*host_free)(dtrain_device *device, void *memory, size_t bytes);
+    dtrain_result (*host_register)(dtrain_device *device, void *memory, size_t bytes);
+    void (*host_unregister)(dtrain_device *device, void *memory);
+    dtrain_result (*copy_async)(dtrain_device *device, void *to, const void *from, size_t bytes,
+                                dtrain_copy_kind kind, dtrain_stream *stream);
+
+    dtrain_result (*stream_create)(dtrain_device *device, bool high_priority, dtrain_stream **out);
+    void (*stream_destroy)(dtrain_device *device, dtrain_stream *stream);
+    void *(*stream_native)(dtrain_device *device, dtrain_stream *stream); /* cudaStream_t */
+    dtrain_result (*event_create)(dtrain_device *device, bool timing, dtrain_event **out);
+    void (*event_destroy)(dtrain_device *device, dtrain_event *event);
+    dtrain_result (*event_record)(dtrain_device *device, dtrain_event *event,
+                                  dtrain_stream *stream);
+    dtrain_result (*event_wait)(dtrain_device *device, dtrain_event *event, dtrain_stream *stream);
+    dtrain_result (*event_query)(dtrain_device *device, dtrain_event *event, bool *done);
+    /* Milliseconds between two events made with timing, both done. */
+    dtrain_result (*event_elapsed)(dtrain_device *device, dtrain_event *begin, dtrain_event *end,
+                                   float *milliseconds);
+    bool (*is_device_memory)(dtrain_device *device, const void *memory);
+
+    /* Between begin and end work on the compute stream, and on streams that wait for its events, is
+     * recorded instead of run; launch runs it, any number of times. CPU: UNSUPPORTED. */
+    dtrain_result (*graph_begin)(dtrain_device *device);
+    dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
+    dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
+    void (*graph_destroy)(dtrain_device *device, dtrain_graph *graph);
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
@@ -524,16 +720,31 @@ typedef struct dtrain_device_ops {
     dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
     dtrain_result (*sum)(dtrain_device *, const dtrain_sum_args *);
+    dtrain_result (*clip)(dtrain_device *, const dtrain_clip_args *);
+    dtrain_result (*finite)(dtrain_device *, const dtrain_finite_args *);
     dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
     dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
+    dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
+    dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
 } dtrain_device_ops;
 
 struct dtrain_device {
     const dtrain_device_ops *ops;
     void *state; /* the backend's own */
     size_t allocated_bytes, peak_bytes;
+    /* Called again and again while the host waits for the device. A communicator whose kernels wait
+     * for other ranks keeps its deadlines here: an error ends the wait. NULL = nothing. */
+    dtrain_result (*while_waiting)(void *user);
+    void *waiting_user;
 };
+
+/* The table of dtrain_cuda.cu: link that file to use it. */
+extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
+
+/* The table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA and
+ * links dtrain_cuda.cu. Any other is an error that says what to do. */
+DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
 
 /* The built-in tables. The plan device runs no kernel, copies nothing and hands out addresses
  * without memory: a model that is run on it reports through peak_bytes what it would need. The CPU
@@ -554,11 +765,32 @@ DTRAIN_API const char *dtrain_cpu_kernel_name(void);
  * [S05] World, launch
  *
  * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
- * local ranks, hands each a world, watches over them and reports how they ended.
+ * local ranks, hands each a world, watches over them and reports how they ended. Started by another
+ * launcher as one rank of several, it joins them instead:
+ *
+ *     launcher        what is read, the first complete family wins
+ *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
+ *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
+ *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+ *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+ *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
+ *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
+ *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
+ *                     dtrain_launch forks the ranks of this node
+ *
+ * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
+ * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
+ * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. DTRAIN_JOB_KEY, the
+ * same on all ranks, keeps others out: it is proved, not sent; the traffic is not encrypted, so the
+ * network must be trusted. All this takes at most timeout_ms, and not more than five minutes.
+ *
+ * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
+ * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc says.
  * ==============================================================================================*/
 
 typedef struct dtrain_world dtrain_world;
 typedef struct dtrain_comm dtrain_comm;
+struct dtrain_comm_ops; /* [S06] */
 
 typedef enum dtrain_launch_mode {
     DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
@@ -569,9 +801,10 @@ typedef enum dtrain_launch_mode {
 
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
-    uint32_t rank_count;       /* local ranks; 0 = 1; at most DTRAIN_MAX_RANKS */
+    uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
+                                  default_rank_count; at most DTRAIN_MAX_RANKS */
     uint32_t mode;             /* dtrain_launch_mode */
-    uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / ranks, at least 1 */
+    uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / local ranks, at least 1 */
     uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
     uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
     uint32_t log_level;        /* dtrain_log_level */
@@ -579,8 +812,13 @@ typedef struct dtrain_launch_desc {
                                     0 = the machine's memory */
     dtrain_log_fn log;         /* NULL = stderr */
     void *log_user;
-    dtrain_allocator allocator;          /* zeros = malloc and free */
-    const dtrain_device_ops *device_ops; /* NULL = CPU */
+    dtrain_allocator allocator;             /* zeros = malloc and free */
+    const dtrain_device_ops *device_ops;    /* NULL = CPU */
+    const struct dtrain_comm_ops *comm_ops; /* of the world's communicator; NULL = local, and with a
+                                               GPU local through host memory */
+    uint32_t math;                          /* dtrain_math, for the device */
+    uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
+    bool tune;                              /* for the device: its desc says what it does */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -606,17 +844,49 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * If the parent dies, the ranks die with it (Linux).
  * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
  *
- * desc and info may be NULL. A launcher's variables (torchrun, mpirun, srun) that announce more
- * than one rank are an error: the transport for them is not built in yet. */
+ * Joined ranks: rank_main runs in the calling process, which is one rank; the result is that rank's
+ * own. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the first
+ * failure of any. When a rank fails and TORCHELASTIC_ERROR_FILE is set, torchrun finds the sentence
+ * there.
+ *
+ * desc and info may be NULL. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 DTRAIN_API int dtrain_world_size(const dtrain_world *world);
+/* This rank among those of its host (which GPU is its own), and the hosts, numbered in the order of
+ * their lowest ranks. */
+DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
+DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
+DTRAIN_API int dtrain_world_node(const dtrain_world *world);
+DTRAIN_API int dtrain_world_node_count(const dtrain_world *world);
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world); /* all ranks; owned by the world */
 DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
 DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
+/* The deadline of every wait for other ranks. */
+DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
+
+#define DTRAIN_EXCHANGE_BYTES 4096
+
+/* all (size * bytes) = every rank's mine (bytes), in rank order. Collective and blocking, at most
+ * until the deadline; every rank passes the same bytes, 0 being a barrier. For small things that
+ * are told once (ids, addresses, verdicts): at most DTRAIN_EXCHANGE_BYTES a rank. Needs neither
+ * communicator nor device. Another rank's failure is DTRAIN_ERROR_PEER; a failure of the exchange
+ * itself is told to all ranks as by dtrain_world_report. */
+DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *mine, size_t bytes,
+                                               void *all);
+
+/* Tells all ranks that this one has failed in a way they cannot see (a device lost, a library's
+ * error): their waits, and this rank's own, end with DTRAIN_ERROR_PEER and this text. The first
+ * report of a run stands, later ones are dropped. Never blocks. */
+DTRAIN_API void dtrain_world_report(dtrain_world *world, dtrain_result code, const char *text);
+
+/* Looks, without blocking, whether a rank has died, left or reported a failure: DTRAIN_OK, or
+ * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
+ * counts as gone two seconds later: what it took part in may still be finishing here. */
+DTRAIN_API dtrain_result dtrain_world_look(dtrain_world *world);
 
 /* Sends one formatted line to the log. */
 #if defined(__GNUC__)
@@ -640,7 +910,8 @@ DTRAIN_API double dtrain_seconds(void);
  * every call and turns a difference into DTRAIN_ERROR_MISMATCH on all ranks.
  *
  * The last argument decides how a call ends: work == NULL blocks until it is done; otherwise it
- * returns at once and *work must be given to dtrain_work_wait exactly once. Until then the buffers
+ * returns at once and *work (NULL when there is nothing to wait for) must be given to
+ * dtrain_work_wait exactly once. Until then the buffers
  * belong to the operation. Operations of one communicator are carried out in the order they were
  * started. The local backend has no progress thread (on a CPU it would steal the cores that
  * compute): operations advance inside any call on the world's communicators.
@@ -648,7 +919,10 @@ DTRAIN_API double dtrain_seconds(void);
  * send == recv (in place) is allowed wherever the sizes are equal, and for reduce-scatter and
  * all-gather when the small buffer is this rank's slice of the large one; other overlap is an
  * error.
- * Counts are elements; buffers need no alignment; count 0 is a synchronisation without data.
+ * Counts are elements; buffers need no alignment; count 0 is a synchronisation without data. A
+ * buffer lies in host memory or in memory of the world's device; with device memory an operation
+ * starts after the work queued on the compute stream before it, and dtrain_work_wait makes later
+ * work on that stream wait for it.
  * fp32, bf16 and fp16 sums are accumulated in fp32 in rank order and rounded once, so the bits
  * depend neither on timing nor on how buffers were cut; integers wrap; min and max of anything and
  * NaN are NaN.
@@ -726,15 +1000,16 @@ DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
 /* Rank in the world of a rank of this communicator. */
 DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank);
 
-/* Zeroed, 64-byte aligned memory that collectives reach without a staging copy (shared memory,
- * registered memory). Local call; freed with the size it was asked with. Memory is checked against
- * what the machine has left, so that a too large request is an error and not a killed process. */
+/* Zeroed, 64-byte aligned memory of the world's device that collectives reach without a staging
+ * copy where the backend can (shared memory, registered memory). Local call; freed with the size it
+ * was asked with. Memory is checked against what the machine has left, so that a too large request
+ * is an error and not a killed process. */
 DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out);
 DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
 
 /* What a communicator has done since it was made; differences give a step's share. */
 typedef struct dtrain_comm_info {
-    const char *backend;      /* "local" */
+    const char *backend;      /* "local", "staged", "nccl" */
     uint64_t operation_count; /* started */
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
@@ -755,15 +1030,36 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 1u
+#define DTRAIN_COMM_ABI 2u
 
-/* A backend. start queues the operation and never waits; test advances without blocking; wait
- * blocks at most until the world's deadline and gives the handle back. split is collective and
- * exchanges the colors itself. fail marks the communicator failed for all ranks, and returns the
- * error that stands: an earlier one wins. */
+/* What all backends have in common; a backend's own struct begins with it. A backend that makes one
+ * fills ops to world_ranks, and keeps in_flight and outstanding right. */
+struct dtrain_comm {
+    const struct dtrain_comm_ops *ops;
+    dtrain_world *world;
+    int rank, size;
+    int *world_ranks;                            /* (size) */
+    uint64_t in_flight;                          /* operations started and not finished */
+    uint64_t outstanding;                        /* handles not given back */
+    uint64_t inside_ns, flight_ns, flight_since; /* the callers' books */
+    dtrain_comm_info info;
+};
+
+/* A backend's own begins with it. */
+struct dtrain_work {
+    dtrain_comm *comm;
+};
+
+/* A backend. create makes the world's communicator, collectively. start queues the operation and
+ * never waits; test advances without blocking; wait blocks at most until the world's deadline and
+ * gives the handle back. Where buffers are device memory, "done" means: in the order of the
+ * device's compute stream. split is collective and exchanges the colors itself. fail marks the
+ * communicator failed for all ranks, and returns the error that stands: an earlier one wins.
+ * destroy is also called by the end of the world, then with operations in flight. */
 typedef struct dtrain_comm_ops {
     uint32_t abi;
     const char *name;
+    dtrain_result (*create)(dtrain_world *world, dtrain_comm **out);
     dtrain_result (*start)(dtrain_comm *comm, const dtrain_collective *what, dtrain_work **work);
     dtrain_result (*test)(dtrain_work *work, bool *done);
     dtrain_result (*wait)(dtrain_work *work);
@@ -927,18 +1223,22 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
 typedef struct dtrain_tape dtrain_tape;
 
 typedef struct dtrain_tensor {
-    uint32_t dtype; /* dtrain_dtype: F32, or I32 for tokens */
+    uint32_t dtype; /* dtrain_dtype: F32, BF16 under autocast, or I32 for tokens */
     uint32_t ndim;
     int64_t shape[4];
     int64_t count;
     void *data;                   /* device memory */
-    float *grad;                  /* inside backward only */
+    void *grad;                   /* inside backward only; has the dtype of data */
     struct dtrain_node *producer; /* private; NULL for inputs */
     uint32_t pending_uses;        /* private */
     bool needs_grad, grad_written;
 } dtrain_tensor;
 
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
+/* Autocast: linear layers and attention read and write bf16 and add up in fp32; norms, losses and
+ * the sums of residual connections stay fp32, as torch.autocast does. Parameters and their
+ * gradients are fp32; a weight is rounded once per pass. */
+#define DTRAIN_TAPE_BF16 2u
 
 /* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
  * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
@@ -995,6 +1295,11 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 /* Normalises the last axis, epsilon 1e-5; bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias);
+/* sum = x + residual, and its layer normalisation, in one pass over memory; *sum (not NULL) is the
+ * input of the next residual connection. */
+DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                               dtrain_tensor *residual, dtrain_param *weight,
+                                               dtrain_param *bias, dtrain_tensor **sum);
 /* tokens (batch, sequence) I32 -> (batch*sequence, n): token plus position embedding;
  * position may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
@@ -1167,6 +1472,8 @@ typedef struct dtrain_trainer_desc {
     uint32_t accumulation; /* micro-batches per step; 0 = 1 */
     uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
     float clip;            /* global gradient norm; 0 = off */
+    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, or 0 */
+    bool graph;            /* GPU: record the step once and replay it: no launch costs. See below */
     uint64_t seed;         /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
@@ -1193,6 +1500,11 @@ typedef struct dtrain_step_record {
     int slowest_rank;
 } dtrain_step_record;
 
+/* With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
+ * same addresses, so loss is not called again. What it reads must come in through
+ * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
+ * does on the host happens once. The bits are those of a run without graph. Needs a device that can
+ * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
@@ -1211,8 +1523,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 /* Bytes of one rank. */
 typedef struct dtrain_memory {
     uint64_t params, grads, optimizer, activations, activation_grads;
-    uint64_t
-        workspace; /* the process itself: code, libc, communicator (0 where ranks are threads) */
+    uint64_t workspace; /* the process itself: code, libc, communicator (0 where ranks are threads,
+                           and on a GPU, whose memory is meant) */
     uint64_t total;
 } dtrain_memory;
 /* Predicts a step's memory by running the loss once on the plan device; workspace is what the
@@ -1377,10 +1689,9 @@ DTRAIN_API const char *dtrain_result_text(dtrain_result result)
 }
 
 /* Records the sentence and returns code, so that a check is one line:
- *     if (count < 0) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
+ *     if (count < 0) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
  * The text may quote the last error: it is built aside first. */
-DTRAIN__PRINTF(2, 3)
-static dtrain_result dtrain__fail(dtrain_result code, const char *format, ...)
+DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...)
 {
     char text[sizeof dtrain__error_text];
     int used = 0;
@@ -1455,8 +1766,8 @@ static void *dtrain__alloc(const dtrain_allocator *allocator, size_t count, size
     if (dtrain__size_mul(count ? count : 1, item_bytes, &bytes))
         memory = allocator->alloc(allocator->user, bytes);
     if (!memory) {
-        dtrain__fail(DTRAIN_ERROR_MEMORY, "no memory for %s: %zu items of %zu bytes", what, count,
-                     item_bytes);
+        dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %s: %zu items of %zu bytes", what, count,
+                    item_bytes);
         return NULL;
     }
     memset(memory, 0, bytes);
@@ -2403,7 +2714,8 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
             memcpy(partial + r * job->n_step, tile + r * nr, (size_t)cols * sizeof(float));
         else dtrain__gemm_store(c + r * c_row, x->c_dtype, tile + r * nr, cols);
         if (pass->last && x->aux)
-            memcpy(x->aux + (i + r) * x->ldc + j, aux + r * nr, (size_t)cols * sizeof(float));
+            memcpy((float *)x->aux + (i + r) * x->ldc + j, aux + r * nr,
+                   (size_t)cols * sizeof(float));
     }
 }
 
@@ -2421,8 +2733,8 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     float *c = (float *)x->c + at;
     isa->kernel(pass->k, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
-        isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL, x->aux ? x->aux + at : NULL,
-                    x->activation);
+        isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
+                    x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
 /* Where A is stored transposed, 16 steps of k at a time: the 16 rows of memory stay in L1 while all
@@ -2610,6 +2922,20 @@ typedef struct dtrain__kernels {
     dtrain__range_fn cross_entropy, cross_entropy_backward;
     dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
 } dtrain__kernels;
+
+/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+typedef struct dtrain__update {
+    const dtrain_adamw_args *adamw;
+    const dtrain_sgd_args *sgd;
+    const dtrain_optimizer_tensor *tensor;
+    uint64_t stream; /* of stochastic rounding: the tensor's place in the list */
+    uint64_t seed;
+    bool stochastic;
+    dtrain_step_scalars now;
+} dtrain__update;
+
+/* low = value, for elements [begin, end). */
+static void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end);
 
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
@@ -2999,12 +3325,13 @@ DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
 #define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
 DTRAIN__KERNEL void dtrain__range_add(dtrain__job *job, int64_t begin, int64_t end, int index)
 {
-    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    const dtrain_add_args *args = (const dtrain_add_args *)job->args;
+    const float *x = (const float *)args->x, *y = (const float *)args->y;
+    float *out = (float *)args->out;
     (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__vstore_n(a->out + i, dtrain__vload_n(a->x + i, n) + dtrain__vload_n(a->y + i, n),
-                         n);
+        dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
     }
 }
 
@@ -3012,11 +3339,19 @@ DTRAIN__KERNEL void dtrain__range_add(dtrain__job *job, int64_t begin, int64_t e
 DTRAIN__KERNEL void dtrain__range_axpby(dtrain__job *job, int64_t begin, int64_t end, int index)
 {
     const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
-    const dtrain__v a = dtrain__vset(args->a), b = dtrain__vset(args->b);
-    const float *x = args->x;
-    float *y = args->y;
+    const bool constant = args->broadcast || !args->x;
+    const float *x = (const float *)args->x;
+    float *y = (float *)args->y;
+    const dtrain__v a = dtrain__vset(constant && x ? args->a * x[0] : args->a);
+    const dtrain__v b = dtrain__vset(args->b);
     (void)index;
-    if (args->accumulate)
+    if (constant)
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const dtrain__v old = dtrain__vload_n(y + i, args->accumulate ? n : 0);
+            dtrain__vstore_n(y + i, args->accumulate ? dtrain__vfma(b, old, a) : a, n);
+        }
+    else if (args->accumulate)
         for (int64_t i = begin; i < end; i += DTRAIN__W) {
             const int64_t n = end - i;
             const dtrain__v old = b * dtrain__vload_n(y + i, n);
@@ -3033,46 +3368,54 @@ DTRAIN__KERNEL void dtrain__range_axpby(dtrain__job *job, int64_t begin, int64_t
 #define dtrain__range_adamw DTRAIN__INSTANCE(dtrain__range_adamw)
 DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t end, int index)
 {
-    const dtrain_adamw_args *a = (const dtrain_adamw_args *)job->args;
-    const dtrain__v grad_scale = dtrain__vset(a->grad_scale), epsilon = dtrain__vset(a->epsilon);
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_adamw_args *a = update->adamw;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v epsilon = dtrain__vset(a->epsilon);
     const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
     const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
-    const dtrain__v decay = dtrain__vset(1 - a->lr * a->weight_decay);
-    const dtrain__v step = dtrain__vset(a->lr / a->correction1);
-    const dtrain__v correct2 = dtrain__vset(1 / a->correction2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v step = dtrain__vset(update->now.lr / update->now.correction1);
+    const dtrain__v correct2 = dtrain__vset(1 / update->now.correction2);
     (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        const dtrain__v g = dtrain__vload_n(a->grad + i, n) * grad_scale;
-        const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(a->m + i, n));
-        const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(a->v + i, n));
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(t->m + i, n));
+        const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(t->v + i, n));
         const dtrain__v root = dtrain__vsqrt(v * correct2) + epsilon;
-        const dtrain__v old = dtrain__vload_n(a->value + i, n);
-        dtrain__vstore_n(a->m + i, m, n);
-        dtrain__vstore_n(a->v + i, v, n);
-        dtrain__vstore_n(a->value + i, old * decay - step * m / root, n);
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, m, n);
+        dtrain__vstore_n(t->v + i, v, n);
+        dtrain__vstore_n(t->value + i, old * decay - step * m / root, n);
     }
+    if (t->low) dtrain__round_low(update, begin, end);
 }
 
 #define dtrain__range_sgd DTRAIN__INSTANCE(dtrain__range_sgd)
 DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t end, int index)
 {
-    const dtrain_sgd_args *a = (const dtrain_sgd_args *)job->args;
-    const dtrain__v grad_scale = dtrain__vset(a->grad_scale), momentum = dtrain__vset(a->momentum);
-    const dtrain__v decay = dtrain__vset(1 - a->lr * a->weight_decay), lr = dtrain__vset(a->lr);
-    float *buffer = a->momentum_buffer;
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_sgd_args *a = update->sgd;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    float *buffer = t->m;
     (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__v g = dtrain__vload_n(a->grad + i, n) * grad_scale;
+        dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
         if (buffer) {
             dtrain__v b = g;
             if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
             dtrain__vstore_n(buffer + i, b, n);
             g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
         }
-        dtrain__vstore_n(a->value + i, dtrain__vload_n(a->value + i, n) * decay - lr * g, n);
+        dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
     }
+    if (t->low) dtrain__round_low(update, begin, end);
 }
 
 /* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
@@ -3127,7 +3470,7 @@ DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t e
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
         const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
-        job->sums[chunk] = dtrain__sum_chunk(a->x + first, count, a->squares);
+        job->sums[chunk] = dtrain__sum_chunk((const float *)a->x + first, count, a->squares);
     }
 }
 
@@ -3358,18 +3701,20 @@ DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64
     const double least = ceil((double)a->probability * 16777216.0);
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const float *x = (const float *)a->x;
     uint32_t words[4 * DTRAIN__H];
     (void)index;
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        dtrain__vphilox(a->seed, a->stream, (uint64_t)i / 4, words);
+        dtrain__vphilox(seed, a->stream, (uint64_t)i / 4, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
-            float *y = a->y + i + j;
+            float *y = (float *)a->y + i + j;
             dtrain__vi u;
             memcpy(&u, words + j, sizeof u);
             u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
             const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(a->x + i + j, n);
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + i + j, n);
             kept = dtrain__vkeep(kept, ~dropped);
             if (a->accumulate) kept += dtrain__vload_n(y, n);
             dtrain__vstore_n(y, kept, n);
@@ -3421,14 +3766,29 @@ DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
     return dtrain__vsum((a + b) + (c + d));
 }
 
+/* sum = x + residual of one row; returns it. */
+#define dtrain__row_add DTRAIN__INSTANCE(dtrain__row_add)
+DTRAIN__KERNEL const float *dtrain__row_add(const dtrain_layernorm_args *a, int64_t row)
+{
+    const float *x = (const float *)a->x + row * a->n;
+    const float *residual = (const float *)a->residual + row * a->n;
+    float *sum = (float *)a->sum + row * a->n;
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        dtrain__vstore_n(sum + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(residual + i, n), n);
+    }
+    return sum;
+}
+
 #define dtrain__range_layernorm DTRAIN__INSTANCE(dtrain__range_layernorm)
 DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int64_t end, int index)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
     (void)index;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = a->x + row * a->n;
-        float *y = a->y + row * a->n;
+        const float *x = (const float *)a->x + row * a->n;
+        float *y = (float *)a->y + row * a->n;
+        if (a->residual) x = dtrain__row_add(a, row);
         const float mean = dtrain__row_sum(x, a->n) / (float)a->n;
         const float variance = dtrain__row_spread(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
@@ -3454,7 +3814,8 @@ DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int
 DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args *a, int64_t row,
                                            float *weight_sum, float means[2])
 {
-    const float *x = a->x + row * a->n, *d_y = a->d_y + row * a->n;
+    const float *x = (const float *)a->x + row * a->n;
+    const float *d_y = (const float *)a->d_y + row * a->n;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
@@ -3476,8 +3837,9 @@ DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args 
 DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args *a, int64_t row,
                                             const float means[2])
 {
-    const float *x = a->x + row * a->n, *d_y = a->d_y + row * a->n;
-    float *d_x = a->d_x + row * a->n;
+    const float *x = (const float *)a->x + row * a->n;
+    const float *d_y = (const float *)a->d_y + row * a->n;
+    float *d_x = (float *)a->d_x + row * a->n;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -3561,15 +3923,17 @@ DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t 
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
     const bool store = a->activation != DTRAIN_ACT_NONE || a->d_in != a->d_out;
+    const float *x = (const float *)a->x, *d_out = (const float *)a->d_out;
+    float *d_in = (float *)a->d_in;
     (void)index;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t at = row * a->n + j, n = end - j;
-            const dtrain__v d_out = dtrain__vload_n(a->d_out + at, n);
-            const dtrain__v d = dtrain__vdeactivate(a->activation, a->x + at, d_out, n);
-            if (store) dtrain__vstore_n(a->d_in + at, d, n);
+            const dtrain__v d = dtrain__vdeactivate(a->activation, x ? x + at : NULL,
+                                                    dtrain__vload_n(d_out + at, n), n);
+            if (store) dtrain__vstore_n(d_in + at, d, n);
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
@@ -3587,7 +3951,7 @@ DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int6
             const int64_t n = a->n - j;
             dtrain__v x = dtrain__vload_n(c + j, n);
             if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_n(a->aux + row * a->ldc + j, x, n);
+            if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
             dtrain__vstore_n(c + j, dtrain__vactivate(a->activation, x), n);
         }
     }
@@ -3603,7 +3967,7 @@ DTRAIN__KERNEL void dtrain__range_embedding(dtrain__job *job, int64_t begin, int
     for (int64_t row = begin; row < end; row++) {
         const float *token = a->wte + a->tokens[row] * a->n;
         const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
-        float *y = a->y + row * a->n;
+        float *y = (float *)a->y + row * a->n;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
             dtrain__v v = dtrain__vload_n(token + j, n);
@@ -3621,7 +3985,7 @@ DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t b
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
     (void)index;
     for (int64_t row = 0; row < a->rows; row++) {
-        const float *d_y = a->d_y + row * a->n;
+        const float *d_y = (const float *)a->d_y + row * a->n;
         float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
         float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
@@ -3678,7 +4042,7 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin,
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
     (void)index;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = a->logits + row * a->n;
+        const float *x = (const float *)a->logits + row * a->n;
         double sum = 0;
         float top = -FLT_MAX;
         if (a->targets[row] == -1) {
@@ -3704,11 +4068,12 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const dtrain__v scale = dtrain__vset(a->scale);
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const dtrain__v scale = dtrain__vset(factor);
     (void)index;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = a->logits + row * a->n;
-        float *d = a->d_logits + row * a->n;
+        const float *x = (const float *)a->logits + row * a->n;
+        float *d = (float *)a->d_logits + row * a->n;
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         if (a->targets[row] == -1) {
             memset(d, 0, (size_t)a->n * sizeof *d);
@@ -3718,7 +4083,7 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64
             const int64_t n = a->n - i;
             dtrain__vstore_n(d + i, dtrain__vexp(dtrain__vload_n(x + i, n) - lse) * scale, n);
         }
-        d[a->targets[row]] -= a->scale;
+        d[a->targets[row]] -= factor;
     }
 }
 
@@ -3888,7 +4253,7 @@ DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
-    h->q = a->qkv + row * h->stride + column;
+    h->q = (const float *)a->qkv + row * h->stride + column;
     h->k = h->q + a->n;
     h->v = h->k + a->n;
     h->queries = scratch;
@@ -4006,7 +4371,8 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
                             1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
         }
         for (int64_t r = 0; r < m; r++) {
-            float *y = a->y + (batch * a->sequence + q0 + r) * a->n + head % a->heads * h.d;
+            const int64_t row = batch * a->sequence + q0 + r;
+            float *y = (float *)a->y + row * a->n + head % a->heads * h.d;
             const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
             for (int64_t j = 0; j < h.d; j += DTRAIN__W)
                 dtrain__vstore_n(y + j, dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
@@ -4113,9 +4479,9 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
         const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        float *d_q = a->d_qkv + (h.q - a->qkv);
-        h.y = a->y + at;
-        h.d_y = a->d_y + at;
+        float *d_q = (float *)a->d_qkv + (h.q - (const float *)a->qkv);
+        h.y = (const float *)a->y + at;
+        h.d_y = (const float *)a->d_y + at;
         h.d_out = scratch;
         h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
         h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
@@ -4202,6 +4568,8 @@ DTRAIN_API const char *dtrain_cpu_kernel_name(void)
 
 /* ---- [S24.6] The CPU device: state and memory -----------------------------------------------*/
 
+#define DTRAIN__WIDE 4 /* operands of one operation that may have to be widened */
+
 typedef struct dtrain__cpu {
     dtrain_allocator allocator;
     dtrain__pool *pool;
@@ -4211,6 +4579,8 @@ typedef struct dtrain__cpu {
     float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
     size_t scratch_bytes;
     double sums[DTRAIN__SUM_CHUNKS];
+    float *wide[DTRAIN__WIDE]; /* half-precision operands in fp32; they grow in the first step */
+    size_t wide_bytes[DTRAIN__WIDE];
 } dtrain__cpu;
 
 /* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
@@ -4262,16 +4632,15 @@ static dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job, int
 {
     const size_t bytes = (size_t)floats * sizeof(float);
     if ((uint64_t)floats > SIZE_MAX / (4 * sizeof(float)))
-        return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                            "a CPU kernel's scratch of %lld floats is too large",
-                            (long long)floats);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "a CPU kernel's scratch of %lld floats is too large", (long long)floats);
     if (bytes > cpu->scratch_bytes) {
         dtrain__aligned_free(&cpu->allocator, cpu->scratch, cpu->scratch_bytes);
         cpu->scratch_bytes = 0;
         cpu->scratch = (float *)dtrain__aligned_alloc(&cpu->allocator, bytes);
         if (!cpu->scratch)
-            return dtrain__fail(DTRAIN_ERROR_MEMORY, "no memory for %lld bytes of kernel scratch",
-                                (long long)bytes);
+            return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %lld bytes of kernel scratch",
+                               (long long)bytes);
         cpu->scratch_bytes = bytes;
     }
     job->scratch = cpu->scratch;
@@ -4286,6 +4655,8 @@ static void dtrain__cpu_destroy(dtrain_device *device)
     dtrain__pool_destroy(cpu->pool);
     dtrain__gemm_workspace_free(&cpu->gemm);
     dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
+    for (int i = 0; i < DTRAIN__WIDE; i++)
+        dtrain__aligned_free(&allocator, cpu->wide[i], cpu->wide_bytes[i]);
     dtrain__free(&allocator, cpu, 1, sizeof *cpu);
     device->state = NULL;
 }
@@ -4296,8 +4667,12 @@ static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_d
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
     device->state = NULL;
     if (threads < 1 || threads > 1024)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "thread_count is %u, expected 1 to 1024",
-                            (unsigned)desc->thread_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "thread_count is %u, expected 1 to 1024",
+                           (unsigned)desc->thread_count);
+    if (desc->math > DTRAIN_MATH_FP32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the CPU device has no tensor cores: math is %u, expected %u (fp32)",
+                           (unsigned)desc->math, (unsigned)DTRAIN_MATH_FP32);
     dtrain__cpu *cpu = (dtrain__cpu *)dtrain__alloc(&allocator, 1, sizeof *cpu, "a CPU device");
     if (!cpu) return DTRAIN_ERROR_MEMORY;
     cpu->allocator = allocator;
@@ -4309,8 +4684,8 @@ static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_d
             dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
         if (error) {
             dtrain__free(&allocator, cpu, 1, sizeof *cpu);
-            return dtrain__fail(error == ENOMEM ? DTRAIN_ERROR_MEMORY : DTRAIN_ERROR_SYSTEM,
-                                "could not start %d compute threads: %s", threads, strerror(error));
+            return dtrain_fail(error == ENOMEM ? DTRAIN_ERROR_MEMORY : DTRAIN_ERROR_SYSTEM,
+                               "could not start %d compute threads: %s", threads, strerror(error));
         }
     }
     device->state = cpu;
@@ -4334,9 +4709,9 @@ static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
     if (!*memory)
-        return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                            "no memory for %llu bytes on the CPU device, which holds %llu already",
-                            (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "no memory for %llu bytes on the CPU device, which holds %llu already",
+                           (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
     dtrain__device_count(device, bytes);
     return DTRAIN_OK;
 }
@@ -4415,6 +4790,11 @@ static const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device)
     return ((dtrain__cpu *)device->state)->kernels;
 }
 
+static dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device)
+{
+    return ((const dtrain__cpu *)device->state)->allocator;
+}
+
 /* ---- Matrix multiplication --------------------------------------------------------------------*/
 
 #ifdef DTRAIN_USE_CBLAS
@@ -4438,7 +4818,7 @@ static void dtrain__cpu_convert_matrix(dtrain__cpu *cpu, const void *x, dtrain_d
 
 /* The library multiplies fp32; operands in half precision are converted through the scratch; bias,
  * aux and activation follow in a second pass over C. */
-static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
+static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
@@ -4451,7 +4831,7 @@ static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_a
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
         args->ldb > INT_MAX || args->ldc > INT_MAX)
-        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
     dtrain__job job = dtrain__job_make(&plain, args->m, 1);
     const dtrain_result result = dtrain__cpu_scratch(cpu, &job, a_size + b_size + c_size);
     if (result != DTRAIN_OK) return result;
@@ -4485,62 +4865,291 @@ static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_a
 
 #else
 
-static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
+static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
-        return dtrain__fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
     return DTRAIN_OK;
 }
 
 #endif
 
-/* ---- Kernels ----------------------------------------------------------------------------------*/
+/* ---- Half precision -----------------------------------------------------------------------------
+ *
+ * Kernels compute in fp32 on fp32. Operands in BF16 or F16 are widened into buffers of the device
+ * first, and results are rounded back once at the end: exact, and the price is two more passes.
+ *
+ *     dtrain__wide_list w = dtrain__wide_begin(device);
+ *     args.x = dtrain__wide(&w, args.x, args.dtype, count, DTRAIN__READ);
+ *     ... run on args ...
+ *     return dtrain__wide_end(&w, result);
+ *
+ * A buffer that appears twice, as input and output in place, is one buffer here too. */
+
+enum { DTRAIN__READ = 1, DTRAIN__WRITE = 2 };
+
+typedef struct dtrain__wide_item {
+    void *narrow;
+    float *wide;
+    int64_t count;
+    dtrain_dtype dtype;
+    int access;
+} dtrain__wide_item;
+
+typedef struct dtrain__wide_list {
+    dtrain__cpu *cpu;
+    dtrain__wide_item items[DTRAIN__WIDE];
+    int count;
+    dtrain_result result;
+} dtrain__wide_list;
+
+static dtrain__wide_list dtrain__wide_begin(dtrain_device *device)
+{
+    dtrain__wide_list list;
+    memset(&list, 0, sizeof list);
+    list.cpu = (dtrain__cpu *)device->state;
+    return list;
+}
+
+static bool dtrain__is_f32(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_F32 || dtype == DTRAIN_DTYPE_NONE;
+}
+
+static void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype, void *y,
+                                    dtrain_dtype y_dtype, int64_t count)
+{
+    dtrain_convert_args args = {count, x, y, x_dtype, y_dtype};
+    dtrain__job job = dtrain__job_make(&args, count, DTRAIN__LINE);
+    dtrain__job_run(cpu, &job, cpu->kernels->convert, count);
+}
+
+static bool dtrain__wide_grow(dtrain__wide_list *list, int slot, size_t bytes)
+{
+    dtrain__cpu *cpu = list->cpu;
+    if (bytes <= cpu->wide_bytes[slot]) return true;
+    dtrain__aligned_free(&cpu->allocator, cpu->wide[slot], cpu->wide_bytes[slot]);
+    cpu->wide_bytes[slot] = 0;
+    cpu->wide[slot] = (float *)dtrain__aligned_alloc(&cpu->allocator, bytes);
+    if (cpu->wide[slot]) cpu->wide_bytes[slot] = bytes;
+    else
+        list->result = dtrain_fail(DTRAIN_ERROR_MEMORY,
+                                   "no memory for %zu bytes to widen half precision", bytes);
+    return cpu->wide[slot] != NULL;
+}
+
+/* x (count) as fp32; x itself when it is. NULL stays NULL, and is also the answer to an error. */
+static float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype dtype,
+                           int64_t count, int access)
+{
+    if (!x || dtrain__is_f32(dtype) || list->result != DTRAIN_OK) return (float *)(uintptr_t)x;
+    if (dtype != DTRAIN_BF16 && dtype != DTRAIN_F16) {
+        list->result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "activations of type %s: expected f32, bf16 or f16",
+                                   dtrain_dtype_name(dtype));
+        return NULL;
+    }
+    for (int i = 0; i < list->count; i++)
+        if (list->items[i].narrow == x && list->items[i].count == count) {
+            list->items[i].access |= access;
+            return list->items[i].wide;
+        }
+    if (!dtrain__wide_grow(list, list->count, (size_t)count * sizeof(float))) return NULL;
+    dtrain__wide_item *item = &list->items[list->count];
+    item->narrow = (void *)(uintptr_t)x;
+    item->wide = list->cpu->wide[list->count++];
+    item->count = count;
+    item->dtype = dtype;
+    item->access = access;
+    if (access & DTRAIN__READ)
+        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_F32, count);
+    return item->wide;
+}
+
+static dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_result result)
+{
+    if (list->result != DTRAIN_OK || result != DTRAIN_OK)
+        return list->result != DTRAIN_OK ? list->result : result;
+    for (int i = 0; i < list->count; i++) {
+        const dtrain__wide_item *item = &list->items[i];
+        if (item->access & DTRAIN__WRITE)
+            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_F32, item->narrow, item->dtype,
+                                    item->count);
+    }
+    return DTRAIN_OK;
+}
+
+/* Runs an elementwise kernel on arguments that have been widened. */
+static dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const void *args,
+                                              int64_t count, dtrain__range_fn range)
+{
+    if (list->result != DTRAIN_OK) return list->result;
+    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
+    return dtrain__wide_end(list, dtrain__job_run(list->cpu, &job, range, count));
+}
+
+/* ---- Activation, backward ---------------------------------------------------------------------*/
 
 static dtrain_result dtrain__cpu_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
-    dtrain_activation_backward_args flat = *args;
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_activation_backward_args wide = *args;
+    const int64_t count = args->rows * args->n;
+    wide.x = dtrain__wide(&w, args->x, args->dtype, count, DTRAIN__READ);
+    wide.d_out = dtrain__wide(&w, args->d_out, args->dtype, count, DTRAIN__READ);
+    wide.d_in = dtrain__wide(&w, args->d_in, args->dtype, count, DTRAIN__WRITE);
+    if (w.result != DTRAIN_OK) return w.result;
     if (!args->d_bias) { /* no column sums: one long row */
-        flat.n = args->rows * args->n;
-        flat.rows = 1;
+        wide.n = count;
+        wide.rows = 1;
     }
-    dtrain__job job = dtrain__job_make(&flat, flat.n, DTRAIN__LINE);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job,
-                           dtrain__cpu_kernels(device)->activation_backward, flat.rows * flat.n);
+    dtrain__job job = dtrain__job_make(&wide, wide.n, DTRAIN__LINE);
+    return dtrain__wide_end(
+        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->activation_backward, count));
 }
+
+/* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
+
+static void dtrain__row_sums(const dtrain_gemm_args *args, const float *a)
+{
+    for (int64_t i = 0; i < args->m; i++) {
+        float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
+        for (int64_t k = 0; k < args->k; k++) sum += a[i * args->lda + k];
+        args->bias_grad[i] = sum;
+    }
+}
+
+static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
+{
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    const bool of_c = args->bias_grad && (args->flags & DTRAIN_GEMM_BIAS_GRAD_C);
+    if (backward && (!args->aux || args->bias))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: DTRAIN_GEMM_ACT_BACKWARD needs aux and takes no bias");
+    if ((backward || of_c) && args->ldc != args->n)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: ldc is %lld; a backward epilogue needs ldc == n (%lld)",
+                           (long long)args->ldc, (long long)args->n);
+    if (args->bias_grad && !of_c && (args->flags & DTRAIN_GEMM_TRANS_A) && args->lda != args->m)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: lda is %lld; a bias gradient needs lda == m (%lld)",
+                           (long long)args->lda, (long long)args->m);
+    return DTRAIN_OK;
+}
+
+/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. */
+static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
+{
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    const bool of_c = args->bias_grad && (args->flags & DTRAIN_GEMM_BIAS_GRAD_C);
+    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
+    if (!backward && !args->bias_grad && (!args->aux || dtrain__is_f32(args->c_dtype)))
+        return dtrain__cpu_product(device, args);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_gemm_args plain = *args;
+    DTRAIN__TRY(dtrain__check_gemm(args));
+    const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
+    plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
+    plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
+                             backward ? DTRAIN__READ : DTRAIN__WRITE);
+    const void *z = plain.aux;
+    plain.c_dtype = DTRAIN_F32;
+    if (backward) plain.activation = DTRAIN_ACT_NONE, plain.aux = NULL;
+    if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);
+    if ((backward || of_c) && w.result == DTRAIN_OK) {
+        dtrain_activation_backward_args after = {backward ? args->activation
+                                                          : (uint32_t)DTRAIN_ACT_NONE,
+                                                 args->accumulate_bias_grad,
+                                                 args->m,
+                                                 args->n,
+                                                 z,
+                                                 plain.c,
+                                                 plain.c,
+                                                 of_c ? args->bias_grad : NULL,
+                                                 DTRAIN_F32};
+        w.result = dtrain__cpu_activation_backward(device, &after);
+    }
+    if (args->bias_grad && !of_c) {
+        const float *a = dtrain__wide(&w, args->a, args->a_dtype,
+                                      (trans_a ? args->k : args->m) * args->lda, DTRAIN__READ);
+        dtrain_activation_backward_args sums = {DTRAIN_ACT_NONE,
+                                                args->accumulate_bias_grad,
+                                                args->k,
+                                                args->m,
+                                                NULL,
+                                                a,
+                                                (void *)(uintptr_t)a,
+                                                args->bias_grad,
+                                                DTRAIN_F32};
+        if (w.result == DTRAIN_OK && trans_a)
+            w.result = dtrain__cpu_activation_backward(device, &sums);
+        else if (w.result == DTRAIN_OK) dtrain__row_sums(args, a);
+    }
+    return dtrain__wide_end(&w, w.result);
+}
+
+/* ---- Kernels ----------------------------------------------------------------------------------*/
 
 static dtrain_result dtrain__cpu_layernorm(dtrain_device *device, const dtrain_layernorm_args *args)
 {
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job,
-                           dtrain__cpu_kernels(device)->layernorm, args->rows * args->n);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_layernorm_args wide = *args;
+    const int64_t count = args->rows * args->n;
+    if (!args->residual != !args->sum)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "layernorm: residual and sum are given together or not at all");
+    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
+    wide.sum = dtrain__wide(&w, args->sum, args->x_dtype, count, DTRAIN__WRITE);
+    wide.residual = dtrain__wide(&w, args->residual, args->y_dtype, count, DTRAIN__READ);
+    wide.y = dtrain__wide(&w, args->y, args->y_dtype, count, DTRAIN__WRITE);
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
+    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->layernorm, count));
 }
 
 /* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
-static dtrain_result dtrain__cpu_layernorm_backward(dtrain_device *device,
+static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
                                                     const dtrain_layernorm_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
     const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
     dtrain__job job = dtrain__job_make(args, chunk_count, 1);
     job.chunk = chunk;
     job.chunk_count = chunk_count;
-    const dtrain_result result = dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n);
-    if (result != DTRAIN_OK) return result;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n));
     dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n);
     job.total = args->n;
     job.unit = DTRAIN__LINE;
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
 }
 
+static dtrain_result dtrain__cpu_layernorm_backward(dtrain_device *device,
+                                                    const dtrain_layernorm_backward_args *args)
+{
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_layernorm_backward_args wide = *args;
+    const int64_t count = args->rows * args->n;
+    if (args->d_residual && !args->d_x)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
+    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
+    wide.d_y = dtrain__wide(&w, args->d_y, args->y_dtype, count, DTRAIN__READ);
+    wide.d_x = dtrain__wide(&w, args->d_x, args->x_dtype, count,
+                            DTRAIN__WRITE | (args->accumulate_x ? DTRAIN__READ : 0));
+    if (w.result == DTRAIN_OK) w.result = dtrain__layernorm_backward_run(w.cpu, &wide);
+    if (w.result == DTRAIN_OK && args->d_residual)
+        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_F32, args->d_residual,
+                                dtrain__is_f32(args->y_dtype) ? DTRAIN_F32 : args->y_dtype, count);
+    return dtrain__wide_end(&w, w.result);
+}
+
 static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
 {
     for (int64_t row = 0; row < rows; row++)
         if (tokens[row] < 0 || tokens[row] >= vocab)
-            return dtrain__fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
-                                (long)tokens[row], (long long)row, (long long)vocab);
+            return dtrain_fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
+                               (long)tokens[row], (long long)row, (long long)vocab);
     return DTRAIN_OK;
 }
 
@@ -4548,29 +5157,35 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 {
     for (int64_t row = 0; row < rows; row++)
         if (targets[row] < -1 || targets[row] >= n)
-            return dtrain__fail(DTRAIN_ERROR_DATA,
-                                "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
-                                (long)targets[row], (long long)row, (long long)n);
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
+                               (long)targets[row], (long long)row, (long long)n);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__cpu_embedding(dtrain_device *device, const dtrain_embedding_args *args)
 {
-    const dtrain_result result = dtrain__check_tokens(args->tokens, args->rows, args->vocab);
-    if (result != DTRAIN_OK) return result;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job,
-                           dtrain__cpu_kernels(device)->embedding, args->rows * args->n);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_embedding_args wide = *args;
+    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    wide.y = dtrain__wide(&w, args->y, args->dtype, args->rows * args->n, DTRAIN__WRITE);
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
+    return dtrain__wide_end(
+        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding, args->rows * args->n));
 }
 
 static dtrain_result dtrain__cpu_embedding_backward(dtrain_device *device,
                                                     const dtrain_embedding_backward_args *args)
 {
-    const dtrain_result result = dtrain__check_tokens(args->tokens, args->rows, args->vocab);
-    if (result != DTRAIN_OK) return result;
-    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job,
-                           dtrain__cpu_kernels(device)->embedding_backward, args->rows * args->n);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_embedding_backward_args wide = *args;
+    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, args->rows * args->n, DTRAIN__READ);
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, args->n, DTRAIN__LINE);
+    return dtrain__wide_end(
+        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding_backward, args->rows * args->n));
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
@@ -4588,92 +5203,170 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
 static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
 {
     if (heads > 0 && n > 0 && n % heads == 0) return DTRAIN_OK;
-    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                        "attention: %lld columns cannot be cut into %lld heads", (long long)n,
-                        (long long)heads);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "attention: %lld columns cannot be cut into %lld heads", (long long)n,
+                       (long long)heads);
 }
 
 static dtrain_result dtrain__cpu_attention(dtrain_device *device, const dtrain_attention_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_attention_args wide = *args;
     const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
-    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
-    dtrain_result result = dtrain__check_heads(args->n, args->heads);
-    if (result != DTRAIN_OK) return result;
+    const int64_t count = args->batch * args->sequence * args->n;
+    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads * blocks, 1);
+    DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
+    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
+    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__WRITE);
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
-    result = dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count);
-    if (result != DTRAIN_OK) return result;
-    return dtrain__job_run(cpu, &job, cpu->kernels->attention,
-                           args->batch * args->sequence * args->n * 8);
+    if (w.result == DTRAIN_OK)
+        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
+    if (w.result == DTRAIN_OK) dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention, 8 * count);
+    return dtrain__wide_end(&w, w.result);
 }
 
 static dtrain_result dtrain__cpu_attention_backward(dtrain_device *device,
                                                     const dtrain_attention_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
-    dtrain_result result = dtrain__check_heads(args->n, args->heads);
-    if (result != DTRAIN_OK) return result;
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_attention_backward_args wide = *args;
+    const int64_t count = args->batch * args->sequence * args->n;
+    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads, 1);
+    DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
+    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
+    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__READ);
+    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, count, DTRAIN__READ);
+    wide.d_qkv = dtrain__wide(&w, args->d_qkv, args->dtype, 3 * count, DTRAIN__WRITE);
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
-    result = dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count);
-    if (result != DTRAIN_OK) return result;
-    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward,
-                           args->batch * args->sequence * args->n * 16);
-}
-
-static dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
-                                               const dtrain_cross_entropy_args *args)
-{
-    const dtrain_result result = dtrain__check_targets(args->targets, args->rows, args->n);
-    if (result != DTRAIN_OK) return result;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job,
-                           dtrain__cpu_kernels(device)->cross_entropy, args->rows * args->n);
+    if (w.result == DTRAIN_OK)
+        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
+    if (w.result == DTRAIN_OK)
+        dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention_backward, 16 * count);
+    return dtrain__wide_end(&w, w.result);
 }
 
 static dtrain_result
 dtrain__cpu_cross_entropy_backward(dtrain_device *device,
                                    const dtrain_cross_entropy_backward_args *args)
 {
-    const dtrain_result result = dtrain__check_targets(args->targets, args->rows, args->n);
-    if (result != DTRAIN_OK) return result;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job,
-                           dtrain__cpu_kernels(device)->cross_entropy_backward,
-                           args->rows * args->n);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_cross_entropy_backward_args wide = *args;
+    const int64_t count = args->rows * args->n;
+    DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
+    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
+    wide.d_logits = dtrain__wide(&w, args->d_logits, args->dtype, count, DTRAIN__WRITE);
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
+    return dtrain__wide_end(
+        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy_backward, count));
+}
+
+static dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
+                                               const dtrain_cross_entropy_args *args)
+{
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_cross_entropy_args wide = *args;
+    const int64_t count = args->rows * args->n;
+    DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
+    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
+    dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy, count);
+    if (!args->d_logits) return DTRAIN_OK;
+    const dtrain_cross_entropy_backward_args backward = {
+        args->rows, args->n,        args->scale, args->logits, args->targets,
+        args->lse,  args->d_logits, NULL,        args->dtype};
+    return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
 static dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_add_args wide = *args;
+    wide.x = dtrain__wide(&w, args->x, args->x_dtype, args->count, DTRAIN__READ);
+    wide.y = dtrain__wide(&w, args->y, args->y_dtype, args->count, DTRAIN__READ);
+    wide.out = dtrain__wide(&w, args->out, args->x_dtype, args->count, DTRAIN__WRITE);
+    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->add);
 }
 
 static dtrain_result dtrain__cpu_axpby(dtrain_device *device, const dtrain_axpby_args *args)
 {
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_axpby_args wide = *args;
+    wide.x =
+        dtrain__wide(&w, args->x, args->dtype, args->broadcast ? 1 : args->count, DTRAIN__READ);
+    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
+                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
+    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->axpby);
 }
 
 static dtrain_result dtrain__cpu_dropout(dtrain_device *device, const dtrain_dropout_args *args)
 {
-    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* one Philox vector */
-    return dtrain__job_run((dtrain__cpu *)device->state, &job, dtrain__cpu_kernels(device)->dropout,
-                           args->count);
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_dropout_args wide = *args;
+    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
+    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
+                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
+    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->dropout, args->count));
 }
 
 static dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__wide_list w = dtrain__wide_begin(device);
+    dtrain_sum_args wide = *args;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
+    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
+    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__job job = dtrain__job_make(&wide, (args->count + chunk - 1) / chunk, 1);
     double sum = 0;
     job.chunk = chunk;
-    job.sums = cpu->sums;
-    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
-    for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
-    args->out[0] = args->scale * sum;
+    job.sums = w.cpu->sums;
+    dtrain__job_run(w.cpu, &job, w.cpu->kernels->sum, args->count);
+    for (int64_t i = 0; i < job.total; i++) sum += w.cpu->sums[i];
+    sum *= args->scale;
+    if (args->accumulate) sum += args->total[0];
+    if (args->total) args->total[0] = sum;
+    if (args->out) args->out[0] = (float)sum;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args)
+{
+    const double norm = sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale;
+    const double factor = (double)args->max_norm / (norm + 1e-6);
+    (void)device;
+    args->norm[0] = (float)norm;
+    if (!dtrain_is_finite(args->norm[0])) args->scalars->skip = 1;
+    else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= (float)factor;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_finite(dtrain_device *device, const dtrain_finite_args *args)
+{
+    const bool wide = dtrain__is_f32(args->dtype);
+    const uint32_t exponent = wide ? 0x7f800000u : args->dtype == DTRAIN_BF16 ? 0x7f80u : 0x7c00u;
+    const char *x = (const char *)args->x;
+    uint32_t found = 0;
+    (void)device;
+    if (!wide && args->dtype != DTRAIN_BF16 && args->dtype != DTRAIN_F16)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "finite: %s has no infinity",
+                           dtrain_dtype_name(args->dtype));
+    for (int64_t i = 0; i < args->count; i++) {
+        uint32_t bits = 0;
+        uint16_t half;
+        if (wide) memcpy(&bits, x + (size_t)i * sizeof bits, sizeof bits);
+        else {
+            memcpy(&half, x + (size_t)i * sizeof half, sizeof half);
+            bits = half;
+        }
+        found |= (bits & exponent) == exponent;
+    }
+    args->found[0] |= found;
     return DTRAIN_OK;
 }
 
@@ -4682,45 +5375,345 @@ static dtrain_result dtrain__cpu_convert(dtrain_device *device, const dtrain_con
     const dtrain_dtype low = args->x_dtype < args->y_dtype ? args->x_dtype : args->y_dtype;
     const dtrain_dtype high = args->x_dtype < args->y_dtype ? args->y_dtype : args->x_dtype;
     if (low < DTRAIN_F32 || high > DTRAIN_F16)
-        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
-                            dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
+                           dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
     return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->convert);
+}
+
+/* ---- Optimizers -------------------------------------------------------------------------------*/
+
+/* The fraction that rounding would discard, against as many random bits: up with exactly its
+ * probability. fp16 discards 13 bits where it is normal; below that it rounds to nearest. */
+static uint16_t dtrain__round_random(float value, dtrain_dtype dtype, uint32_t random)
+{
+    const uint32_t bits = dtrain__f32_bits(value), magnitude = bits & 0x7fffffffu;
+    const uint32_t discarded = dtype == DTRAIN_BF16 ? 0xffffu : 0x1fffu;
+    const uint32_t smallest = dtype == DTRAIN_BF16 ? 0 : 0x38800000u; /* 2^-14 */
+    float up;
+    if (magnitude >= 0x7f800000u || magnitude < smallest)
+        return dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
+    const uint32_t raised = (bits + (random & discarded)) & ~discarded;
+    memcpy(&up, &raised, sizeof up);
+    return dtype == DTRAIN_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
+}
+
+static void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end)
+{
+    const dtrain_optimizer_tensor *t = update->tensor;
+    uint16_t *low = (uint16_t *)t->low;
+    uint32_t words[4];
+    if (!update->stochastic) {
+        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_F32, t->low_dtype};
+        dtrain__job job = dtrain__job_make(&args, end, 1);
+        dtrain__kernels_select()->convert(&job, begin, end, 0);
+        return;
+    }
+    for (int64_t i = begin; i < end; i++) {
+        if (i == begin || i % 4 == 0)
+            dtrain_philox(update->seed + update->now.seed, update->stream, (uint64_t)i / 4, words);
+        low[i] = dtrain__round_random(t->value[i], t->low_dtype, words[i % 4]);
+    }
+}
+
+static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
+                                        size_t tensor_count, const dtrain_optimizer_tensor *tensors,
+                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
+{
+    if (scalars) update->now = *scalars;
+    for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
+        update->tensor = &tensors[i];
+        update->stream = i;
+        DTRAIN__TRY(dtrain__cpu_elementwise(device, update, tensors[i].count, range));
+    }
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__cpu_adamw(dtrain_device *device, const dtrain_adamw_args *args)
 {
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->adamw);
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.adamw = args;
+    update.seed = args->seed;
+    update.stochastic = args->stochastic_rounding;
+    update.now.lr = args->lr;
+    update.now.correction1 = args->correction1;
+    update.now.correction2 = args->correction2;
+    update.now.grad_scale = args->grad_scale;
+    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
+                              dtrain__cpu_kernels(device)->adamw);
 }
 
 static dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->sgd);
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.sgd = args;
+    update.seed = args->seed;
+    update.stochastic = args->stochastic_rounding;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
+                              dtrain__cpu_kernels(device)->sgd);
 }
 
-/* Every kernel in the table's order; Y is the one that has a result on the host. */
+/* ---- Sparse gradients -------------------------------------------------------------------------*/
+
+/* Magnitudes order like their bits; every NaN is the largest. */
+static uint32_t dtrain__magnitude(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value) & 0x7fffffffu;
+    return bits > 0x7f800000u ? 0x7fffffffu : bits;
+}
+
+/* The bin, counted from the top, in which the `wanted`-th largest falls; *wanted becomes its place
+ * inside the bin. */
+static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64_t *wanted)
+{
+    uint32_t bin = bin_count - 1;
+    for (; *wanted > (int64_t)bins[bin]; bin--) *wanted -= bins[bin];
+    return bin;
+}
+
+/* Two histograms, of the upper 16 and the lower 15 bits of the magnitude, give the k-th largest
+ * exactly; then one pass takes what lies above it and the first of its equals. */
+static dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
+{
+    dtrain__job job = dtrain__job_make(args, args->count, 1);
+    const float *x = args->residual ? args->residual : args->x;
+    int64_t equals = args->k, taken = 0;
+    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
+                           (long long)args->k, (long long)args->count);
+    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, &job, 65536));
+    uint32_t *bins = (uint32_t *)(void *)job.scratch;
+    memset(bins, 0, 65536 * sizeof *bins);
+    for (int64_t i = 0; i < args->count; i++) {
+        if (args->residual) args->residual[i] += args->x[i];
+        bins[dtrain__magnitude(x[i]) >> 15]++;
+    }
+    const uint32_t high = dtrain__boundary(bins, 65536, &equals);
+    memset(bins, 0, 32768 * sizeof *bins);
+    for (int64_t i = 0; i < args->count; i++) {
+        const uint32_t m = dtrain__magnitude(x[i]);
+        if (m >> 15 == high) bins[m & 0x7fffu]++;
+    }
+    const uint32_t border = high << 15 | dtrain__boundary(bins, 32768, &equals);
+    for (int64_t i = 0; i < args->count && taken < args->k; i++) {
+        const uint32_t m = dtrain__magnitude(x[i]);
+        if (m < border || (m == border && equals-- <= 0)) continue;
+        args->indices[taken] = (int32_t)i;
+        args->values[taken++] = x[i];
+        if (args->residual) args->residual[i] = 0;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
+                                             const dtrain_scatter_add_args *args)
+{
+    (void)device;
+    for (int64_t i = 0; i < args->k; i++)
+        if (args->indices[i] < 0 || args->indices[i] >= args->count)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "index %ld at place %lld is outside [0, %lld)",
+                               (long)args->indices[i], (long long)i, (long long)args->count);
+    for (int64_t i = 0; i < args->k; i++)
+        args->out[args->indices[i]] += args->scale * args->values[i];
+    return DTRAIN_OK;
+}
+
+/* ---- Streams, events, pinned memory: everything is done when the call returns -----------------*/
+
+static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info *info)
+{
+    (void)device;
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "CPU (%s)", dtrain_cpu_kernel_name());
+    snprintf(info->id, sizeof info->id, "cpu");
+    info->count = 1;
+    const long page = sysconf(_SC_PAGESIZE);
+    const long pages = sysconf(_SC_PHYS_PAGES), free_pages = sysconf(_SC_AVPHYS_PAGES);
+    info->memory_bytes = pages > 0 ? (uint64_t)pages * (uint64_t)page : 0;
+    info->free_bytes = free_pages > 0 ? (uint64_t)free_pages * (uint64_t)page : 0;
+    return DTRAIN_OK;
+}
+
+/* Like alloc, but it is not the model's: not counted. */
+static dtrain_result dtrain__cpu_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
+    *memory = dtrain__aligned_alloc(&allocator, bytes);
+    return *memory ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes", bytes);
+}
+static void dtrain__cpu_host_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
+    dtrain__aligned_free(&allocator, memory, bytes);
+}
+
+static dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_host_unregister(dtrain_device *device, void *memory)
+{
+    (void)device;
+    (void)memory;
+}
+
+static dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes, dtrain_copy_kind kind,
+                                            dtrain_stream *stream)
+{
+    (void)stream;
+    return device->ops->copy(device, to, from, bytes, kind);
+}
+
+/* A stream has no state: any address will do, and the table itself is one. */
+static dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
+                                               dtrain_stream **out)
+{
+    (void)high_priority;
+    *out = (dtrain_stream *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+}
+static void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+    return NULL;
+}
+
+struct dtrain_event {
+    uint64_t recorded_ns;
+};
+
+static dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
+                                              dtrain_event **out)
+{
+    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
+    (void)timing;
+    *out = (dtrain_event *)dtrain__alloc(&allocator, 1, sizeof **out, "an event");
+    return *out ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+static void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
+{
+    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
+    dtrain__free(&allocator, event, 1, sizeof *event);
+}
+static dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
+                                              dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+    event->recorded_ns = dtrain__now_ns();
+    return DTRAIN_OK;
+}
+static dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
+                                            dtrain_stream *stream)
+{
+    (void)device;
+    (void)event;
+    (void)stream;
+    return DTRAIN_OK;
+}
+static dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event, bool *done)
+{
+    (void)device;
+    (void)event;
+    *done = true;
+    return DTRAIN_OK;
+}
+static dtrain_result dtrain__cpu_event_elapsed(dtrain_device *device, dtrain_event *begin,
+                                               dtrain_event *end, float *milliseconds)
+{
+    (void)device;
+    *milliseconds = (float)(1e-6 * (double)(end->recorded_ns - begin->recorded_ns));
+    return DTRAIN_OK;
+}
+static bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
+{
+    (void)device;
+    (void)memory;
+    return false; /* host memory, all of it */
+}
+
+static dtrain_result dtrain__no_graphs(const dtrain_device *device)
+{
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device cannot record graphs",
+                       device->ops->name);
+}
+static dtrain_result dtrain__cpu_graph_begin(dtrain_device *device)
+{
+    return dtrain__no_graphs(device);
+}
+static dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out)
+{
+    *out = NULL;
+    return dtrain__no_graphs(device);
+}
+static dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph)
+{
+    (void)graph;
+    return dtrain__no_graphs(device);
+}
+static void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph)
+{
+    (void)device;
+    (void)graph;
+}
+
+/* Every kernel in the table's order. */
 /* clang-format off */
-#define DTRAIN__KERNEL_LIST(X, Y)                                                            \
+#define DTRAIN__KERNEL_LIST(X)                                                               \
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    Y(sum) X(convert) X(adamw) X(sgd)
+    X(sum) X(clip) X(finite) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)
 /* clang-format on */
 
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "cpu",
-        true,
-        dtrain__cpu_create,
-        dtrain__cpu_destroy,
-        dtrain__cpu_synchronize,
-        dtrain__cpu_alloc,
-        dtrain__cpu_free,
-        dtrain__cpu_copy,
-        dtrain__cpu_zero,
-        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "cpu",
+                                          true,
+                                          dtrain__cpu_create,
+                                          dtrain__cpu_destroy,
+                                          dtrain__cpu_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__cpu_alloc,
+                                          dtrain__cpu_free,
+                                          dtrain__cpu_copy,
+                                          dtrain__cpu_zero,
+                                          dtrain__cpu_host_alloc,
+                                          dtrain__cpu_host_free,
+                                          dtrain__cpu_host_register,
+                                          dtrain__cpu_host_unregister,
+                                          dtrain__cpu_copy_async,
+                                          dtrain__cpu_stream_create,
+                                          dtrain__cpu_stream_destroy,
+                                          dtrain__cpu_stream_native,
+                                          dtrain__cpu_event_create,
+                                          dtrain__cpu_event_destroy,
+                                          dtrain__cpu_event_record,
+                                          dtrain__cpu_event_wait,
+                                          dtrain__cpu_event_query,
+                                          dtrain__cpu_event_elapsed,
+                                          dtrain__cpu_is_device_memory,
+                                          dtrain__cpu_graph_begin,
+                                          dtrain__cpu_graph_end,
+                                          dtrain__cpu_graph_launch,
+                                          dtrain__cpu_graph_destroy,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
     return &ops;
 }
 
@@ -4728,7 +5721,7 @@ DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
  *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state
  * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
- * answer. */
+ * answer. Streams and events are the CPU's or nothing. */
 
 static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
@@ -4739,9 +5732,12 @@ static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_
 
 static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
 
-static dtrain_result dtrain__plan_synchronize(dtrain_device *device)
+static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
 {
     (void)device;
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "plan");
+    snprintf(info->id, sizeof info->id, "plan");
     return DTRAIN_OK;
 }
 
@@ -4750,8 +5746,8 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
     const uintptr_t at = (uintptr_t)device->state;
     *memory = NULL;
     if (bytes > UINTPTR_MAX - at - 128)
-        return dtrain__fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
-                            (unsigned long long)bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
+                           (unsigned long long)bytes);
     *memory = (void *)at;
     device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
     dtrain__device_count(device, bytes);
@@ -4782,6 +5778,40 @@ static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = NULL;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
+                       device->ops->name, bytes);
+}
+
+static dtrain_result dtrain__plan_event_create(dtrain_device *device, bool timing,
+                                               dtrain_event **out)
+{
+    (void)timing;
+    *out = (dtrain_event *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__plan_event_destroy(dtrain_device *device, dtrain_event *event)
+{
+    (void)device;
+    (void)event;
+}
+static dtrain_result dtrain__plan_event_record(dtrain_device *device, dtrain_event *event,
+                                               dtrain_stream *stream)
+{
+    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
+}
+static dtrain_result dtrain__plan_event_elapsed(dtrain_device *device, dtrain_event *begin,
+                                                dtrain_event *end, float *milliseconds)
+{
+    (void)device;
+    (void)begin;
+    (void)end;
+    *milliseconds = 0;
+    return DTRAIN_OK;
+}
+
 #define DTRAIN__PLAN_KERNEL(op)                                                                   \
     static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
     {                                                                                             \
@@ -4789,31 +5819,61 @@ static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size
         (void)args;                                                                               \
         return DTRAIN_OK;                                                                         \
     }
-#define DTRAIN__PLAN_RESULT(op)                                                                   \
-    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
-    {                                                                                             \
-        (void)device;                                                                             \
-        args->out[0] = 0;                                                                         \
-        return DTRAIN_OK;                                                                         \
-    }
-DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_RESULT)
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
 
 DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {
-        DTRAIN_DEVICE_ABI,
-        "plan",
-        false,
-        dtrain__plan_create,
-        dtrain__plan_destroy,
-        dtrain__plan_synchronize,
-        dtrain__plan_alloc,
-        dtrain__plan_free,
-        dtrain__plan_copy,
-        dtrain__plan_zero,
-        DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY, DTRAIN__PLAN_ENTRY)};
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "plan",
+                                          false,
+                                          dtrain__plan_create,
+                                          dtrain__plan_destroy,
+                                          dtrain__plan_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__plan_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__plan_copy,
+                                          dtrain__plan_zero,
+                                          dtrain__plan_host_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__cpu_host_register,
+                                          dtrain__cpu_host_unregister,
+                                          dtrain__cpu_copy_async,
+                                          dtrain__cpu_stream_create,
+                                          dtrain__cpu_stream_destroy,
+                                          dtrain__cpu_stream_native,
+                                          dtrain__plan_event_create,
+                                          dtrain__plan_event_destroy,
+                                          dtrain__plan_event_record,
+                                          dtrain__cpu_event_wait,
+                                          dtrain__cpu_event_query,
+                                          dtrain__plan_event_elapsed,
+                                          dtrain__cpu_is_device_memory,
+                                          dtrain__cpu_graph_begin,
+                                          dtrain__cpu_graph_end,
+                                          dtrain__cpu_graph_launch,
+                                          dtrain__cpu_graph_destroy,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
     return &ops;
+}
+
+DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
+{
+    if (!name || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
+                           name ? "out" : "name");
+    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
+#ifdef DTRAIN_USE_CUDA
+    if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
+#else
+    if (strcmp(name, "cuda") == 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program was built without CUDA: compile it with "
+                           "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
+#endif
+    if (*out) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
 }
 
 /* ---- A device of one's own --------------------------------------------------------------------*/
@@ -4829,15 +5889,14 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
 {
     dtrain_device_desc defaults;
     memset(&defaults, 0, sizeof defaults);
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_create: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_create: out is NULL");
     *out = NULL;
     if (!desc) desc = &defaults;
     if (!ops) ops = dtrain_cpu_device_ops();
     if (ops->abi != DTRAIN_DEVICE_ABI)
-        return dtrain__fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
-            (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
+                           (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
     dtrain__owned_device *owned =
         (dtrain__owned_device *)dtrain__alloc(&allocator, 1, sizeof *owned, "a device");
@@ -4853,6 +5912,28 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     return DTRAIN_OK;
 }
 
+/* Whether the host can read it. Parameters of a host program may lie on either side. */
+static bool dtrain__on_host(dtrain_device *device, const void *memory)
+{
+    return device->ops->host_memory || !device->ops->is_device_memory(device, memory);
+}
+
+/* Wherever the two lie. */
+static dtrain_result dtrain__copy_any(dtrain_device *device, void *to, const void *from,
+                                      size_t bytes)
+{
+    const bool from_host = !device->ops->host_memory && dtrain__on_host(device, from);
+    const bool to_host = !device->ops->host_memory && dtrain__on_host(device, to);
+    if (from_host && to_host) {
+        if (bytes) memmove(to, from, bytes);
+        return DTRAIN_OK;
+    }
+    return device->ops->copy(device, to, from, bytes,
+                             from_host ? DTRAIN_COPY_HOST_TO_DEVICE
+                             : to_host ? DTRAIN_COPY_DEVICE_TO_HOST
+                                       : DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
 {
     dtrain__owned_device *owned = (dtrain__owned_device *)(void *)device;
@@ -4864,6 +5945,10 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
 
 /* ================================================================================================
  * [S25] World, launch
+ *
+ * First how ranks end, wait, exchange and share memory; then [S25.1] a keyed hash, [S25.2] what
+ * launchers say in the environment, [S25.3] the link between ranks of a launcher, [S25.4] how they
+ * meet, [S25.5] how they come to share memory, [S25.6] a rank's life and dtrain_launch.
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -4880,7 +5965,19 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
  * when dtrain_launch returns.
  * ==============================================================================================*/
 
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/random.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000 /* an older kernel takes the address as a hint */
+#endif
 
 typedef enum dtrain__end {
     DTRAIN__RUNNING = 0,
@@ -4888,24 +5985,50 @@ typedef enum dtrain__end {
     DTRAIN__RETURNED = 2, /* something else */
     DTRAIN__SIGNALED = 3,
     DTRAIN__UNSTARTED = 4, /* its world could not be made */
-    DTRAIN__STOPPED = 5    /* killed by the launcher after the grace period */
+    DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
+    DTRAIN__LOST = 6       /* its connection closed without a word */
 } dtrain__end;
 
 /* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
 typedef struct dtrain__fate {
-    uint32_t how;    /* atomic, stored last: dtrain__end */
-    int32_t value;   /* return value or signal */
-    char error[504]; /* the rank's last error, when it did not end well */
+    uint32_t how;      /* atomic, stored last: dtrain__end */
+    int32_t value;     /* return value or signal */
+    uint64_t ended_ns; /* when this was written */
+    char error[496];   /* the rank's last error, when it did not end well */
 } dtrain__fate;
+
+/* What a rank says in dtrain_world_exchange, the n-th time in half n % 2. Two halves are enough: a
+ * rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank that
+ * had read all posts n. */
+typedef struct dtrain__post {
+    uint64_t sequence; /* atomic, stored last: exchanges posted so far */
+    uint64_t bytes[2];
+    char data[2][DTRAIN_EXCHANGE_BYTES];
+} dtrain__post;
+
+typedef struct dtrain__report {
+    uint32_t state; /* atomic: 0 none, 1 being written, 2 stands */
+    int32_t rank, code;
+    char text[500];
+} dtrain__report;
 
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
+    uint32_t ended_count;  /* atomic: fates written */
     uint64_t promised;     /* atomic: bytes handed out by all arenas */
     uint64_t free_at_start;
     char *arenas; /* all of them */
     size_t arena_bytes;
+    dtrain__report report;
     dtrain__fate fates[DTRAIN_MAX_RANKS];
+    dtrain__post posts[DTRAIN_MAX_RANKS];
 } dtrain__control;
+
+/* A control page with or without arenas behind it, as it was mapped. */
+typedef struct dtrain__region {
+    dtrain__control *control;
+    size_t bytes;
+} dtrain__region;
 
 /* Memory handed out by an arena. What lies between two of these is free: nothing to coalesce. */
 typedef struct dtrain__range {
@@ -4916,29 +6039,58 @@ typedef struct dtrain__part dtrain__part; /* of a communicator, see [S26] */
 
 struct dtrain_world {
     int rank, size;
+    int local_rank, local_size, node, node_count;
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    pid_t launcher;      /* 0 in threads mode */
+    pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
     uint64_t timeout_ns;
     dtrain__control *control;
-    uint32_t *mine;        /* reads 0 in a process forked by a rank */
-    dtrain__range *ranges; /* (range_count), sorted */
+    struct dtrain__link *link; /* to ranks that a launcher has started, see [S25.3]; or NULL */
+    dtrain__region page;       /* with a link: where control is */
+    char no_region[200];       /* with a link: why the ranks of one host share no memory */
+    uint32_t *mine;            /* reads 0 in a process forked by a rank */
+    dtrain__range *ranges;     /* (range_count), sorted */
     size_t range_count, range_room;
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
-    dtrain_comm *comm;                 /* all ranks */
-    struct dtrain__local_comm *locals; /* this rank's communicators, newest first */
+    const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
+    uint32_t math;
+    bool tune;
+    dtrain_comm *comm; /* all ranks */
+    uint64_t exchange_count;
+    struct dtrain__local_comm *locals;  /* this rank's communicators, newest first */
+    struct dtrain__staged_comm *staged; /* those for device memory */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
 /* The world's communicator comes from [S26]. */
-static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out);
-static void dtrain__local_end(dtrain_world *world);
+static dtrain_result dtrain__world_comm_create(dtrain_world *world);
+static void dtrain__world_comm_end(dtrain_world *world);
+
+/* The link comes from [S25.3]; all of these do nothing when there is none. */
+static void dtrain__link_look(dtrain_world *world);
+static void dtrain__link_news(dtrain_world *world);
+static void dtrain__link_pump(dtrain_world *world, int nap_ms);
+static bool dtrain__is_remote(const dtrain_world *world);
+static bool dtrain__link_all_told(const dtrain_world *world);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
+DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world)
+{
+    return world ? world->local_rank : -1;
+}
+DTRAIN_API int dtrain_world_local_size(const dtrain_world *world)
+{
+    return world ? world->local_size : 0;
+}
+DTRAIN_API int dtrain_world_node(const dtrain_world *world) { return world ? world->node : -1; }
+DTRAIN_API int dtrain_world_node_count(const dtrain_world *world)
+{
+    return world ? world->node_count : 0;
+}
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
 {
     return world ? world->device : NULL;
@@ -4954,6 +6106,10 @@ DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *wo
 DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world)
 {
     return world ? world->threads : 0;
+}
+DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world)
+{
+    return world ? (uint32_t)(world->timeout_ns / 1000000u) : 0;
 }
 
 DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
@@ -4999,6 +6155,12 @@ static void dtrain__describe_end(const dtrain__control *control, int rank, char 
     case DTRAIN__STOPPED:
         snprintf(text, room, "rank %d was killed by the launcher: it did not end in time", rank);
         break;
+    case DTRAIN__LOST:
+        snprintf(text, room,
+                 "rank %d is gone: its connection closed without a word; it exited, crashed or was "
+                 "killed, or its host is lost",
+                 rank);
+        break;
     default: snprintf(text, room, "rank %d is running", rank); break;
     }
 }
@@ -5017,11 +6179,40 @@ static void dtrain__record_end(dtrain__control *control, int rank, dtrain__end h
     dtrain__fate *fate = &control->fates[rank];
     uint32_t none = 0;
     fate->value = value;
+    fate->ended_ns = dtrain__now_ns();
     snprintf(fate->error, sizeof fate->error, "%s", dtrain__bare(error));
     dtrain__store(&fate->how, (uint32_t)how);
+    dtrain__fetch_add(&control->ended_count, 1u);
     if (how == DTRAIN__LEFT) return;
     __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* Several ranks may notice it at once: nothing is written but the word itself. */
+static void dtrain__record_lost(dtrain__control *control, int rank)
+{
+    uint32_t running = DTRAIN__RUNNING, none = 0;
+    if (!__atomic_compare_exchange_n(&control->fates[rank].how, &running, (uint32_t)DTRAIN__LOST,
+                                     false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return;
+    dtrain__fetch_add(&control->ended_count, 1u);
+    __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
+                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* The first report stands. */
+static void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
+                                  const char *text)
+{
+    dtrain__report *report = &control->report;
+    uint32_t none = 0;
+    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+        return;
+    report->rank = rank;
+    report->code = (int32_t)code;
+    snprintf(report->text, sizeof report->text, "%s", text);
+    dtrain__store(&report->state, 2);
 }
 
 /* ---- Waiting ------------------------------------------------------------------------------------
@@ -5056,6 +6247,21 @@ static dtrain__wait dtrain__wait_begin(void)
     return wait;
 }
 
+/* Has a rank failed or reported a failure? */
+static dtrain_result dtrain__trouble(const dtrain_world *world)
+{
+    const dtrain__control *control = world->control;
+    const uint32_t failed = dtrain__load(&control->first_failed);
+    char text[160];
+    if (dtrain__load(&control->report.state) == 2)
+        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->report.rank,
+                           dtrain_result_name((dtrain_result)control->report.code),
+                           control->report.text);
+    if (!failed) return DTRAIN_OK;
+    dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+}
+
 /* TIMEOUT without a sentence (the caller knows what it was waiting for), PEER with one. */
 static dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait)
 {
@@ -5064,14 +6270,10 @@ static dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait)
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->looked = true;
-    const uint32_t failed = dtrain__load(&world->control->first_failed);
-    if (failed) {
-        char text[160];
-        dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
-        return dtrain__fail(DTRAIN_ERROR_PEER, "%s", text);
-    }
+    dtrain__link_look(world);
+    DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
-        return dtrain__fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
+        return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
     return wait->waited_ns >= world->timeout_ns ? DTRAIN_ERROR_TIMEOUT : DTRAIN_OK;
 }
 
@@ -5092,9 +6294,128 @@ static dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
 static dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
     if (world->mine && *world->mine) return DTRAIN_OK;
-    return dtrain__fail(DTRAIN_ERROR_USAGE,
-                        "%s: called in a process that a rank has forked; only the rank itself can",
-                        call);
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: called in a process that a rank has forked; only the rank itself can",
+                       call);
+}
+
+/* ---- Exchange, report, look ---------------------------------------------------------------------
+ *
+ * The control page is the one place where ranks tell each other how they are. */
+
+DTRAIN_API void dtrain_world_report(dtrain_world *world, dtrain_result code, const char *text)
+{
+    if (!world || dtrain__world_check(world, "dtrain_world_report") != DTRAIN_OK) return;
+    dtrain__record_report(world->control, world->rank, code, text ? dtrain__bare(text) : "");
+    dtrain__link_news(world);
+}
+
+/* The first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
+static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
+{
+    const dtrain__control *control = world->control;
+    if (!dtrain__load(&control->ended_count)) return -1;
+    const uint64_t now = dtrain__now_ns();
+    for (int i = 0; i < world->size; i++)
+        if (dtrain__load(&control->fates[i].how) == DTRAIN__LEFT &&
+            now - control->fates[i].ended_ns >= age_ns)
+            return i;
+    return -1;
+}
+
+DTRAIN_API dtrain_result dtrain_world_look(dtrain_world *world)
+{
+    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_look: world is NULL");
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_look"));
+    dtrain__link_look(world);
+    DTRAIN__TRY(dtrain__trouble(world));
+    const int left = dtrain__who_left(world, 2000000000u);
+    return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
+}
+
+DTRAIN__PRINTF(3, 4)
+static dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_result code,
+                                           const char *format, ...)
+{
+    char text[480];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    dtrain_world_report(world, code, text);
+    return dtrain_fail(code, "%s", text);
+}
+
+/* What has to come over the network is slept for. */
+static dtrain_result dtrain__exchange_turn(dtrain_world *world, dtrain__wait *wait)
+{
+    if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
+    dtrain__link_pump(world, 5);
+    return dtrain__wait_look(world, wait);
+}
+
+/* Waits until `rank` has posted for the `sequence`-th time. Whether it has left is asked before its
+ * post is looked at for the last time: what it posted before leaving counts. */
+static dtrain_result dtrain__await_post(dtrain_world *world, int rank, uint64_t sequence,
+                                        dtrain__wait *wait)
+{
+    const dtrain__post *post = &world->control->posts[rank];
+    while (dtrain__load(&post->sequence) < sequence) {
+        const dtrain_result turn = dtrain__exchange_turn(world, wait);
+        if (!wait->looked) continue;
+        const bool left = dtrain__load(&world->control->fates[rank].how) == DTRAIN__LEFT;
+        if (dtrain__load(&post->sequence) >= sequence) break;
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (left)
+            return dtrain__exchange_fail(
+                world, DTRAIN_ERROR_PEER,
+                "rank %d left (returned 0) while rank %d waits in dtrain_world_exchange", rank,
+                world->rank);
+        if (turn == DTRAIN_ERROR_TIMEOUT)
+            return dtrain__exchange_fail(world, turn,
+                                         "dtrain_world_exchange: rank %d waited %.1f s for rank %d",
+                                         world->rank, 1e-9 * (double)world->timeout_ns, rank);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *mine, size_t bytes,
+                                               void *all)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    if (!world || bytes > DTRAIN_EXCHANGE_BYTES || (bytes && (!mine || !all)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_world_exchange: world or a buffer is NULL, or %zu bytes are "
+                           "more than %d",
+                           bytes, DTRAIN_EXCHANGE_BYTES);
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_exchange"));
+    DTRAIN__TRY(dtrain__trouble(world));
+    const uint64_t sequence = ++world->exchange_count;
+    const size_t half = sequence % 2;
+    dtrain__post *posts = world->control->posts;
+    posts[world->rank].bytes[half] = bytes;
+    if (bytes) memcpy(posts[world->rank].data[half], mine, bytes);
+    dtrain__store(&posts[world->rank].sequence, sequence);
+    dtrain__link_news(world);
+    for (int i = 0; i < world->size; i++) {
+        DTRAIN__TRY(dtrain__await_post(world, i, sequence, &wait));
+        if (posts[i].bytes[half] != bytes)
+            return dtrain__exchange_fail(
+                world, DTRAIN_ERROR_MISMATCH,
+                "dtrain_world_exchange: rank %d passes %llu bytes, rank %d passes %zu", i,
+                (unsigned long long)posts[i].bytes[half], world->rank, bytes);
+        if (bytes) memcpy((char *)all + (size_t)i * bytes, posts[i].data[half], bytes);
+    }
+    while (!dtrain__link_all_told(world)) { /* the caller may not look here again for long */
+        const dtrain_result turn = dtrain__exchange_turn(world, &wait);
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (turn == DTRAIN_ERROR_TIMEOUT)
+            return dtrain__exchange_fail(world, turn,
+                                         "dtrain_world_exchange: rank %d could not tell the others "
+                                         "in %.1f s: a rank does not read",
+                                         world->rank, 1e-9 * (double)world->timeout_ns);
+    }
+    return DTRAIN_OK;
 }
 
 /* ---- Shared memory ----------------------------------------------------------------------------*/
@@ -5150,6 +6471,77 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
+/* A core file of the whole reserve helps nobody. */
+static void dtrain__no_dump(void *memory, size_t bytes)
+{
+#ifdef MADV_DONTDUMP
+    madvise(memory, bytes, MADV_DONTDUMP);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+/* A control page that has no arenas. */
+static dtrain_result dtrain__map_page(dtrain__region *region)
+{
+    const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_launch: %zu bytes could not be mapped: %s",
+                           bytes, strerror(errno));
+    region->control = (dtrain__control *)memory;
+    region->bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* Anonymous memory or, file >= 0, a file made that large; MAP_FAILED with errno. A file above the
+ * limit of `ulimit -f` would be answered with a signal. */
+static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
+{
+    struct rlimit limit;
+    int flags = MAP_SHARED | MAP_NORESERVE;
+    if (file < 0) flags |= MAP_ANONYMOUS;
+    else if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && (uint64_t)limit.rlim_cur < bytes) {
+        errno = EFBIG;
+        return MAP_FAILED;
+    } else if (ftruncate(file, (off_t)bytes) != 0) return MAP_FAILED;
+    return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+}
+
+/* Address space, not memory: `given` bytes per rank or, 0, as much as the machine has. Where that
+ * much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an
+ * explicit size does not. */
+static dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
+                                        dtrain__region *region)
+{
+    const size_t page = dtrain__page_bytes(), least = (size_t)64 << 20;
+    const size_t control = dtrain__round_up(sizeof(dtrain__control), page);
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    size_t arena = given ? given : pages > 0 ? (size_t)pages * page : least, bytes = 0;
+    for (;; arena /= 2) {
+        if (arena < least && !given) arena = least;
+        void *memory = MAP_FAILED;
+        if (arena <= SIZE_MAX / 2) arena = dtrain__round_up(arena, page);
+        if (dtrain__size_mul(arena, ranks, &bytes) && bytes <= SIZE_MAX / 2)
+            memory = dtrain__map_bytes(hint, bytes += control, file);
+        if (memory != MAP_FAILED) {
+            region->control = (dtrain__control *)memory;
+            region->bytes = bytes;
+            region->control->arenas = (char *)memory + control;
+            region->control->arena_bytes = arena;
+            region->control->free_at_start = dtrain__free_memory();
+            dtrain__no_dump(memory, bytes);
+            return DTRAIN_OK;
+        }
+        if (given || arena == least)
+            return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                               "dtrain_launch: %u times %zu bytes of address space could not be "
+                               "reserved: %s; lower reserve_bytes or raise ulimit -v",
+                               ranks, arena, strerror(errno));
+    }
+}
+
 static char *dtrain__arena(const dtrain__control *control, int rank)
 {
     return control->arenas + (size_t)rank * control->arena_bytes;
@@ -5172,7 +6564,7 @@ static dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
     const uint64_t promised = dtrain__fetch_add(&control->promised, (uint64_t)bytes);
     if (bytes <= now && promised + bytes <= free_bytes) return DTRAIN_OK;
     __atomic_fetch_sub(&control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-    return dtrain__fail(
+    return dtrain_fail(
         DTRAIN_ERROR_MEMORY,
         "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
         "use a smaller model, more accumulation steps or another machine",
@@ -5198,20 +6590,20 @@ static dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, voi
     const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
     if (bytes > all)
-        return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                            "shared memory: %zu bytes needed, %zu reserved per rank; raise "
-                            "reserve_bytes of dtrain_launch_desc",
-                            bytes, all);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "shared memory: %zu bytes needed, %zu reserved per rank; raise "
+                           "reserve_bytes of dtrain_launch_desc",
+                           bytes, all);
     bytes = dtrain__round_up(bytes ? bytes : 1, page);
     if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;
     if (bytes > all - at)
-        return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
-                            "reserve_bytes of dtrain_launch_desc",
-                            bytes, all);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
+                           "reserve_bytes of dtrain_launch_desc",
+                           bytes, all);
     DTRAIN__TRY(dtrain__promise(world->control, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
             (world->range_count - i) * sizeof *world->ranges);
@@ -5241,17 +6633,1754 @@ static void dtrain__shared_free(dtrain_world *world, void *memory)
     }
 }
 
-/* ---- A rank -----------------------------------------------------------------------------------*/
+/* ---- [S25.1] A keyed hash -----------------------------------------------------------------------
+ *
+ * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
+ * make nor predict the 64 bits of the result. */
+
+static inline uint64_t dtrain__rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
+
+static void dtrain__sip_round(uint64_t v[4])
+{
+    v[0] += v[1], v[2] += v[3];
+    v[1] = dtrain__rotate(v[1], 13) ^ v[0], v[3] = dtrain__rotate(v[3], 16) ^ v[2];
+    v[0] = dtrain__rotate(v[0], 32);
+    v[2] += v[1], v[0] += v[3];
+    v[1] = dtrain__rotate(v[1], 17) ^ v[2], v[3] = dtrain__rotate(v[3], 21) ^ v[0];
+    v[2] = dtrain__rotate(v[2], 32);
+}
+
+static uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes)
+{
+    uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du,
+                     key[0] ^ 0x6c7967656e657261u, key[1] ^ 0x7465646279746573u};
+    const unsigned char *at = (const unsigned char *)data;
+    for (size_t done = 0; done <= bytes; done += 8) { /* the last word holds the rest and length */
+        const size_t rest = bytes - done;
+        uint64_t word = rest < 8 ? (uint64_t)bytes << 56 : 0;
+        for (size_t i = 0; i < (rest < 8 ? rest : 8); i++)
+            word |= (uint64_t)at[done + i] << (8 * i);
+        v[3] ^= word;
+        dtrain__sip_round(v);
+        dtrain__sip_round(v);
+        v[0] ^= word;
+    }
+    v[2] ^= 0xff;
+    for (int i = 0; i < 4; i++) dtrain__sip_round(v);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}
+
+/* ---- [S25.2] The launch environment -------------------------------------------------------------
+ *
+ * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
+ * a whole, the first complete one wins:
+ *
+ *     DTRAIN_RANK, DTRAIN_WORLD_SIZE            ours: any launcher that can set variables
+ *     RANK, WORLD_SIZE                          torchrun and its kin, PyTorchJob
+ *     OMPI_COMM_WORLD_RANK, _SIZE               Open MPI
+ *     PMI_RANK, PMI_SIZE                        MPICH and its kin
+ *     SLURM_PROCID, SLURM_STEP_NUM_TASKS        srun. The sbatch shell has most SLURM variables but
+ *                                               no SLURM_STEP_ID: there, nobody else comes
+ *     JOB_COMPLETION_INDEX, *WORLD_SIZE         Kubernetes Indexed Job, which does not say how many
+ *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
+ *                                               the launcher of the node's ranks
+ *
+ * This part is a pure function of the environment; dtrain_launch hands it getenv. */
+
+typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
+
+typedef struct dtrain__environment {
+    dtrain__lookup_fn lookup;
+    void *user;
+} dtrain__environment;
+
+/* What it says. */
+typedef struct dtrain__placement {
+    const char *family;         /* NULL: no launcher, or one that started a world of one */
+    int rank, size;             /* forks > 0: of the node's first rank */
+    int local_rank, local_size; /* -1, 0: not said */
+    int forks;                  /* ranks this process has to start; 0: it is a rank itself */
+    char address[256];          /* of rank 0; "": the world is on one node that we fork */
+    uint32_t port;              /* of the control plane */
+    uint64_t key[2];            /* tells this run from others, see [S25.4] */
+} dtrain__placement;
+
+#define DTRAIN__DEFAULT_PORT 29500u
+#define DTRAIN__PORT_OFFSET 100u /* torchrun's own store listens on MASTER_PORT itself */
+
+/* NULL when unset; empty counts as unset. */
+static const char *dtrain__env_text(const dtrain__environment *env, const char *name)
+{
+    const char *text = name ? env->lookup(env->user, name) : NULL;
+    return text && text[0] ? text : NULL;
+}
+
+/* *found says whether it is set. At most nine digits, no sign, no blank. */
+static dtrain_result dtrain__env_number(const dtrain__environment *env, const char *name,
+                                        bool *found, int *value)
+{
+    const char *text = dtrain__env_text(env, name);
+    *found = text != NULL;
+    if (!text) return DTRAIN_OK;
+    const size_t digits = strspn(text, "0123456789");
+    if (text[digits] || digits > 9)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: %s=\"%.60s\" in the environment is not a plain decimal "
+                           "number of at most nine digits; unset it or set it right",
+                           name, text);
+    *value = (int)strtol(text, NULL, 10);
+    return DTRAIN_OK;
+}
+
+typedef struct dtrain__family {
+    const char *name, *rank, *size, *local_rank, *local_size;
+    const char *run[2]; /* variables that name the run */
+} dtrain__family;
+
+static const dtrain__family dtrain__families[] = {
+    {"DTRAIN_RANK",
+     "DTRAIN_RANK",
+     "DTRAIN_WORLD_SIZE",
+     "DTRAIN_LOCAL_RANK",
+     "DTRAIN_LOCAL_SIZE",
+     {NULL, NULL}},
+    {"torchrun",
+     "RANK",
+     "WORLD_SIZE",
+     "LOCAL_RANK",
+     "LOCAL_WORLD_SIZE",
+     {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+    {"Open MPI",
+     "OMPI_COMM_WORLD_RANK",
+     "OMPI_COMM_WORLD_SIZE",
+     "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE",
+     {"PMIX_NAMESPACE", NULL}},
+    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {NULL, NULL}},
+    {"Slurm",
+     "SLURM_PROCID",
+     "SLURM_STEP_NUM_TASKS",
+     "SLURM_LOCALID",
+     NULL,
+     {"SLURM_JOB_ID", "SLURM_STEP_ID"}},
+    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, {NULL, NULL}},
+    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, {NULL, NULL}},
+};
+enum {
+    DTRAIN__OURS,
+    DTRAIN__TORCHRUN,
+    DTRAIN__OPEN_MPI,
+    DTRAIN__MPICH,
+    DTRAIN__SLURM,
+    DTRAIN__INDEXED,
+    DTRAIN__PET,
+    DTRAIN__FAMILIES
+};
+
+/* "RANK=5" beside "WORLD_SIZE=1": a pair that cannot be. */
+static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
+                                          const char *rule)
+{
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_launch: %s=%d with %s=%d in the environment makes no sense: %s", a,
+                       a_value, b, b_value, rule);
+}
+
+/* Rank and size of one family; *found when both are there. Half a family is an error, except that a
+ * lone world size may belong to an Indexed Job. */
+static dtrain_result dtrain__env_pair(const dtrain__environment *env, const char *rank_name,
+                                      const char *size_name, bool size_alone, bool *found,
+                                      dtrain__placement *out)
+{
+    bool has_rank, has_size;
+    *found = false;
+    DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
+    DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
+    if (!has_rank && (!has_size || size_alone)) return DTRAIN_OK;
+    if (has_rank != has_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: %s=%d is in the environment and %s is not; a launcher "
+                           "sets both: set %s too or unset %s",
+                           has_rank ? rank_name : size_name, has_rank ? out->rank : out->size,
+                           has_rank ? size_name : rank_name, has_rank ? size_name : rank_name,
+                           has_rank ? rank_name : size_name);
+    if (out->rank >= out->size)
+        return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
+                                    "ranks go from 0 to the world size less one");
+    *found = true;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__env_local(const dtrain__environment *env, const dtrain__family *family,
+                                       dtrain__placement *out)
+{
+    bool has_rank, has_size;
+    out->local_rank = -1;
+    out->local_size = 0;
+    DTRAIN__TRY(dtrain__env_number(env, family->local_rank, &has_rank, &out->local_rank));
+    DTRAIN__TRY(dtrain__env_number(env, family->local_size, &has_size, &out->local_size));
+    if (has_size && (out->local_size == 0 || out->local_size > out->size))
+        return dtrain__env_conflict(family->local_size, out->local_size, family->size, out->size,
+                                    "a node has from 1 to world size ranks");
+    if (has_rank && has_size && out->local_rank >= out->local_size)
+        return dtrain__env_conflict(family->local_rank, out->local_rank, family->local_size,
+                                    out->local_size,
+                                    "local ranks go from 0 to local size less one");
+    if (has_rank && out->local_rank >= out->size)
+        return dtrain__env_conflict(family->local_rank, out->local_rank, family->size, out->size,
+                                    "a local rank is below the world size");
+    return DTRAIN_OK;
+}
+
+/* RANK beside another launcher's variables that say something else: usually inherited by the shell
+ * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
+static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
+                                              const dtrain__placement *taken)
+{
+    const dtrain__family *mine = &dtrain__families[DTRAIN__TORCHRUN];
+    if (dtrain__env_text(env, "TORCHELASTIC_RUN_ID")) return DTRAIN_OK;
+    for (int i = DTRAIN__OPEN_MPI; i <= DTRAIN__MPICH; i++) {
+        const dtrain__family *other = &dtrain__families[i];
+        dtrain__placement said;
+        bool found;
+        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
+        if (!found || (said.rank == taken->rank && said.size == taken->size)) continue;
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset those "
+            "that do not come from the launcher of this run",
+            mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank, other->size,
+            said.size);
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Slurm's lists ----------------------------------------------------------------------------*/
+
+#define DTRAIN__HOSTS_MOST 1000000
+
+/* One bracket, "001-003,7]": how many numbers it stands for, -1 when malformed; number `index` of
+ * them, zeros kept, goes to `out` (room 16). *end is set behind the bracket. */
+static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const char **end)
+{
+    int64_t count = 0;
+    do {
+        const size_t width = strspn(text, "0123456789");
+        if (!width || width > 9) return -1;
+        const int64_t low = strtol(text, NULL, 10);
+        int64_t high = low;
+        text += width;
+        if (*text == '-') {
+            const size_t digits = strspn(++text, "0123456789");
+            if (!digits || digits > 9) return -1;
+            high = strtol(text, NULL, 10);
+            text += digits;
+        }
+        if (high < low || high - low >= DTRAIN__HOSTS_MOST) return -1;
+        if (index >= count && index - count <= high - low)
+            snprintf(out, 16, "%0*d", (int)width, (int)(low + index - count));
+        count += high - low + 1;
+    } while (*text++ == ',' && count <= DTRAIN__HOSTS_MOST);
+    *end = text;
+    return text[-1] == ']' ? count : -1;
+}
+
+/* How many names one entry stands for, "rack[1-2]-n[08-10]": six; up to a comma or the end. */
+static int64_t dtrain__host_count(const char *entry, const char **end)
+{
+    int64_t count = 1;
+    char ignored[16];
+    while (*entry && *entry != ',') {
+        if (*entry == ']') return -1;
+        if (*entry++ != '[') continue;
+        const int64_t numbers = dtrain__bracket(entry, -1, ignored, &entry);
+        if (numbers < 0 || count * numbers > DTRAIN__HOSTS_MOST) return -1;
+        count *= numbers;
+    }
+    *end = entry;
+    return count;
+}
+
+/* Name number `index` of one entry that host_count has found well-formed; the last bracket runs
+ * fastest. False when it does not fit. */
+static bool dtrain__host_write(const char *entry, int64_t index, char *out, size_t room)
+{
+    size_t used = 0;
+    const char *end;
+    while (*entry && *entry != ',' && used + 17 < room) {
+        if (*entry != '[') {
+            out[used++] = *entry++;
+            continue;
+        }
+        char number[16];
+        (void)dtrain__bracket(entry + 1, -1, number, &end);
+        const int64_t faster = dtrain__host_count(end, &end);
+        (void)dtrain__bracket(entry + 1, index / faster, number, &entry);
+        index %= faster;
+        used += (size_t)snprintf(out + used, room - used, "%s", number);
+    }
+    out[used] = 0;
+    return used > 0 && (!*entry || *entry == ',');
+}
+
+/* Host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is malformed
+ * or has no such host. */
+static bool dtrain__host_of_list(const char *list, int64_t index, char *out, size_t room)
+{
+    while (*list) {
+        const char *end;
+        const int64_t count = dtrain__host_count(list, &end);
+        if (count < 0 || end == list) return false;
+        if (index < count) return dtrain__host_write(list, index, out, room);
+        index -= count;
+        list = *end ? end + 1 : end;
+    }
+    return false;
+}
+
+/* Tasks of node number `node` in a list like "2(x3),1"; 0 when it cannot be told. */
+static int dtrain__tasks_of_list(const char *list, int node)
+{
+    while (list && *list) {
+        char *end;
+        const long tasks = strtol(list, &end, 10);
+        long repeat = 1;
+        if (end == list || tasks < 1 || tasks > DTRAIN__HOSTS_MOST) return 0;
+        if (end[0] == '(' && end[1] == 'x') {
+            repeat = strtol(end + 2, &end, 10);
+            if (repeat < 1 || *end++ != ')') return 0;
+        }
+        if (node < repeat) return (int)tasks;
+        node -= (int)repeat;
+        if (*end && *end != ',') return 0;
+        list = *end ? end + 1 : end;
+    }
+    return 0;
+}
+
+/* ---- Families that need more than a pair ------------------------------------------------------*/
+
+static dtrain_result dtrain__env_slurm(const dtrain__environment *env, bool *found,
+                                       dtrain__placement *out)
+{
+    const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
+    const char *size_name =
+        dtrain__env_text(env, family->size) ? family->size : "SLURM_NTASKS"; /* before 20.11 */
+    const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
+    bool has_node;
+    int node = 0;
+    *found = false;
+    if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_pair(env, family->rank, size_name, false, found, out));
+    if (!*found) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_local(env, family, out));
+    DTRAIN__TRY(dtrain__env_number(env, "SLURM_NODEID", &has_node, &node));
+    const char *tasks = dtrain__env_text(env, "SLURM_STEP_TASKS_PER_NODE");
+    if (has_node && tasks) out->local_size = dtrain__tasks_of_list(tasks, node);
+    if (out->local_size > out->size || out->local_size <= out->local_rank) out->local_size = 0;
+    if (dtrain__env_text(env, "DTRAIN_MASTER_ADDR") || dtrain__env_text(env, "MASTER_ADDR"))
+        return DTRAIN_OK; /* said otherwise */
+    if (hosts && !dtrain__host_of_list(hosts, 0, out->address, sizeof out->address))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; set "
+                           "DTRAIN_MASTER_ADDR to the host of rank 0",
+                           hosts);
+    return DTRAIN_OK;
+}
+
+/* The pod's own name is <job>-<index>; with setHostnameAsFQDN the domain of the service is behind
+ * it, and so the name of pod 0 is known. */
+static dtrain_result dtrain__env_indexed(const dtrain__environment *env, bool *found,
+                                         dtrain__placement *out)
+{
+    const char *index_name = dtrain__families[DTRAIN__INDEXED].rank;
+    const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
+    const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
+    *found = false;
+    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_pair(env, index_name, size_name, true, found, out));
+    const char *host = dtrain__env_text(env, "HOSTNAME");
+    const char *domain = host ? strchr(host, '.') : NULL;
+    char ending[16];
+    if (!*found || !domain) return DTRAIN_OK;
+    const size_t tail = (size_t)snprintf(ending, sizeof ending, "-%d", out->rank);
+    const size_t name = (size_t)(domain - host);
+    if (name > tail && strncmp(domain - tail, ending, tail) == 0 &&
+        strlen(host) + 2 < sizeof out->address)
+        snprintf(out->address, sizeof out->address, "%.*s-0%s", (int)(name - tail), host, domain);
+    return DTRAIN_OK;
+}
+
+/* PET_ is torchrun's prefix for its own flags: whoever sets these wants one launcher a node. */
+static dtrain_result dtrain__env_pet(const dtrain__environment *env, bool *found,
+                                     dtrain__placement *out)
+{
+    int nodes = 1, node = 0, forks = 1;
+    bool has_nodes, has_node, has_forks;
+    const char *count = dtrain__env_text(env, "PET_NPROC_PER_NODE");
+    if (count &&
+        (strcmp(count, "auto") == 0 || strcmp(count, "gpu") == 0 || strcmp(count, "cpu") == 0))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: PET_NPROC_PER_NODE=\"%s\" leaves the number of ranks "
+                           "open; set it to the ranks per node",
+                           count);
+    DTRAIN__TRY(dtrain__env_number(env, "PET_NNODES", &has_nodes, &nodes));
+    DTRAIN__TRY(dtrain__env_number(env, "PET_NODE_RANK", &has_node, &node));
+    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
+    *found = has_nodes || has_node || has_forks;
+    if (!*found) return DTRAIN_OK;
+    if (has_node && !has_nodes)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: PET_NODE_RANK=%d is in the environment and PET_NNODES "
+                           "is not; set both or neither",
+                           node);
+    if (nodes > 1 && !has_node)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: PET_NNODES=%d is in the environment and PET_NODE_RANK "
+                           "is not; set both or neither",
+                           nodes);
+    if (node >= nodes)
+        return dtrain__env_conflict("PET_NODE_RANK", node, "PET_NNODES", nodes,
+                                    "nodes go from 0 to their number less one");
+    if (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes)
+        return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
+                                    "their product is from 1 to DTRAIN_MAX_RANKS");
+    out->forks = forks;
+    out->size = nodes * forks;
+    out->rank = node * forks;
+    out->local_size = forks;
+    return DTRAIN_OK;
+}
+
+/* ---- Where to meet ----------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__env_port_number(const dtrain__environment *env, const char *name,
+                                             bool *found, int *port)
+{
+    DTRAIN__TRY(dtrain__env_number(env, name, found, port));
+    if (!*found || (*port >= 1 && *port <= 65535)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
+                       name, *port);
+}
+
+/* DTRAIN_PORT and DTRAIN_MASTER_PORT are the port itself; a launcher's port is its own, we use the
+ * one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
+static dtrain_result dtrain__env_port(const dtrain__environment *env, const char *theirs,
+                                      dtrain__placement *out)
+{
+    bool found;
+    int port = (int)DTRAIN__DEFAULT_PORT;
+    DTRAIN__TRY(dtrain__env_port_number(env, "DTRAIN_PORT", &found, &port));
+    if (!found) DTRAIN__TRY(dtrain__env_port_number(env, "DTRAIN_MASTER_PORT", &found, &port));
+    if (!found) {
+        DTRAIN__TRY(dtrain__env_port_number(env, theirs, &found, &port));
+        const int offset = (int)DTRAIN__PORT_OFFSET;
+        port += port + offset <= 65535 ? offset : -offset;
+    }
+    out->port = (uint32_t)port;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__env_meeting(const dtrain__environment *env, int family,
+                                         dtrain__placement *out)
+{
+    const bool pet = family == DTRAIN__PET;
+    const char *ours = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
+    const char *theirs = dtrain__env_text(env, pet ? "PET_MASTER_ADDR" : "MASTER_ADDR");
+    const char *address = ours ? ours : family == DTRAIN__OURS ? NULL : theirs;
+    DTRAIN__TRY(dtrain__env_port(env, pet ? "PET_MASTER_PORT" : "MASTER_PORT", out));
+    if (address && strlen(address) >= sizeof out->address)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: the address of rank 0 has %zu characters, at most %zu "
+                           "are possible",
+                           strlen(address), sizeof out->address - 1);
+    if (address) snprintf(out->address, sizeof out->address, "%s", address);
+    else if (out->local_size == out->size) snprintf(out->address, sizeof out->address, "127.0.0.1");
+    if (out->address[0]) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
+        dtrain__families[family].size, pet ? out->size / out->forks : out->size,
+        pet                      ? "PET_MASTER_ADDR"
+        : family == DTRAIN__OURS ? "DTRAIN_MASTER_ADDR"
+                                 : "MASTER_ADDR");
+}
+
+/* DTRAIN_JOB_KEY, a secret; else what the launcher calls this run, which at least keeps two runs
+ * apart that meet at one port. */
+static void dtrain__env_key(const dtrain__environment *env, const dtrain__family *family,
+                            dtrain__placement *out)
+{
+    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
+    const char *run = secret ? secret : dtrain__env_text(env, family->run[0]);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->run[1]);
+    for (uint64_t i = 0; i < 2; i++) {
+        const uint64_t plain[2] = {i, secret ? 1u : 0u};
+        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
+        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
+    }
+}
+
+/* The whole of it. A world of one is no launcher's business: dtrain_launch then does what its desc
+ * says, as if nothing were set. */
+static dtrain_result dtrain__recognise(const dtrain__environment *env, dtrain__placement *out)
+{
+    const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    bool found = false;
+    int i = 0;
+    memset(out, 0, sizeof *out);
+    for (; i < DTRAIN__FAMILIES; i++) {
+        const dtrain__family *family = &dtrain__families[i];
+        out->local_rank = -1;
+        if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
+        else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
+        else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
+        else {
+            const bool size_alone = indexed && i <= DTRAIN__TORCHRUN;
+            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, size_alone, &found, out));
+            if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
+        }
+        if (found) break;
+    }
+    if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_disagreement(env, out));
+    if (!found || out->size == 1) {
+        memset(out, 0, sizeof *out);
+        out->size = 1;
+        return DTRAIN_OK;
+    }
+    if (out->size > DTRAIN_MAX_RANKS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
+                           dtrain__families[i].size, out->size, DTRAIN_MAX_RANKS);
+    out->family = dtrain__families[i].name;
+    dtrain__env_key(env, &dtrain__families[i], out);
+    return out->forks == out->size ? DTRAIN_OK : dtrain__env_meeting(env, i, out);
+}
+
+static const char *dtrain__getenv(void *user, const char *name)
+{
+    (void)user;
+    return getenv(name);
+}
+
+/* ---- [S25.3] The link ---------------------------------------------------------------------------
+ *
+ * Ranks that a launcher has started are connected as a star: each has one TCP connection to rank 0,
+ * which passes on what it hears. What travels is the control page: a rank's post, its fate and the
+ * report, written into the sender's page first and then told to the others, whose page follows.
+ *
+ *     rank 1 ----+
+ *     rank 2 ----+---- rank 0      a frame: | dtrain__frame, 32 bytes | 0 to 4096 bytes |
+ *     rank 3 ----+
+ *
+ * Nothing is queued: each connection remembers what it has told, and the next frame is made from
+ * the page when the last one is out. A post cannot be overwritten before it is told to everybody,
+ * because its rank must hear everybody's answer to the next one first.
+ *
+ * When all ranks are on one host they move to one shared page [S25.5]. From then on the link is
+ * silent and serves to notice the death of a rank only: its connection closes, rank 0 sees it and
+ * writes it into the page. Keepalive does the same for a host that is lost.
+ *
+ * No thread: sockets are looked at from inside waits and dtrain_world_look. Frames come from ranks
+ * that have proved to know the key [S25.4]; they are checked all the same, and a rank that sends
+ * nonsense is cut off. */
+
+#define DTRAIN__FRAME_MAGIC 0x4c4b5444u /* "DTKL" */
+
+typedef enum dtrain__frame_kind {
+    DTRAIN__HELLO = 1, /* the first four belong to the rendezvous */
+    DTRAIN__CHALLENGE = 2,
+    DTRAIN__JOIN = 3,
+    DTRAIN__BEGIN = 4,
+    DTRAIN__REFUSED = 5, /* value: dtrain_result; a sentence */
+    DTRAIN__POST = 6,    /* number: sequence; data */
+    DTRAIN__FATE = 7,    /* number: dtrain__end; value: as in the fate; error */
+    DTRAIN__REPORT = 8   /* value: dtrain_result; text */
+} dtrain__frame_kind;
+
+typedef struct dtrain__frame {
+    uint32_t magic, kind;
+    int32_t rank; /* whom it is about */
+    int32_t value;
+    uint64_t number;
+    uint32_t bytes; /* that follow */
+    uint32_t unused;
+} dtrain__frame;
+
+#define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_EXCHANGE_BYTES)
+
+typedef struct dtrain__connection {
+    int socket;          /* -1: closed */
+    int rank;            /* of the other end; -1: not known yet */
+    uint32_t stage;      /* of the rendezvous */
+    uint64_t opened_ns;  /* when it was accepted */
+    uint64_t nonce[2];   /* the other end's and ours */
+    char name[96];       /* "10.0.0.7 port 4711", for messages */
+    uint64_t *told;      /* (size) posts told */
+    uint32_t *told_fate; /* (size) */
+    bool told_report;
+    size_t in_bytes, out_begin, out_end;
+    char in[DTRAIN__FRAME_ROOM], out[DTRAIN__FRAME_ROOM];
+} dtrain__connection;
+
+typedef struct dtrain__link {
+    int count;   /* connections: the world's size on rank 0 (the first one unused), 1 elsewhere */
+    bool shared; /* the page is shared: nothing is told */
+    uint64_t looked_ns;       /* at the sockets */
+    uint64_t news;            /* changes of the page ... */
+    uint64_t all_told;        /* ... up to which everything is told and sent */
+    bool met;                 /* the rendezvous is over: the others know this rank */
+    dtrain__connection *ends; /* (count) */
+    struct pollfd *polls;     /* (count) */
+    uint64_t *told;           /* (count, size) */
+    uint32_t *told_fate;      /* (count, size) */
+} dtrain__link;
+
+static void dtrain__close(dtrain__connection *end)
+{
+    if (end->socket >= 0) close(end->socket);
+    end->socket = -1;
+}
+
+static void dtrain__link_destroy(dtrain_world *world)
+{
+    dtrain__link *link = world->link;
+    if (!link) return;
+    const size_t count = (size_t)link->count, table = count * (size_t)world->size;
+    for (size_t i = 0; link->ends && i < count; i++) dtrain__close(&link->ends[i]);
+    dtrain__free(&world->allocator, link->told_fate, table, sizeof *link->told_fate);
+    dtrain__free(&world->allocator, link->told, table, sizeof *link->told);
+    dtrain__free(&world->allocator, link->polls, count, sizeof *link->polls);
+    dtrain__free(&world->allocator, link->ends, count, sizeof *link->ends);
+    dtrain__free(&world->allocator, link, 1, sizeof *link);
+    world->link = NULL;
+}
+
+static dtrain_result dtrain__link_create(dtrain_world *world)
+{
+    const size_t size = (size_t)world->size, count = world->rank ? 1 : size;
+    dtrain__link *link =
+        (dtrain__link *)dtrain__alloc(&world->allocator, 1, sizeof *link, "a control plane");
+    if (!link) return DTRAIN_ERROR_MEMORY;
+    world->link = link;
+    link->count = (int)count;
+    link->ends = (dtrain__connection *)dtrain__alloc(&world->allocator, count, sizeof *link->ends,
+                                                     "control connections");
+    link->polls = (struct pollfd *)dtrain__alloc(&world->allocator, count, sizeof *link->polls,
+                                                 "control connections");
+    link->told = (uint64_t *)dtrain__alloc(&world->allocator, count * size, sizeof *link->told,
+                                           "control connections");
+    link->told_fate = (uint32_t *)dtrain__alloc(&world->allocator, count * size,
+                                                sizeof *link->told_fate, "control connections");
+    for (size_t i = 0; link->ends && i < count; i++) link->ends[i].socket = -1;
+    if (!link->ends || !link->polls || !link->told || !link->told_fate) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        link->ends[i].rank = (int)i; /* on ranks other than 0: rank 0 */
+        link->ends[i].told = link->told + i * size;
+        link->ends[i].told_fate = link->told_fate + i * size;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Frames in and out ------------------------------------------------------------------------*/
+
+/* There is room: nothing else is on its way out. */
+static void dtrain__frame_put(dtrain__connection *end, dtrain__frame_kind kind, int rank, int value,
+                              uint64_t number, const void *data, size_t bytes)
+{
+    dtrain__frame frame;
+    memset(&frame, 0, sizeof frame);
+    frame.magic = DTRAIN__FRAME_MAGIC;
+    frame.kind = (uint32_t)kind;
+    frame.rank = rank;
+    frame.value = value;
+    frame.number = number;
+    frame.bytes = (uint32_t)bytes;
+    memcpy(end->out, &frame, sizeof frame);
+    if (bytes) memcpy(end->out + sizeof frame, data, bytes);
+    end->out_begin = 0;
+    end->out_end = sizeof frame + bytes;
+}
+
+/* Sends what can be sent now; true when everything is out. On a broken connection it is dropped:
+ * the next look at the socket finds that it is broken. */
+static bool dtrain__flush(dtrain__connection *end)
+{
+    while (end->out_begin < end->out_end) {
+        const ssize_t sent = send(end->socket, end->out + end->out_begin,
+                                  end->out_end - end->out_begin, MSG_NOSIGNAL);
+        if (sent > 0) end->out_begin += (size_t)sent;
+        else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+        else if (sent == 0 || errno != EINTR) end->out_begin = end->out_end;
+    }
+    return true;
+}
+
+/* Reads once what is there; false when the other end has closed or failed. */
+static bool dtrain__receive(dtrain__connection *end)
+{
+    const ssize_t got =
+        recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
+    if (got > 0) end->in_bytes += (size_t)got;
+    return got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
+}
+
+/* The frame at the start of what was received: 1 there is one, 0 not all of it yet, -1 nonsense. */
+static int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame)
+{
+    const uint32_t magic = DTRAIN__FRAME_MAGIC;
+    const size_t seen = end->in_bytes < sizeof magic ? end->in_bytes : sizeof magic;
+    if (memcmp(end->in, &magic, seen) != 0) return -1;
+    if (end->in_bytes < sizeof *frame) return 0;
+    memcpy(frame, end->in, sizeof *frame);
+    if (frame->bytes > DTRAIN_EXCHANGE_BYTES) return -1;
+    return end->in_bytes >= sizeof *frame + frame->bytes;
+}
+
+static void dtrain__frame_drop(dtrain__connection *end, const dtrain__frame *frame)
+{
+    const size_t bytes = sizeof *frame + frame->bytes;
+    end->in_bytes -= bytes;
+    memmove(end->in, end->in + bytes, end->in_bytes);
+}
+
+/* The text that a frame carries, ended by a zero. */
+static void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
+                               size_t room)
+{
+    const size_t length = frame->bytes < room ? frame->bytes : room - 1;
+    memcpy(text, data, length);
+    text[length] = 0;
+}
+
+/* Brings this page up to what the frame says; false when it makes no sense. */
+static bool dtrain__frame_apply(dtrain_world *world, const dtrain__connection *end,
+                                const dtrain__frame *frame, const char *data)
+{
+    dtrain__control *control = world->control;
+    const int rank = frame->rank;
+    char text[496];
+    if (rank < 0 || rank >= world->size || rank == world->rank) return false;
+    if (world->rank == 0 && rank != end->rank) return false; /* only rank 0 passes on */
+    dtrain__frame_text(frame, data, text, sizeof text);
+    switch (frame->kind) {
+    case DTRAIN__POST: {
+        dtrain__post *post = &control->posts[rank];
+        if (world->link->shared || frame->number != post->sequence + 1) return false;
+        post->bytes[frame->number % 2] = frame->bytes;
+        memcpy(post->data[frame->number % 2], data, frame->bytes);
+        dtrain__store(&post->sequence, frame->number);
+        return true;
+    }
+    case DTRAIN__FATE:
+        if (frame->number < DTRAIN__LEFT || frame->number > DTRAIN__LOST) return false;
+        if (dtrain__load(&control->fates[rank].how) == DTRAIN__RUNNING)
+            dtrain__record_end(control, rank, (dtrain__end)frame->number, frame->value, text);
+        return true;
+    case DTRAIN__REPORT:
+        dtrain__record_report(control, rank, (dtrain_result)frame->value, text);
+        return true;
+    default: return false;
+    }
+}
+
+/* ---- Telling ----------------------------------------------------------------------------------*/
+
+/* Puts the next thing that this end has not been told about `rank` into its way out. */
+static bool dtrain__tell_rank(const dtrain_world *world, dtrain__connection *end, int rank)
+{
+    const dtrain__control *control = world->control;
+    const dtrain__post *post = &control->posts[rank];
+    const dtrain__fate *fate = &control->fates[rank];
+    if (end->told[rank] < dtrain__load(&post->sequence)) {
+        const uint64_t number = ++end->told[rank];
+        dtrain__frame_put(end, DTRAIN__POST, rank, 0, number, post->data[number % 2],
+                          (size_t)post->bytes[number % 2]);
+        return true;
+    }
+    const uint32_t how = dtrain__load(&fate->how);
+    if (end->told_fate[rank] || how == DTRAIN__RUNNING) return false;
+    end->told_fate[rank] = 1;
+    dtrain__frame_put(end, DTRAIN__FATE, rank, fate->value, how, fate->error, strlen(fate->error));
+    return true;
+}
+
+/* Rank 0 tells an end about all other ranks; the others tell rank 0 about themselves. */
+static bool dtrain__tell_next(const dtrain_world *world, dtrain__connection *end)
+{
+    const dtrain__report *report = &world->control->report;
+    if (!end->told_report && dtrain__load(&report->state) == 2) {
+        end->told_report = true;
+        const bool due = world->rank ? report->rank == world->rank : report->rank != end->rank;
+        if (due) {
+            dtrain__frame_put(end, DTRAIN__REPORT, report->rank, report->code, 0, report->text,
+                              strlen(report->text));
+            return true;
+        }
+    }
+    if (world->rank) return dtrain__tell_rank(world, end, world->rank);
+    for (int i = 0; i < world->size; i++)
+        if (i != end->rank && dtrain__tell_rank(world, end, i)) return true;
+    return false;
+}
+
+/* Tells everybody what there is to tell, as far as the sockets take it. */
+static void dtrain__link_tell(dtrain_world *world)
+{
+    dtrain__link *link = world->link;
+    const uint64_t news = link->news;
+    bool all = true;
+    if (link->shared || link->all_told == news) return;
+    for (int i = 0; i < link->count; i++) {
+        dtrain__connection *end = &link->ends[i];
+        while (end->socket >= 0 && dtrain__flush(end))
+            if (!dtrain__tell_next(world, end)) break;
+        if (end->socket >= 0 && end->out_begin < end->out_end) all = false;
+    }
+    if (all) link->all_told = news;
+}
+
+/* The page has changed here. */
+static void dtrain__link_news(dtrain_world *world)
+{
+    if (!world->link) return;
+    world->link->news++;
+    dtrain__link_tell(world);
+}
+
+/* ---- Listening --------------------------------------------------------------------------------*/
+
+/* The connection is gone. A rank that left or failed has said so first, here or in the page. */
+static void dtrain__link_lost(dtrain_world *world, dtrain__connection *end)
+{
+    dtrain__close(end);
+    if (dtrain__load(&world->control->fates[end->rank].how) != DTRAIN__RUNNING) return;
+    dtrain__record_lost(world->control, end->rank);
+    world->link->news++;
+}
+
+static void dtrain__link_hear(dtrain_world *world, dtrain__connection *end)
+{
+    dtrain__frame frame;
+    int there = 0;
+    const bool open = dtrain__receive(end);
+    while (end->socket >= 0 && (there = dtrain__frame_get(end, &frame)) == 1) {
+        if (!dtrain__frame_apply(world, end, &frame, end->in + sizeof frame)) break;
+        dtrain__frame_drop(end, &frame);
+        world->link->news++;
+    }
+    if (there)
+        dtrain_log(world, DTRAIN_LOG_ERROR,
+                   "rank %d (%s) sent a frame that makes no sense; it is "
+                   "cut off",
+                   end->rank, end->name);
+    if (there || !open) dtrain__link_lost(world, end);
+}
+
+/* Looks at all sockets, waiting up to nap_ms for something to happen. */
+static void dtrain__link_pump(dtrain_world *world, int nap_ms)
+{
+    dtrain__link *link = world->link;
+    dtrain__link_tell(world);
+    for (int i = 0; i < link->count; i++) {
+        const dtrain__connection *end = &link->ends[i];
+        link->polls[i].fd = end->socket; /* -1 is passed over */
+        link->polls[i].events = POLLIN;
+        if (end->out_begin < end->out_end) link->polls[i].events = POLLIN | POLLOUT;
+        link->polls[i].revents = 0;
+    }
+    const int ready = poll(link->polls, (nfds_t)link->count, nap_ms);
+    for (int i = 0; ready > 0 && i < link->count; i++)
+        if (link->polls[i].revents & ~POLLOUT && link->ends[i].socket >= 0)
+            dtrain__link_hear(world, &link->ends[i]);
+    dtrain__link_tell(world);
+}
+
+/* From inside waits: a look costs some microseconds, so one a millisecond. */
+static void dtrain__link_look(dtrain_world *world)
+{
+    const uint64_t now = dtrain__now_ns();
+    if (!world->link || now - world->link->looked_ns < 1000000u) return;
+    world->link->looked_ns = now;
+    dtrain__link_pump(world, 0);
+}
+
+static bool dtrain__link_all_told(const dtrain_world *world)
+{
+    return !dtrain__is_remote(world) || world->link->all_told == world->link->news;
+}
+
+/* The page is this rank's alone: what is to be waited for comes through the sockets. */
+static bool dtrain__is_remote(const dtrain_world *world)
+{
+    return world->link && !world->link->shared;
+}
+
+/* ---- [S25.4] The rendezvous ---------------------------------------------------------------------
+ *
+ *     rank r                                             rank 0, listening
+ *     HELLO: protocol, a random number        ->
+ *                                             <-         CHALLENGE: a random number, proof
+ *     JOIN: rank, size, version, host, proof  ->         checked, kept; others are waited for
+ *                                             <-         BEGIN, when all are there, or REFUSED
+ *
+ * A proof is the keyed hash of both random numbers, so the key itself never travels and an old
+ * proof is worth nothing. This keeps out what comes by mistake or from someone who does not know
+ * the key: another run, a port scanner, another user. It does not hide what is sent and does not
+ * protect a connection that stands: who can read or change the traffic must be kept away by the
+ * network; and a short key can be guessed by who has read a proof.
+ *
+ * Who speaks another protocol or does not know the key is turned away and the run goes on waiting:
+ * a stranger must not be able to end it. Ranks that know the key and contradict each other (world
+ * size, version, the same rank twice) end the run on all ranks, with both values in the sentence.
+ *
+ * Rank 0 never waits for one guest: each has ten seconds to say all it has to say. */
+
+#define DTRAIN__PROTOCOL 1u
+#define DTRAIN__GUESTS 64             /* at once; further ones wait in the kernel's backlog */
+#define DTRAIN__GUEST_NS 10000000000u /* for the whole handshake */
+#define DTRAIN__TELL_NS 3000000000u   /* after a failure, for those who have yet to come */
+#define DTRAIN__RENDEZVOUS_MS 300000u /* and not more than timeout_ms */
+
+enum { DTRAIN__GREETED = 0, DTRAIN__CHALLENGED = 1, DTRAIN__LEAVING = 2 }; /* stages of a guest */
+
+/* What a rank says about itself; begins with the proof, which covers the rest. */
+typedef struct dtrain__card {
+    uint64_t proof, layout;
+    int32_t rank, size, pid, unused;
+    char version[24], host[72];
+} dtrain__card;
+
+typedef struct dtrain__rendezvous {
+    dtrain_world *world;
+    const dtrain__placement *place;
+    uint64_t start_ns, deadline_ns, said_ns;
+    int listener;
+    dtrain__connection *guests; /* (GUESTS) */
+    int32_t *pids;              /* (size) of the ranks that are here */
+    int here;                   /* without rank 0 */
+    int told;                   /* of a failure */
+    int strangers;
+    char stranger[200]; /* the last one, and why it was turned away */
+    dtrain_result result;
+    char why[400];
+} dtrain__rendezvous;
+
+static uint64_t dtrain__random(void)
+{
+    uint64_t number = 0;
+    if (getrandom(&number, sizeof number, 0) != (ssize_t)sizeof number)
+        number ^= dtrain__now_ns() ^ (uint64_t)getpid() << 48;
+    return number;
+}
+
+/* The first word says who proves: an answer cannot be sent back as one's own. */
+static uint64_t dtrain__prove(const dtrain__placement *place, const uint64_t nonce[2],
+                              const dtrain__card *card)
+{
+    unsigned char text[24 + sizeof *card];
+    const uint64_t head[3] = {card ? 2u : 1u, nonce[0], nonce[1]};
+    memset(text, 0, sizeof text);
+    memcpy(text, head, sizeof head);
+    if (card) memcpy(text + sizeof head, card, sizeof *card);
+    memset(text + sizeof head, 0, sizeof card->proof);
+    return dtrain__siphash(place->key, text, sizeof text);
+}
+
+/* What must be equal for ranks to share memory and frames. */
+static uint64_t dtrain__layout(void)
+{
+    const uint64_t none[2] = {0, 0};
+    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__fate), sizeof(dtrain__card),
+                               sizeof(void *)};
+    return dtrain__siphash(none, sizes, sizeof sizes);
+}
+
+static void dtrain__card_make(const dtrain__rendezvous *r, const uint64_t nonce[2],
+                              dtrain__card *card)
+{
+    memset(card, 0, sizeof *card);
+    card->layout = dtrain__layout();
+    card->rank = r->world->rank;
+    card->size = r->world->size;
+    card->pid = (int32_t)getpid();
+    snprintf(card->version, sizeof card->version, "%s", DTRAIN_VERSION_STRING);
+    if (gethostname(card->host, sizeof card->host - 1) != 0) card->host[0] = 0;
+    card->proof = dtrain__prove(r->place, nonce, card);
+}
+
+/* The first failure stands. */
+DTRAIN__PRINTF(3, 4)
+static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
+                                       const char *format, ...)
+{
+    va_list args;
+    if (r->result != DTRAIN_OK) return r->result;
+    va_start(args, format);
+    vsnprintf(r->why, sizeof r->why, format, args);
+    va_end(args);
+    return r->result = code;
+}
+
+/* ---- Sockets ----------------------------------------------------------------------------------*/
+
+static void dtrain__name_address(const struct sockaddr *address, socklen_t length, char *text,
+                                 size_t room)
+{
+    char host[64], port[16];
+    if (getnameinfo(address, length, host, sizeof host, port, sizeof port,
+                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+        snprintf(text, room, "an unknown address");
+    else snprintf(text, room, "%s port %s", host, port);
+}
+
+/* Small frames at once; a host that is gone is noticed after some 30 s, with traffic or without. */
+static void dtrain__socket_tune(int socket)
+{
+    const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
+    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
+    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
+}
+
+/* All addresses of rank 0's host; NULL with r->stranger telling why. "[::1]" is "::1". */
+static struct addrinfo *dtrain__resolve(dtrain__rendezvous *r)
+{
+    struct addrinfo wanted, *found = NULL;
+    char host[sizeof r->place->address], port[16];
+    const char *from = r->place->address;
+    const size_t length = strlen(from);
+    const bool bracketed = length > 2 && from[0] == '[' && from[length - 1] == ']';
+    snprintf(host, sizeof host, "%.*s", (int)(bracketed ? length - 2 : length), from + bracketed);
+    snprintf(port, sizeof port, "%u", r->place->port);
+    memset(&wanted, 0, sizeof wanted);
+    wanted.ai_socktype = SOCK_STREAM;
+    wanted.ai_flags = AI_NUMERICSERV;
+    const int error = getaddrinfo(host, port, &wanted, &found);
+    if (!error) return found;
+    snprintf(r->stranger, sizeof r->stranger, "the name cannot be resolved: %s",
+             gai_strerror(error));
+    return NULL;
+}
+
+static bool dtrain__meet_nap(const dtrain__rendezvous *r, int ms)
+{
+    const uint64_t now = dtrain__now_ns();
+    if (now >= r->deadline_ns) return false;
+    const uint64_t left = (r->deadline_ns - now) / 1000000u + 1;
+    (void)poll(NULL, 0, left < (uint64_t)ms ? (int)left : ms);
+    return true;
+}
+
+/* ---- Rank 0 -----------------------------------------------------------------------------------*/
+
+/* True when done with it, well or not. */
+static bool dtrain__listen_at(dtrain__rendezvous *r, const struct sockaddr *address,
+                              socklen_t length)
+{
+    const int on = 1, off = 0;
+    char name[96];
+    const int listener = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (listener < 0) return false;
+    dtrain__name_address(address, length, name, sizeof name);
+    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (address->sa_family == AF_INET6) /* :: answers for IPv4 too */
+        setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(listener, address, length) == 0 && listen(listener, SOMAXCONN) == 0) {
+        r->listener = listener;
+        return true;
+    }
+    const int error = errno;
+    close(listener);
+    if (error == EADDRNOTAVAIL) return false;
+    dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
+                      "rank 0 cannot listen at %s: %s; is another run there? Set DTRAIN_PORT, the "
+                      "same on all ranks, to a free port",
+                      name, strerror(error));
+    return true;
+}
+
+/* Many systems give their own name a loopback address, which other hosts cannot call. */
+static bool dtrain__is_alias(const char *host, const struct sockaddr *address)
+{
+    const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
+    const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
+    char number[sizeof(struct in6_addr)];
+    const bool loopback = address->sa_family == AF_INET ? ntohl(four->sin_addr.s_addr) >> 24 == 127
+                                                        : IN6_IS_ADDR_LOOPBACK(&six->sin6_addr);
+    return loopback && strcmp(host, "localhost") != 0 && host[0] != '[' &&
+           inet_pton(AF_INET, host, number) != 1 && inet_pton(AF_INET6, host, number) != 1;
+}
+
+/* At all addresses, both families where there are two. */
+static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
+{
+    struct sockaddr_in6 six;
+    struct sockaddr_in four;
+    memset(&six, 0, sizeof six);
+    memset(&four, 0, sizeof four);
+    six.sin6_family = AF_INET6;
+    four.sin_family = AF_INET;
+    six.sin6_port = four.sin_port = htons((uint16_t)r->place->port);
+    dtrain_log(r->world, DTRAIN_LOG_INFO,
+               "%s leads to no address of this host that others can call: rank 0 listens at all",
+               r->place->address);
+    return dtrain__listen_at(r, (const struct sockaddr *)(const void *)&six, sizeof six) ||
+           dtrain__listen_at(r, (const struct sockaddr *)(const void *)&four, sizeof four);
+}
+
+/* At the address the others will call, so that nothing else is opened. */
+static dtrain_result dtrain__listen(dtrain__rendezvous *r)
+{
+    struct addrinfo *found = dtrain__resolve(r);
+    while (!found && dtrain__meet_nap(r, 500)) found = dtrain__resolve(r);
+    if (!found)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "rank 0's address %s: %s",
+                                 r->place->address, r->stranger);
+    bool done = false;
+    for (const struct addrinfo *at = found; at && !done; at = at->ai_next)
+        if (!dtrain__is_alias(r->place->address, at->ai_addr))
+            done = dtrain__listen_at(r, at->ai_addr, at->ai_addrlen);
+    freeaddrinfo(found);
+    if (!done && !dtrain__listen_everywhere(r))
+        dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM, "rank 0 has no socket: %s", strerror(errno));
+    return r->result;
+}
+
+/* Said and closed in this order, or the other end might lose the sentence. */
+static void dtrain__refuse(dtrain__connection *end, dtrain_result code, const char *text)
+{
+    if (end->socket < 0 || end->stage == DTRAIN__LEAVING) return;
+    dtrain__frame_put(end, DTRAIN__REFUSED, 0, code, 0, text, strlen(text));
+    (void)dtrain__flush(end);
+    shutdown(end->socket, SHUT_WR);
+    end->stage = DTRAIN__LEAVING;
+}
+
+static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__connection *guest, dtrain_result code,
+                              const char *why)
+{
+    snprintf(r->stranger, sizeof r->stranger, "%s %s", guest->name, why);
+    if (r->strangers++ == 0)
+        dtrain_log(
+            r->world, DTRAIN_LOG_WARNING,
+            "rendezvous: a connection from %s was turned away (only the first one is logged)",
+            r->stranger);
+    if (code == DTRAIN_OK) dtrain__close(guest);
+    else dtrain__refuse(guest, code, why);
+}
+
+static void dtrain__hear_hello(dtrain__rendezvous *r, dtrain__connection *guest,
+                               const dtrain__frame *frame, const char *data)
+{
+    if (frame->kind != DTRAIN__HELLO || frame->bytes != sizeof guest->nonce[0]) {
+        dtrain__turn_away(r, guest, DTRAIN_OK, "does not begin as a rank does");
+    } else if (frame->number != DTRAIN__PROTOCOL) {
+        dtrain__turn_away(r, guest, DTRAIN_ERROR_MISMATCH,
+                          "speaks another protocol: all ranks need the same version of dtrain");
+    } else {
+        memcpy(&guest->nonce[0], data, sizeof guest->nonce[0]);
+        guest->nonce[1] = dtrain__random();
+        const uint64_t proof = dtrain__prove(r->place, guest->nonce, NULL);
+        dtrain__frame_put(guest, DTRAIN__CHALLENGE, 0, 0, guest->nonce[1], &proof, sizeof proof);
+        (void)dtrain__flush(guest);
+        guest->stage = DTRAIN__CHALLENGED;
+    }
+}
+
+/* The rank has shown that it belongs to this run; now it has to fit in. */
+static dtrain_result dtrain__check_card(dtrain__rendezvous *r, const dtrain__connection *guest,
+                                        const dtrain__card *card)
+{
+    const dtrain_world *world = r->world;
+    if (strcmp(card->version, DTRAIN_VERSION_STRING) != 0 || card->layout != dtrain__layout())
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d (%s, pid %d) was built with another dtrain, version %s; "
+                                 "rank 0 has %s: start the same program on all ranks",
+                                 card->rank, card->host, card->pid, card->version,
+                                 DTRAIN_VERSION_STRING);
+    if (card->size != world->size)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
+                                 card->rank, card->host, card->pid, card->size, world->size);
+    if (card->rank < 0 || card->rank >= world->size)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                                 "a rank %d joins (%s, pid %d) in a world of %d", card->rank,
+                                 card->host, card->pid, world->size);
+    if (r->pids[card->rank])
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                                 "rank %d was started twice: as pid %d from %s and as pid %d from "
+                                 "%s",
+                                 card->rank, r->pids[card->rank],
+                                 card->rank ? world->link->ends[card->rank].name : "rank 0's host",
+                                 card->pid, guest->name);
+    return DTRAIN_OK;
+}
+
+static void dtrain__hear_join(dtrain__rendezvous *r, dtrain__connection *guest,
+                              const dtrain__frame *frame, const char *data)
+{
+    dtrain__card card;
+    if (frame->kind == DTRAIN__JOIN && frame->bytes == sizeof card)
+        memcpy(&card, data, sizeof card);
+    else memset(&card, 0, sizeof card);
+    card.version[sizeof card.version - 1] = card.host[sizeof card.host - 1] = 0;
+    if (frame->kind != DTRAIN__JOIN || frame->bytes != sizeof card ||
+        card.proof != dtrain__prove(r->place, guest->nonce, &card)) {
+        dtrain__turn_away(r, guest, DTRAIN_ERROR_MISMATCH,
+                          "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
+        return;
+    }
+    dtrain__frame_drop(guest, frame);
+    if (r->result != DTRAIN_OK || dtrain__check_card(r, guest, &card) != DTRAIN_OK) {
+        dtrain__refuse(guest, r->result, r->why);
+        r->told++;
+        return;
+    }
+    dtrain__connection *seat = &r->world->link->ends[card.rank];
+    seat->socket = guest->socket;
+    seat->in_bytes = guest->in_bytes;
+    memcpy(seat->in, guest->in, guest->in_bytes);
+    memcpy(seat->name, guest->name, sizeof seat->name);
+    guest->socket = -1;
+    r->pids[card.rank] = card.pid ? card.pid : -1;
+    r->here++;
+}
+
+static void dtrain__hear_guest(dtrain__rendezvous *r, dtrain__connection *guest)
+{
+    dtrain__frame frame;
+    const bool open = dtrain__receive(guest);
+    if (guest->stage == DTRAIN__LEAVING) guest->in_bytes = 0;
+    const int there = guest->stage == DTRAIN__LEAVING ? 0 : dtrain__frame_get(guest, &frame);
+    if (there < 0) {
+        dtrain__turn_away(r, guest, DTRAIN_OK, "does not begin as a rank does");
+    } else if (there && guest->stage == DTRAIN__CHALLENGED) {
+        dtrain__hear_join(r, guest, &frame, guest->in + sizeof frame);
+    } else if (there) {
+        dtrain__hear_hello(r, guest, &frame, guest->in + sizeof frame);
+        if (guest->stage == DTRAIN__CHALLENGED) dtrain__frame_drop(guest, &frame);
+    }
+    if (!open) dtrain__close(guest);
+}
+
+static void dtrain__admit(dtrain__rendezvous *r)
+{
+    for (int i = 0; i < DTRAIN__GUESTS; i++) {
+        dtrain__connection *guest = &r->guests[i];
+        struct sockaddr_storage address;
+        struct sockaddr *from = (struct sockaddr *)(void *)&address;
+        socklen_t length = sizeof address;
+        if (guest->socket >= 0) continue;
+        const int socket = accept(r->listener, from, &length); /* accept4 may be hidden */
+        if (socket < 0) return;
+        fcntl(socket, F_SETFD, FD_CLOEXEC);
+        fcntl(socket, F_SETFL, O_NONBLOCK);
+        memset(guest, 0, sizeof *guest);
+        guest->socket = socket;
+        guest->rank = -1;
+        guest->opened_ns = dtrain__now_ns();
+        dtrain__socket_tune(socket);
+        dtrain__name_address(from, length, guest->name, sizeof guest->name);
+    }
+}
+
+/* "2, 5 and 7" */
+static void dtrain__missing_ranks(const dtrain__rendezvous *r, char *text, size_t room)
+{
+    size_t used = 0;
+    int left = r->world->size - 1 - r->here;
+    text[0] = 0;
+    for (int i = 1; i < r->world->size && used + 24 < room; i++) {
+        if (r->pids[i]) continue;
+        left--;
+        used += (size_t)snprintf(text + used, room - used, "%s%d",
+                                 used ? left ? ", " : " and " : "", i);
+    }
+    if (left) snprintf(text + used, room - used, " and %d more", left);
+}
+
+static void dtrain__meet_clock(dtrain__rendezvous *r)
+{
+    const uint64_t now = dtrain__now_ns();
+    char missing[160];
+    for (int i = 0; i < DTRAIN__GUESTS; i++)
+        if (r->guests[i].socket >= 0 && now - r->guests[i].opened_ns > DTRAIN__GUEST_NS)
+            dtrain__turn_away(r, &r->guests[i], DTRAIN_OK, "did not say in time what it wants");
+    if (now < r->deadline_ns && now - r->said_ns < 10000000000u) return;
+    r->said_ns = now;
+    dtrain__missing_ranks(r, missing, sizeof missing);
+    if (now < r->deadline_ns)
+        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for rank %s of %d",
+                   r->place->address, r->place->port, missing, r->world->size);
+    else
+        dtrain__meet_fail(
+            r, DTRAIN_ERROR_TIMEOUT,
+            "rank 0 waited %.1f s at %s port %u, and of %d ranks these have not come: "
+            "%s%s%s",
+            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port, r->world->size,
+            missing, r->strangers ? "; last turned away: " : "", r->strangers ? r->stranger : "");
+}
+
+/* One round: whoever has something to say is heard, nobody is waited for. */
+static void dtrain__meet_round(dtrain__rendezvous *r)
+{
+    struct pollfd polls[1 + DTRAIN__GUESTS + DTRAIN_MAX_RANKS];
+    dtrain__connection *ends[1 + DTRAIN__GUESTS + DTRAIN_MAX_RANKS];
+    const int seats = 1 + DTRAIN__GUESTS, count = seats + r->world->size;
+    bool room = false;
+    for (int i = 1; i < count; i++) {
+        ends[i] = i < seats ? &r->guests[i - 1] : &r->world->link->ends[i - seats];
+        polls[i].fd = ends[i]->socket;
+        polls[i].events = POLLIN;
+        if (i < seats && polls[i].fd < 0) room = true;
+    }
+    polls[0].fd = room ? r->listener : -1;
+    polls[0].events = POLLIN;
+    const int ready = poll(polls, (nfds_t)count, 100);
+    for (int i = 1; ready > 0 && i < count; i++) {
+        if (!polls[i].revents) continue;
+        if (i < seats) {
+            dtrain__hear_guest(r, ends[i]);
+            continue;
+        }
+        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
+                          i - seats, ends[i]->name);
+        dtrain__close(ends[i]);
+        r->told++;
+    }
+    if (ready > 0 && polls[0].revents) dtrain__admit(r);
+    dtrain__meet_clock(r);
+}
+
+/* Ranks that are here learn how it ended, and go when it failed. */
+static void dtrain__tell_seats(dtrain__rendezvous *r)
+{
+    for (int i = 1; i < r->world->size; i++) {
+        dtrain__connection *end = &r->world->link->ends[i];
+        if (end->socket < 0) continue;
+        if (r->result == DTRAIN_OK) {
+            dtrain__frame_put(end, DTRAIN__BEGIN, 0, 0, 0, NULL, 0);
+            (void)dtrain__flush(end); /* the first bytes in an empty buffer: they fit */
+        } else {
+            dtrain__refuse(end, r->result, r->why);
+            dtrain__close(end);
+            r->told++;
+        }
+    }
+}
+
+/* Waits for all ranks; after a failure a little longer, for those who have yet to come and hear of
+ * it. */
+static void dtrain__meet_all(dtrain__rendezvous *r)
+{
+    while (r->result == DTRAIN_OK && r->here + 1 < r->world->size) dtrain__meet_round(r);
+    dtrain__tell_seats(r);
+    const uint64_t now = dtrain__now_ns(), most = now + DTRAIN__TELL_NS;
+    const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
+    while (r->result != DTRAIN_OK && r->told + 1 < r->world->size && dtrain__now_ns() < end_ns)
+        dtrain__meet_round(r);
+}
+
+static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
+{
+    const dtrain_allocator *allocator = &r->world->allocator;
+    const size_t size = (size_t)r->world->size;
+    r->guests = (dtrain__connection *)dtrain__alloc(allocator, DTRAIN__GUESTS, sizeof *r->guests,
+                                                    "guests of the rendezvous");
+    r->pids = (int32_t *)dtrain__alloc(allocator, size, sizeof *r->pids, "the list of ranks");
+    if (!r->guests || !r->pids) {
+        dtrain__meet_fail(r, DTRAIN_ERROR_MEMORY, "no memory for the rendezvous");
+    } else {
+        r->pids[0] = (int32_t)getpid();
+        for (int i = 0; i < DTRAIN__GUESTS; i++) r->guests[i].socket = -1;
+        if (dtrain__listen(r) == DTRAIN_OK) dtrain__meet_all(r);
+        for (int i = 0; i < DTRAIN__GUESTS; i++) dtrain__close(&r->guests[i]);
+        if (r->listener >= 0) close(r->listener);
+    }
+    dtrain__free(allocator, r->pids, size, sizeof *r->pids);
+    dtrain__free(allocator, r->guests, DTRAIN__GUESTS, sizeof *r->guests);
+    return r->result;
+}
+
+/* ---- The other ranks --------------------------------------------------------------------------*/
+
+/* What was wrong with the last try; it may get better until the deadline. */
+DTRAIN__PRINTF(2, 3)
+static bool dtrain__try_again(dtrain__rendezvous *r, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(r->stranger, sizeof r->stranger, format, args);
+    va_end(args);
+    dtrain__close(&r->world->link->ends[0]);
+    return false;
+}
+
+/* The next frame from rank 0, at most until `until_ns`: 1; 0 none came; -1 closed or nonsense. */
+static int dtrain__await_frame(dtrain__connection *end, uint64_t until_ns, dtrain__frame *frame)
+{
+    for (;;) {
+        const int there = dtrain__frame_get(end, frame);
+        const uint64_t now = dtrain__now_ns();
+        struct pollfd one;
+        if (there) return there;
+        if (now >= until_ns) return 0;
+        one.fd = end->socket;
+        one.events = POLLIN;
+        const int ready =
+            poll(&one, 1, (int)dtrain__min((int64_t)(until_ns - now) / 1000000 + 1, 1000));
+        if (ready > 0 && !dtrain__receive(end)) return -1;
+    }
+}
+
+static bool dtrain__dial(dtrain__rendezvous *r, const struct addrinfo *at, uint64_t until_ns)
+{
+    dtrain__connection *end = &r->world->link->ends[0];
+    int error = 0;
+    socklen_t length = sizeof error;
+    struct pollfd one;
+    end->in_bytes = end->out_begin = end->out_end = 0;
+    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
+    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (end->socket < 0) return dtrain__try_again(r, "no socket: %s", strerror(errno));
+    dtrain__socket_tune(end->socket);
+    if (connect(end->socket, at->ai_addr, at->ai_addrlen) == 0) return true;
+    if (errno != EINPROGRESS) return dtrain__try_again(r, "%s: %s", end->name, strerror(errno));
+    one.fd = end->socket;
+    one.events = POLLOUT;
+    while (poll(&one, 1, 100) <= 0)
+        if (dtrain__now_ns() >= until_ns)
+            return dtrain__try_again(r, "%s does not answer", end->name);
+    if (getsockopt(end->socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
+    return error ? dtrain__try_again(r, "%s: %s", end->name, strerror(error)) : true;
+}
+
+/* The handshake up to JOIN; true when rank 0 has what it needs. */
+static bool dtrain__introduce(dtrain__rendezvous *r, uint64_t until_ns, bool *stranger)
+{
+    dtrain__connection *end = &r->world->link->ends[0];
+    const uint64_t mine = dtrain__random();
+    dtrain__frame frame;
+    dtrain__card card;
+    uint64_t proof;
+    dtrain__frame_put(end, DTRAIN__HELLO, r->world->rank, 0, DTRAIN__PROTOCOL, &mine, sizeof mine);
+    (void)dtrain__flush(end);
+    const int there = dtrain__await_frame(end, until_ns, &frame);
+    const char *data = end->in + sizeof frame;
+    if (there == 1 && frame.kind == DTRAIN__REFUSED)
+        return true; /* it is read again by who waits for BEGIN */
+    if (there != 1 || frame.kind != DTRAIN__CHALLENGE || frame.bytes != sizeof proof)
+        return dtrain__try_again(r, "what listens at %s does not answer as rank 0 does", end->name);
+    memcpy(&proof, data, sizeof proof);
+    end->nonce[0] = mine;
+    end->nonce[1] = frame.number;
+    dtrain__frame_drop(end, &frame);
+    *stranger = proof != dtrain__prove(r->place, end->nonce, NULL);
+    dtrain__card_make(r, end->nonce, &card);
+    if (*stranger) dtrain__frame_put(end, DTRAIN__REFUSED, r->world->rank, 0, 0, NULL, 0);
+    else dtrain__frame_put(end, DTRAIN__JOIN, r->world->rank, 0, 0, &card, sizeof card);
+    (void)dtrain__flush(end);
+    if (*stranger)
+        return dtrain__try_again(r,
+                                 "what listens at %s has another DTRAIN_JOB_KEY than this rank "
+                                 "or belongs to another run",
+                                 end->name);
+    return true;
+}
+
+/* Rank 0 has this rank's card: now the others have to come. */
+static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
+{
+    dtrain__connection *end = &r->world->link->ends[0];
+    dtrain__frame frame;
+    char text[400];
+    const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
+    const int there = dtrain__await_frame(end, r->deadline_ns + slack, &frame);
+    if (there == 1 && frame.kind == DTRAIN__BEGIN) {
+        dtrain__frame_drop(end, &frame);
+        return DTRAIN_OK;
+    }
+    if (there == 1 && frame.kind == DTRAIN__REFUSED) {
+        dtrain__frame_text(&frame, end->in + sizeof frame, text, sizeof text);
+        return dtrain__meet_fail(r, (dtrain_result)frame.value, "%s", text);
+    }
+    if (there)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
+                                 end->name);
+    return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
+                             "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
+                             1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+}
+
+/* Calls rank 0 at all its addresses until it answers. It may not have started yet; something else
+ * may still be at its port: a run that just ends is given five seconds to go. */
+static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
+{
+    char other_run[sizeof r->stranger] = "";
+    uint64_t patience_ns = 0;
+    bool joined = false;
+    while (!joined) {
+        bool stranger = false;
+        struct addrinfo *found = dtrain__resolve(r);
+        for (const struct addrinfo *at = found; at && !joined; at = at->ai_next) {
+            const uint64_t most = dtrain__now_ns() + DTRAIN__GUEST_NS;
+            const uint64_t until = most < r->deadline_ns ? most : r->deadline_ns;
+            joined = dtrain__dial(r, at, until) && dtrain__introduce(r, until, &stranger);
+        }
+        if (found) freeaddrinfo(found);
+        const uint64_t now = dtrain__now_ns();
+        if (joined) break;
+        if (stranger) memcpy(other_run, r->stranger, sizeof other_run);
+        if (stranger && !patience_ns) patience_ns = now + 5000000000u;
+        if (stranger && now >= patience_ns)
+            return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "%s", other_run);
+        if (!dtrain__meet_nap(r, stranger ? 500 : 50))
+            return dtrain__meet_fail(r, patience_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+                                     "rank 0 was not found at %s port %u for %.1f s: %s",
+                                     r->place->address, r->place->port,
+                                     1e-9 * (double)(now - r->start_ns),
+                                     patience_ns ? other_run : r->stranger);
+    }
+    return dtrain__await_begin(r);
+}
+
+static dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
+{
+    dtrain__rendezvous r;
+    memset(&r, 0, sizeof r);
+    const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
+    r.world = world;
+    r.place = place;
+    r.listener = -1;
+    r.start_ns = r.said_ns = dtrain__now_ns();
+    r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
+    if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
+        return DTRAIN_OK;
+    return dtrain_fail(r.result, "rendezvous: %s", r.why);
+}
+
+/* ---- [S25.5] One host: one page -----------------------------------------------------------------
+ *
+ * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
+ * without a name (memfd) and tells the others where it has mapped it; they open it through
+ * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when
+ * the last of them has ended, however that was. */
+
+/* The same for ranks that can see each other's processes and memory. */
+static uint64_t dtrain__host_id(void)
+{
+    static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
+    const uint64_t none[2] = {0, 0};
+    char text[512];
+    memset(text, 0, sizeof text);
+    if (gethostname(text, 255) != 0) text[0] = 0;
+    const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
+    if (file >= 0) close(file);
+    for (int i = 0; i < 2; i++)
+        if (readlink(spaces[i], text + 320 + 96 * i, 95) < 0) text[320 + 96 * i] = 0;
+    return dtrain__siphash(none, text, sizeof text);
+}
+
+/* Which ranks are neighbours. What the launcher said about local ranks stands. */
+static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
+{
+    const uint64_t mine = dtrain__host_id();
+    uint64_t all[DTRAIN_MAX_RANKS];
+    int local_rank = 0, local_size = 0, hosts = 0;
+    DTRAIN__TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+    for (int i = 0; i < world->size; i++) {
+        int first = 0;
+        while (all[first] != all[i]) first++;
+        if (all[i] == mine && first == i) world->node = hosts;
+        local_rank += i < world->rank && all[i] == mine;
+        local_size += all[i] == mine;
+        hosts += first == i;
+    }
+    world->node_count = hosts;
+    if (place->forks) local_rank = world->rank - place->rank;
+    else if (place->local_rank >= 0) local_rank = place->local_rank;
+    world->local_rank = local_rank;
+    world->local_size = place->local_size > 0 ? place->local_size : local_size;
+    return DTRAIN_OK;
+}
+
+/* Where rank 0 has put the region. */
+typedef struct dtrain__offer {
+    uint64_t address, bytes, device, inode;
+    int32_t pid, file; /* file < 0: rank 0 could not make it */
+} dtrain__offer;
+
+typedef struct dtrain__answer {
+    int32_t good;
+    char why[180];
+} dtrain__answer;
+
+/* Far from where programs, libraries and stacks are put, and from the shadows of sanitizers. */
+static void *dtrain__region_hint(int attempt)
+{
+    static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
+    return attempt < 3 ? (void *)places[attempt] : NULL;
+}
+
+static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_bytes, int attempt,
+                                          dtrain__region *region, dtrain__offer *offer)
+{
+    struct stat status;
+    memset(offer, 0, sizeof *offer);
+    offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
+    if (offer->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
+    const dtrain_result result = dtrain__map_region(
+        reserve_bytes, (uint32_t)world->size, dtrain__region_hint(attempt), offer->file, region);
+    if (result != DTRAIN_OK || fstat(offer->file, &status) != 0) {
+        close(offer->file);
+        offer->file = -1;
+        return result != DTRAIN_OK ? result
+                                   : dtrain_fail(DTRAIN_ERROR_SYSTEM, "fstat: %s", strerror(errno));
+    }
+    offer->address = (uint64_t)(uintptr_t)region->control;
+    offer->bytes = region->bytes;
+    offer->device = (uint64_t)status.st_dev;
+    offer->inode = (uint64_t)status.st_ino;
+    offer->pid = (int32_t)getpid();
+    return DTRAIN_OK;
+}
+
+/* The file must be the one that was meant: the process may have gone, its number be another's. */
+static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
+{
+    char path[64];
+    struct stat status;
+    void *const wanted = (void *)(uintptr_t)offer->address;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
+    const int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
+    if (fstat(file, &status) != 0 || (uint64_t)status.st_dev != offer->device ||
+        (uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
+        close(file);
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
+    }
+    void *memory = mmap(wanted, (size_t)offer->bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
+    const int error = errno;
+    close(file);
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, (size_t)offer->bytes);
+    if (memory != wanted)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%llu bytes at %p are not free here: %s",
+                           (unsigned long long)offer->bytes, wanted,
+                           memory == MAP_FAILED ? strerror(error) : "other memory is there");
+    dtrain__no_dump(memory, (size_t)offer->bytes);
+    region->control = (dtrain__control *)memory;
+    region->bytes = (size_t)offer->bytes;
+    return DTRAIN_OK;
+}
+
+/* One attempt of all ranks; *good says whether everybody has the region, which then is open to all.
+ * An error is the failure of the exchange itself. */
+static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
+                                        dtrain__region *region, bool *good)
+{
+    dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
+    dtrain__answer mine, answers[DTRAIN_MAX_RANKS];
+    dtrain_result result = DTRAIN_OK;
+    memset(&offer, 0, sizeof offer);
+    memset(&mine, 0, sizeof mine);
+    memset(region, 0, sizeof *region);
+    offer.file = -1;
+    if (world->rank == 0)
+        result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
+    dtrain_result told = dtrain_world_exchange(world, &offer, sizeof offer, offers);
+    if (told == DTRAIN_OK) {
+        if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
+        mine.good = result == DTRAIN_OK && offers[0].file >= 0;
+        if (result != DTRAIN_OK)
+            snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain__error_text));
+        told = dtrain_world_exchange(world, &mine, sizeof mine, answers);
+    }
+    if (offer.file >= 0) close(offer.file);
+    *good = told == DTRAIN_OK;
+    for (int i = world->size - 1; i >= 0 && told == DTRAIN_OK; i--) {
+        if (answers[i].good) continue;
+        *good = false;
+        answers[i].why[sizeof answers[i].why - 1] = 0;
+        if (answers[i].why[0])
+            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, answers[i].why);
+    }
+    if (!*good && region->control) munmap(region->control, region->bytes);
+    return told;
+}
+
+/* From here on the page is everybody's. Without a region the ranks go on as on several hosts. */
+static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
+{
+    bool good = false;
+    for (int attempt = 0; attempt < 6 && !good; attempt++) {
+        dtrain__region region;
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region, &good));
+        if (!good) continue;
+        munmap(world->page.control, world->page.bytes);
+        world->page = region;
+        world->control = region.control;
+        world->exchange_count = 0;
+        world->link->shared = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* All that a launched rank does before it is a rank like any other. */
+static dtrain_result dtrain__world_join(dtrain_world *world, const dtrain__placement *place,
+                                        size_t reserve_bytes)
+{
+    DTRAIN__TRY(dtrain__map_page(&world->page));
+    world->control = world->page.control;
+    DTRAIN__TRY(dtrain__link_create(world));
+    DTRAIN__TRY(dtrain__meet(world, place));
+    world->link->met = true;
+    DTRAIN__TRY(dtrain__find_hosts(world, place));
+    return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
+}
+
+/* The end of a launched rank: the others learn how it was. Rank 0 stays until all have ended, as
+ * the parent of forked ranks does, or until the grace period after a failure is over: through it
+ * the others hear of each other. */
+static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
+{
+    uint64_t end_ns = 0, now;
+    bool all = false;
+    dtrain__link_news(world);
+    while (!all) {
+        dtrain__link_pump(world, 20);
+        now = dtrain__now_ns();
+        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
+            end_ns = now + (uint64_t)grace_ms * 1000000u;
+        all = dtrain__link_all_told(world);
+        for (int i = 0; i < world->size && world->rank == 0; i++)
+            all = all && dtrain__load(&world->control->fates[i].how) != DTRAIN__RUNNING;
+        if (end_ns && now >= end_ns) break;
+    }
+}
+
+/* ---- [S25.6] A rank ---------------------------------------------------------------------------*/
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
     dtrain_rank_fn rank_main;
     void *user;
-    dtrain__control *control;
-    size_t region_bytes;
+    dtrain__placement place; /* rank: the first one here; size: the world's */
+    bool joins;              /* a world that another launcher has started ... */
+    bool here;               /* ... of which this process is one rank */
+    dtrain_result joined;    /* here: how that went */
+    dtrain__region region;
+    dtrain__control *control; /* the region's */
     uint32_t cores;
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* 0 in threads mode */
+    pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
@@ -5276,8 +8405,10 @@ static void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
-    dtrain__local_end(world);
+    dtrain__world_comm_end(world);
     dtrain_device_destroy(world->device);
+    dtrain__link_destroy(world);
+    if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
     dtrain__free(&allocator, world, 1, sizeof *world);
@@ -5288,8 +8419,8 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (page == MAP_FAILED)
-        return dtrain__fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
-                            strerror(errno));
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                           strerror(errno));
     world->mine = (uint32_t *)page;
     *world->mine = 1;
 #ifdef MADV_WIPEONFORK
@@ -5299,29 +8430,46 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain_device_ops *ops)
+static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__launch *launch)
 {
+    const dtrain_launch_desc *desc = &launch->desc;
     dtrain_device_desc device;
+    DTRAIN__TRY(dtrain__world_mark(world));
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    if (!world->threads) world->threads = launch->cores / (uint32_t)world->local_size;
+    if (!world->threads) world->threads = 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
     memset(&device, 0, sizeof device);
     device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->rank;
+    device.device_index = (uint32_t)world->local_rank;
     device.oversubscribed = world->oversubscribed;
+    device.math = world->math;
+    device.tune = world->tune;
     device.allocator = world->allocator;
-    DTRAIN__TRY(dtrain__world_mark(world));
-    DTRAIN__TRY(dtrain__local_world_comm(world, &world->comm));
-    return dtrain_device_create(ops, &device, &world->device);
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
 }
 
-static dtrain_world *dtrain__world_create(const dtrain__launch *launch, int rank)
+/* *out may be half a world when it fails: what it has goes with dtrain__world_destroy. */
+static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                          dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
-    if (!world) return NULL;
+    *out = world;
+    if (!world) return DTRAIN_ERROR_MEMORY;
     world->rank = rank;
-    world->size = (int)desc->rank_count;
+    world->size = launch->place.size;
+    world->local_rank = rank;
+    world->local_size = world->size;
+    world->node_count = 1;
+    world->comm_ops = desc->comm_ops;
+    world->math = desc->math;
+    world->tune = desc->tune;
     world->threads = desc->threads_per_rank;
-    world->oversubscribed = (uint64_t)desc->rank_count * world->threads > launch->cores;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
     world->control = launch->control;
@@ -5330,27 +8478,43 @@ static dtrain_world *dtrain__world_create(const dtrain__launch *launch, int rank
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
-    if (dtrain__world_parts(world, desc->device_ops) == DTRAIN_OK) {
-        if (world->launcher) dtrain_process_memory(&world->base_bytes, NULL);
-        return world;
-    }
-    dtrain__world_destroy(world);
-    return NULL;
+    return dtrain__world_parts(world, launch);
+}
+
+/* Where the others see how this rank ended: in the world's page; and, when it has joined a world of
+ * another launcher, dtrain_launch sees it in the launch's own. What rank 0 knows of the others, and
+ * a failed rank of why, goes along. */
+static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
+                             int code)
+{
+    char error[sizeof dtrain__error_text];
+    snprintf(error, sizeof error, "%s", code ? dtrain__error_text : "");
+    const bool met = launch->joins && world && world->link && world->link->met;
+    if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
+    if (!met) return;
+    dtrain__record_end(world->control, rank, how, code, error);
+    dtrain__world_leave(world, launch->desc.grace_ms);
+    if (!launch->here || (rank && !code)) return;
+    memcpy(launch->control->fates, world->control->fates, sizeof world->control->fates);
+    launch->control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
 /* All of a rank's life, in a process or a thread of its own. */
-static int dtrain__rank_run(dtrain__launch *launch, int rank)
+static int dtrain__rank_run(dtrain__launch *launch, int index)
 {
+    const int rank = launch->place.rank + index;
     int code = 1;
     dtrain__end how = DTRAIN__UNSTARTED;
+    dtrain_world *world = NULL;
     dtrain__thread_rank = rank;
     dtrain__error_text[0] = 0;
-    dtrain_world *world = dtrain__world_create(launch, rank);
-    if (world) {
+    const dtrain_result created = dtrain__world_create(launch, rank, &world);
+    if (created == DTRAIN_OK) {
         code = launch->rank_main(world, launch->user);
         how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
     }
-    dtrain__record_end(launch->control, rank, how, code, code ? dtrain__error_text : "");
+    if (launch->here) launch->joined = created;
+    dtrain__rank_end(launch, world, rank, how, code);
     dtrain__world_destroy(world);
     dtrain__thread_rank = -1;
     return code;
@@ -5371,10 +8535,11 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 }
 
 /* What waitpid said about one rank. A rank that returned has left its own, better record. */
-static void dtrain__reaped(dtrain__launch *launch, int rank, int status)
+static void dtrain__reaped(dtrain__launch *launch, int index, int status)
 {
+    const int rank = launch->place.rank + index;
     const uint32_t known = dtrain__load(&launch->control->fates[rank].how);
-    launch->pids[rank] = 0;
+    launch->pids[index] = 0;
     launch->live--;
     if (WIFSIGNALED(status)) {
         const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
@@ -5436,39 +8601,40 @@ static void dtrain__watch(dtrain__launch *launch)
 
 /* Never returns. The launcher's death must not leave ranks behind; it may have died already before
  * prctl, which the second look sees. */
-static void dtrain__child(dtrain__launch *launch, int rank)
+static void dtrain__child(dtrain__launch *launch, int index)
 {
 #ifdef __linux__
     prctl(PR_SET_PDEATHSIG, SIGKILL);
 #endif
     if (getppid() != launch->launcher) _exit(1);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-    const int code = dtrain__rank_run(launch, rank);
+    const int code = dtrain__rank_run(launch, index);
     fflush(NULL);
     _exit(dtrain__exit_code(code));
 }
 
-static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int rank, int error)
+static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int index, int error)
 {
     struct rlimit limit;
     launch->kill_ns = 1;
     dtrain__signal_ranks(launch, SIGKILL);
     dtrain__watch(launch);
     if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
-    return dtrain__fail(
+    return dtrain_fail(
         DTRAIN_ERROR_SYSTEM,
         "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
         "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
-        rank, launch->desc.rank_count, strerror(error), (unsigned long long)limit.rlim_cur);
+        launch->place.rank + index, (uint32_t)launch->place.size, strerror(error),
+        (unsigned long long)limit.rlim_cur);
 }
 
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
-    for (int rank = 0; rank < (int)launch->desc.rank_count; rank++) {
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
         const pid_t pid = fork();
-        if (pid == 0) dtrain__child(launch, rank);
-        if (pid < 0) return dtrain__fork_failed(launch, rank, errno);
-        launch->pids[rank] = pid;
+        if (pid == 0) dtrain__child(launch, i);
+        if (pid < 0) return dtrain__fork_failed(launch, i, errno);
+        launch->pids[i] = pid;
         launch->live++;
     }
     dtrain__watch(launch);
@@ -5541,57 +8707,39 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
     if (!error) return DTRAIN_OK;
-    return dtrain__fail(DTRAIN_ERROR_SYSTEM,
-                        "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
-                        count, strerror(error));
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
+                       count, strerror(error));
 }
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* -1: not set or empty; -2: not a plain decimal number. */
-static long dtrain__environment_number(const char *name)
+/* Who starts the ranks: this call, another launcher, or this call on its node. */
+static dtrain_result dtrain__settle(dtrain__launch *launch)
 {
-    const char *text = name[0] ? getenv(name) : NULL;
-    if (!text || !text[0]) return -1;
-    const size_t digits = strspn(text, "0123456789");
-    return text[digits] || digits > 9 ? -2 : strtol(text, NULL, 10);
-}
-
-/* Started by mpirun or torchrun, N copies of this program would each believe to be the whole run
- * and overwrite each other's files: better no run. */
-static dtrain_result dtrain__check_launcher(void)
-{
-    static const char *const families[][3] = {
-        {"WORLD_SIZE", "RANK", ""}, /* size, rank, only when this is set too */
-        {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ""},
-        {"PMI_SIZE", "PMI_RANK", ""},
-        {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}, /* the sbatch shell itself has no step */
-    };
-    for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {
-        const char *const *name = families[i];
-        if (name[2][0] && dtrain__environment_number(name[2]) == -1) continue;
-        const long size = dtrain__environment_number(name[0]),
-                   rank = dtrain__environment_number(name[1]);
-        for (int k = 0; k < 2; k++)
-            if ((k ? rank : size) == -2)
-                return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                                    "dtrain_launch: %s=\"%s\" in the environment is not a number; "
-                                    "unset it or set it right",
-                                    name[k], getenv(name[k]));
-        if (size > 1)
-            return dtrain__fail(
-                DTRAIN_ERROR_UNSUPPORTED,
-                "dtrain_launch: %s=%ld announces ranks started by another launcher, which "
-                "this version cannot join; start the program once and let it fork its "
-                "ranks, or unset %s",
-                name[0], size, name[0]);
-        if (size == 0 || (rank >= 0 && rank >= size))
-            return dtrain__fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "dtrain_launch: %s=\"%s\" with %s=\"%s\" in the environment makes no "
-                "sense; unset both",
-                name[1], rank < 0 ? "" : getenv(name[1]), name[0], size < 0 ? "" : getenv(name[0]));
+    const dtrain__environment env = {dtrain__getenv, NULL};
+    dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
+    DTRAIN__TRY(dtrain__recognise(&env, place));
+    if (!place->family) {
+        if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
+        if (!desc->rank_count) desc->rank_count = 1;
+        place->size = (int)desc->rank_count;
+        return DTRAIN_OK;
     }
+    if (desc->rank_count && (int)desc->rank_count != place->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    desc->rank_count = place->forks ? (uint32_t)place->forks : 1;
     return DTRAIN_OK;
 }
 
@@ -5599,66 +8747,27 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 {
     dtrain_launch_desc *desc = &launch->desc;
     if (given) *desc = *given;
-    if (desc->rank_count > DTRAIN_MAX_RANKS)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_launch: rank_count is %u, at most %d are possible",
-                            desc->rank_count, DTRAIN_MAX_RANKS);
+    if (desc->rank_count > DTRAIN_MAX_RANKS || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
+            desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
     if (desc->mode > DTRAIN_LAUNCH_THREADS)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_launch: mode is %u, expected 0 (processes) or "
-                            "1 (threads)",
-                            desc->mode);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: mode is %u, expected 0 (processes) or "
+                           "1 (threads)",
+                           desc->mode);
     if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_launch: log_level is %u (0 to 4 expected), "
-                            "threads_per_rank %u (0 to 4096 expected)",
-                            desc->log_level, desc->threads_per_rank);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: log_level is %u (0 to 4 expected), "
+                           "threads_per_rank %u (0 to 4096 expected)",
+                           desc->log_level, desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__settle(launch));
     launch->cores = dtrain__cores();
-    if (!desc->rank_count) desc->rank_count = 1;
-    if (!desc->threads_per_rank) desc->threads_per_rank = launch->cores / desc->rank_count;
-    if (!desc->threads_per_rank) desc->threads_per_rank = 1;
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     if (!desc->grace_ms) desc->grace_ms = 5000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
-    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES ? getpid() : 0;
+    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
     return DTRAIN_OK;
-}
-
-/* Address space, not memory: as much per rank as the machine has. Where that much cannot be had
- * (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an explicit size does
- * not. */
-static dtrain_result dtrain__map_region(dtrain__launch *launch)
-{
-    const size_t page = dtrain__page_bytes(), least = (size_t)64 << 20;
-    const size_t control = dtrain__round_up(sizeof(dtrain__control), page);
-    const long pages = sysconf(_SC_PHYS_PAGES);
-    const size_t given = launch->desc.reserve_bytes;
-    size_t arena = given ? given : pages > 0 ? (size_t)pages * page : least, bytes = 0;
-    for (;; arena /= 2) {
-        if (arena < least && !given) arena = least;
-        void *region = MAP_FAILED;
-        if (arena <= SIZE_MAX / 2) arena = dtrain__round_up(arena, page);
-        if (dtrain__size_mul(arena, launch->desc.rank_count, &bytes) && bytes <= SIZE_MAX / 2)
-            region = mmap(NULL, bytes += control, PROT_READ | PROT_WRITE,
-                          MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (region != MAP_FAILED) {
-            launch->control = (dtrain__control *)region;
-            launch->region_bytes = bytes;
-            launch->control->arenas = (char *)region + control;
-            launch->control->arena_bytes = arena;
-            launch->control->free_at_start = dtrain__free_memory();
-#ifdef MADV_DONTDUMP
-            madvise(region, bytes,
-                    MADV_DONTDUMP); /* a core file of the whole reserve helps nobody */
-#endif
-            return DTRAIN_OK;
-        }
-        if (given || arena == least)
-            return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                                "dtrain_launch: %u times %zu bytes of address space could not be "
-                                "reserved: %s; lower reserve_bytes or raise ulimit -v",
-                                launch->desc.rank_count, arena, strerror(errno));
-    }
 }
 
 /* Turns the fates of all ranks into one result, one sentence and the info. */
@@ -5672,20 +8781,64 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__fate *fate = &control->fates[first];
     const bool killed = fate->how == DTRAIN__SIGNALED || fate->how == DTRAIN__STOPPED;
-    for (int i = 0; i < (int)launch->desc.rank_count; i++)
-        others += i != first && control->fates[i].how != DTRAIN__LEFT;
+    const dtrain__fate *own = &control->fates[launch->here ? launch->place.rank : first];
+    for (int i = 0; i < launch->place.size; i++)
+        others += i != first && control->fates[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
     if (killed) info->signal = fate->value;
     info->exit_code = killed ? 128 + fate->value : dtrain__exit_code(fate->value);
+    if (fate->how == DTRAIN__LOST) info->exit_code = 1;
+    if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
     dtrain__describe_end(control, first, how, sizeof how);
     if (launch->forwarded)
         snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",
                  launch->forwarded, dtrain__signal_name(launch->forwarded));
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain__fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                        info->seconds, stopped, too, fate->error[0] ? "; its last error: " : "",
-                        fate->error);
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
+                       info->seconds, stopped, too, fate->error[0] ? "; its last error: " : "",
+                       fate->error);
+}
+
+static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    dtrain_result result = DTRAIN_OK;
+    DTRAIN__TRY(launch->joins
+                    ? dtrain__map_page(&launch->region)
+                    : dtrain__map_region(launch->desc.reserve_bytes, launch->desc.rank_count, NULL,
+                                         -1, &launch->region));
+    launch->control = launch->region.control;
+    info->rank_count = (uint32_t)launch->place.size;
+    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    else if (launch->launcher) result = dtrain__launch_processes(launch);
+    else result = dtrain__launch_threads(launch);
+    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch->start_ns);
+    if (result == DTRAIN_OK) {
+        info->exit_code = 0;
+        result = dtrain__conclude(launch, info);
+    }
+    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+        result =
+            dtrain_fail(launch->joined, "%s", launch->control->fates[launch->place.rank].error);
+    munmap(launch->region.control, launch->region.bytes);
+    return result;
+}
+
+/* torchrun reports what stands in this file as the root cause. */
+static void dtrain__write_error_file(const char *text)
+{
+    const char *path = getenv("TORCHELASTIC_ERROR_FILE");
+    FILE *file = path && path[0] ? fopen(path, "we") : NULL;
+    if (!file) return;
+    fprintf(file, "{\"message\": {\"message\": \"");
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
+        else if (c < 32 || c > 126) fprintf(file, "\\u%04x", c);
+        else fputc(c, file);
+    }
+    fprintf(file, "\", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n", (long long)time(NULL));
+    fclose(file);
 }
 
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
@@ -5698,25 +8851,16 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     memset(info, 0, sizeof *info);
     info->first_failed_rank = -1;
     info->exit_code = 1;
-    if (!rank_main) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
+    if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
     if (dtrain__thread_rank >= 0)
-        return dtrain__fail(DTRAIN_ERROR_USAGE,
-                            "dtrain_launch: called by a rank; launch once, from main");
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_launch: called by a rank; launch once, from main");
     launch.rank_main = rank_main;
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
-    DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
-    DTRAIN__TRY(dtrain__check_launcher());
-    DTRAIN__TRY(dtrain__map_region(&launch));
-    info->rank_count = launch.desc.rank_count;
-    dtrain_result result =
-        launch.launcher ? dtrain__launch_processes(&launch) : dtrain__launch_threads(&launch);
-    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
-    if (result == DTRAIN_OK) {
-        info->exit_code = 0;
-        result = dtrain__conclude(&launch, info);
-    }
-    munmap(launch.control, launch.region_bytes);
+    dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    if (result == DTRAIN_OK) result = dtrain__launch_all(&launch, info);
+    if (result != DTRAIN_OK) dtrain__write_error_file(dtrain__error_text);
     return result;
 }
 
@@ -5724,7 +8868,8 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  * [S26] Communicators
  *
  * Above: the public calls check their arguments, keep the books and hand a dtrain_collective to the
- * backend. Below: the `local` backend for ranks of one machine.
+ * backend. Below: the `local` backend for ranks of one machine, [S26.4] the one that brings device
+ * memory to it, [S26.5] the choice between backends.
  *
  * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
  *
@@ -5743,22 +8888,6 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  *
  * All three add in rank order in fp32 and round once, so the bits do not tell which one ran.
  * ==============================================================================================*/
-
-struct dtrain_work {
-    dtrain_comm *comm;
-};
-
-/* What all backends have in common; a backend's own struct begins with it. */
-struct dtrain_comm {
-    const dtrain_comm_ops *ops;
-    dtrain_world *world;
-    int rank, size;
-    int *world_ranks;                            /* (size) */
-    uint64_t in_flight;                          /* operations started and not finished */
-    uint64_t outstanding;                        /* handles not given back */
-    uint64_t inside_ns, flight_ns, flight_since; /* flight_since 0: nothing in flight */
-    dtrain_comm_info info;
-};
 
 typedef struct dtrain__kind {
     const char *call, *name;
@@ -5821,9 +8950,9 @@ static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain
     if (what->kind == DTRAIN_ALL_GATHER) in_place = send == recv + slice;
     if (what->kind == DTRAIN_REDUCE_SCATTER) in_place = recv == send + slice;
     if (in_place || send >= recv + recv_bytes || recv >= send + send_bytes) return DTRAIN_OK;
-    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                        "%s: send and recv overlap; use one buffer in place or two separate ones",
-                        dtrain__kinds[what->kind].call);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: send and recv overlap; use one buffer in place or two separate ones",
+                       dtrain__kinds[what->kind].call);
 }
 
 static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
@@ -5835,16 +8964,15 @@ static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain
         what->kind != DTRAIN_SEND && (what->kind != DTRAIN_REDUCE || what->root == comm->rank);
     size_t bytes;
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "%s: count %zu times %d ranks is more than memory can hold", call,
-                            what->count, comm->size);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: count %zu times %d ranks is more than memory can hold", call,
+                           what->count, comm->size);
     if (what->count && reads && !what->send)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "%s: the buffer to send is NULL and count is %zu", call, what->count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to send is NULL and count is %zu",
+                           call, what->count);
     if (what->count && writes && !what->recv)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "%s: the buffer to receive is NULL and count is %zu", call,
-                            what->count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the buffer to receive is NULL and count is %zu", call, what->count);
     return reads && writes && what->count ? dtrain__check_overlap(comm, what, unit) : DTRAIN_OK;
 }
 
@@ -5854,21 +8982,21 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
     const dtrain__kind *kind = &dtrain__kinds[what->kind];
     if (what->kind == DTRAIN_BARRIER) return DTRAIN_OK;
     if (!dtrain_dtype_bytes(what->dtype))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
-                            (int)what->dtype);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
+                           (int)what->dtype);
     if (kind->reduces && (what->op < DTRAIN_SUM || what->op > DTRAIN_PROD))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
-                            what->op);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
+                           what->op);
     if (what->op == DTRAIN_MEAN && (what->dtype == DTRAIN_I32 || what->dtype == DTRAIN_I64))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "%s: DTRAIN_MEAN of %s would have to round; sum and divide", kind->call,
-                            dtrain_dtype_name(what->dtype));
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: DTRAIN_MEAN of %s would have to round; sum and divide", kind->call,
+                           dtrain_dtype_name(what->dtype));
     if (kind->rooted && (what->root < 0 || what->root >= comm->size))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
-                            kind->call, what->root, comm->size - 1);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
+                           kind->call, what->root, comm->size - 1);
     if (what->kind >= DTRAIN_SEND && what->root == comm->rank)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
-                            what->root);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
+                           what->root);
     return dtrain__check_buffers(comm, what);
 }
 
@@ -5934,7 +9062,7 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
 
 static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *call)
 {
-    if (!comm) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the communicator is NULL", call);
+    if (!comm) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the communicator is NULL", call);
     return dtrain__world_check(comm->world, call);
 }
 
@@ -5964,7 +9092,7 @@ static dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *s
         dtrain__count_operation(comm, &what, entered);
         result = comm->ops->start(comm, &what, &started);
         if (result == DTRAIN_OK && work) *work = started;
-        else if (result == DTRAIN_OK) result = comm->ops->wait(started);
+        else if (result == DTRAIN_OK && started) result = comm->ops->wait(started);
     }
     dtrain__comm_leave(comm, entered);
     return result;
@@ -6035,7 +9163,7 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
 
 DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
 {
-    if (!done) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_work_test: done is NULL");
+    if (!done) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_work_test: done is NULL");
     *done = true;
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
@@ -6048,7 +9176,7 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
 
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
 {
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
     return comm->ops->split(comm, color, key, out);
@@ -6059,10 +9187,10 @@ DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm)
     if (!comm) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__world_check(comm->world, "dtrain_comm_destroy"));
     if (comm == comm->world->comm)
-        return dtrain__fail(DTRAIN_ERROR_USAGE,
-                            "dtrain_comm_destroy: the world's communicator ends with it");
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_comm_destroy: the world's communicator ends with it");
     if (comm->outstanding)
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_USAGE,
             "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
             (unsigned long long)comm->outstanding);
@@ -6078,7 +9206,7 @@ DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank)
 
 DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out)
 {
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_alloc: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_alloc: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_alloc"));
     return comm->ops->alloc(comm, bytes, out);
@@ -6408,23 +9536,43 @@ static dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, int rank, u
  * The first rank that finds something wrong writes it into the first part; everybody returns
  * that. */
 
+/* Whether the sentence is there. The rank that was to write it may have died between its two
+ * stores: then the record of deaths, which is some 100 us behind, names it. */
+static bool dtrain__sentence_is_there(const dtrain__local_comm *comm)
+{
+    const uint32_t *failed = &comm->base.world->control->first_failed;
+    for (int i = 0; i < 100000; i++) {
+        if (dtrain__load(&comm->parts[0]->failure) == 2) return true;
+        if (dtrain__load(failed)) return dtrain__load(&comm->parts[0]->failure) == 2;
+        sched_yield();
+    }
+    return false;
+}
+
+static dtrain_result dtrain__died_speaking(const dtrain_world *world)
+{
+    char text[160] = "a rank died while it was saying why it gave up";
+    const uint32_t failed = dtrain__load(&world->control->first_failed);
+    if (failed) dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+}
+
 static dtrain_result dtrain__local_standing(dtrain__local_comm *comm)
 {
     const dtrain__part *part = comm->parts[0];
-    dtrain_result code = (dtrain_result)part->failure_code;
-    if (code == DTRAIN_OK) code = DTRAIN_ERROR_PEER; /* who was to write it has died */
     comm->failed = true;
     comm->queue = NULL; /* nothing in flight will be finished */
     comm->queue_end = &comm->queue;
     comm->base.in_flight = 0;
+    if (!dtrain__sentence_is_there(comm)) return dtrain__died_speaking(comm->base.world);
+    const dtrain_result code = (dtrain_result)part->failure_code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || part->failure_rank == comm->base.rank;
-    if (everybodys) return dtrain__fail(code, "%s", part->failure_text);
-    return dtrain__fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s",
-                        comm->base.world_ranks[part->failure_rank], part->failure_text);
+    if (everybodys) return dtrain_fail(code, "%s", part->failure_text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s",
+                       comm->base.world_ranks[part->failure_rank], part->failure_text);
 }
 
-/* A rank may die between the two stores; the one who waits for the second then goes on alone. */
 static dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code, const char *text)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
@@ -6437,7 +9585,6 @@ static dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code, c
         snprintf(part->failure_text, sizeof part->failure_text, "%s", dtrain__bare(text));
         dtrain__store(&part->failure, 2);
     }
-    for (int i = 0; i < 10000 && dtrain__load(&part->failure) != 2; i++) sched_yield();
     return dtrain__local_standing(comm);
 }
 
@@ -7085,14 +10232,16 @@ static dtrain_result dtrain__local_destroy(dtrain_comm *base)
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out);
 static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key,
                                          dtrain_comm **out);
 
-static const dtrain_comm_ops dtrain__local_ops = {DTRAIN_COMM_ABI,     "local",
-                                                  dtrain__local_start, dtrain__local_test,
-                                                  dtrain__local_wait,  dtrain__local_alloc,
-                                                  dtrain__local_free,  dtrain__local_split,
-                                                  dtrain__local_fail,  dtrain__local_destroy};
+static const dtrain_comm_ops dtrain__local_ops = {DTRAIN_COMM_ABI,          "local",
+                                                  dtrain__local_world_comm, dtrain__local_start,
+                                                  dtrain__local_test,       dtrain__local_wait,
+                                                  dtrain__local_alloc,      dtrain__local_free,
+                                                  dtrain__local_split,      dtrain__local_fail,
+                                                  dtrain__local_destroy};
 
 /* This rank's half of a communicator of `size` ranks; its part is made, the others' are not
  * known. */
@@ -7133,6 +10282,13 @@ static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank,
 static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out)
 {
     dtrain__local_comm *comm;
+    if (!world->control->arenas)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s; the local communicator "
+            "needs that, between hosts set comm_ops to one that crosses them: NCCL on GPUs",
+            world->size, world->node_count, world->node_count == 1 ? "" : "s",
+            world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
     DTRAIN__TRY(dtrain__local_make(world, world->size, world->rank, &comm));
     for (int i = 0; i < world->size; i++) {
         comm->base.world_ranks[i] = i;
@@ -7176,9 +10332,9 @@ static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key
         if (comm) dtrain__shared_free(parent->world, comm->parts[rank]);
         if (comm) dtrain__local_release(comm);
         if (shared != DTRAIN_OK) return shared;
-        return dtrain__fail(DTRAIN_ERROR_MEMORY,
-                            "dtrain_comm_split: rank %d has no memory for its part",
-                            parent->world_ranks[lacking]);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "dtrain_comm_split: rank %d has no memory for its part",
+                           parent->world_ranks[lacking]);
     }
     for (int i = 0; comm && i < size; i++) {
         comm->parts[i] = (dtrain__part *)(intptr_t)parts[members[i]];
@@ -7186,6 +10342,563 @@ static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key
     }
     *out = comm ? &comm->base : NULL;
     return DTRAIN_OK;
+}
+
+/* ---- [S26.4] Device buffers: the staged backend -----------------------------------------------
+ *
+ * Ranks that share a GPU, or have GPUs and no NCCL, meet in the local backend all the same: what is
+ * in device memory is copied through page-locked shared memory on the way in and out.
+ *
+ *     compute stream  ..kernels | event            event wait | kernels..
+ *     copy stream                 \ device -> image           / image -> device
+ *     host                                     local operation
+ *
+ * Memory from dtrain_comm_alloc is device memory with a twin in the shared arena, its image at the
+ * same offsets; other device memory gets an image of its operation's own. Operations enter the
+ * local backend in the order they were started, each when its copy has landed. */
+
+typedef struct dtrain__twin {
+    struct dtrain__twin *next;
+    char *device, *image;
+    size_t bytes;
+} dtrain__twin;
+
+enum { DTRAIN__COPYING_IN, DTRAIN__MEETING, DTRAIN__COPIED_OUT };
+
+typedef struct dtrain__staged_work {
+    dtrain_work base;
+    struct dtrain__staged_work *next, *next_made; /* in the queue or idle; of all */
+    dtrain_collective what;                       /* as called */
+    dtrain_collective image;                      /* what the local backend does */
+    dtrain_event *computed, *copied;
+    dtrain_work *inner;
+    char *stage[2]; /* images of buffers that have no twin: send, recv; they grow */
+    size_t stage_bytes[2];
+    int state; /* DTRAIN__COPYING_IN ... */
+} dtrain__staged_work;
+
+typedef struct dtrain__staged_comm {
+    dtrain_comm base;
+    struct dtrain__staged_comm *next; /* in the world's list */
+    dtrain_comm *inner;               /* local */
+    dtrain_device *device;
+    dtrain_stream *stream; /* of copies */
+    dtrain__twin *twins;
+    dtrain__staged_work *queue; /* not copied out yet, in the order of their start */
+    dtrain__staged_work *idle, *made;
+    bool failed;
+} dtrain__staged_comm;
+
+/* Page-locked memory that every rank of the machine can read. */
+static dtrain_result dtrain__image_alloc(dtrain__staged_comm *comm, size_t bytes, char **out)
+{
+    void *memory;
+    DTRAIN__TRY(comm->inner->ops->alloc(comm->inner, bytes, &memory));
+    const size_t pages = dtrain__round_up(bytes ? bytes : 1, dtrain__page_bytes());
+    const dtrain_result result = comm->device->ops->host_register(comm->device, memory, pages);
+    if (result == DTRAIN_OK) *out = (char *)memory;
+    else comm->inner->ops->free(comm->inner, memory, bytes);
+    return result;
+}
+
+static void dtrain__image_free(dtrain__staged_comm *comm, char *memory, size_t bytes)
+{
+    if (!memory) return;
+    comm->device->ops->host_unregister(comm->device, memory);
+    comm->inner->ops->free(comm->inner, memory, bytes);
+}
+
+static dtrain_result dtrain__staged_alloc(dtrain_comm *base, size_t bytes, void **out)
+{
+    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
+    const dtrain_allocator *allocator = &base->world->allocator;
+    void *memory = NULL;
+    dtrain__twin *twin =
+        (dtrain__twin *)dtrain__alloc(allocator, 1, sizeof *twin, "communicator memory");
+    if (!twin) return DTRAIN_ERROR_MEMORY;
+    twin->bytes = bytes;
+    dtrain_result result = comm->device->ops->alloc(comm->device, bytes, &memory);
+    if (result == DTRAIN_OK) result = comm->device->ops->zero(comm->device, memory, bytes);
+    if (result == DTRAIN_OK) result = dtrain__image_alloc(comm, bytes, &twin->image);
+    if (result != DTRAIN_OK) {
+        if (memory) comm->device->ops->free(comm->device, memory, bytes);
+        dtrain__free(allocator, twin, 1, sizeof *twin);
+        return result;
+    }
+    twin->device = (char *)memory;
+    twin->next = comm->twins;
+    comm->twins = twin;
+    *out = memory;
+    return DTRAIN_OK;
+}
+
+static void dtrain__staged_free(dtrain_comm *base, void *memory, size_t bytes)
+{
+    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
+    (void)bytes; /* the twin knows */
+    for (dtrain__twin **link = &comm->twins; *link; link = &(*link)->next) {
+        dtrain__twin *twin = *link;
+        if (twin->device != memory) continue;
+        *link = twin->next;
+        comm->device->ops->free(comm->device, memory, twin->bytes);
+        dtrain__image_free(comm, twin->image, twin->bytes);
+        dtrain__free(&base->world->allocator, twin, 1, sizeof *twin);
+        return;
+    }
+}
+
+/* ---- Images of an operation's buffers ---------------------------------------------------------*/
+
+static char *dtrain__twin_image(const dtrain__staged_comm *comm, const void *memory)
+{
+    const uintptr_t at = (uintptr_t)memory;
+    for (const dtrain__twin *twin = comm->twins; twin; twin = twin->next) {
+        const uintptr_t begin = (uintptr_t)twin->device;
+        if (at >= begin && at - begin < twin->bytes) return twin->image + (at - begin);
+    }
+    return NULL;
+}
+
+/* Host memory is its own image. */
+static dtrain_result dtrain__image_of(dtrain__staged_comm *comm, dtrain__staged_work *work,
+                                      int which, const void *memory, size_t bytes, char **out)
+{
+    const bool on_device = memory && comm->device->ops->is_device_memory(comm->device, memory);
+    *out = on_device ? dtrain__twin_image(comm, memory) : (char *)(uintptr_t)memory;
+    if (*out || !memory) return DTRAIN_OK;
+    if (bytes > work->stage_bytes[which]) {
+        dtrain__image_free(comm, work->stage[which], work->stage_bytes[which]);
+        work->stage[which] = NULL;
+        work->stage_bytes[which] = 0;
+        DTRAIN__TRY(dtrain__image_alloc(comm, bytes, &work->stage[which]));
+        work->stage_bytes[which] = bytes;
+    }
+    *out = work->stage[which];
+    return DTRAIN_OK;
+}
+
+/* In place, the smaller buffer lies inside the larger one: so must its image. */
+static dtrain_result dtrain__images(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const size_t send_bytes = dtrain__send_count(what, comm->base.size) * unit;
+    const size_t recv_bytes = dtrain__recv_count(what, comm->base.size) * unit;
+    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
+    char *send = NULL, *recv = NULL;
+    if (what->recv && from >= to && from + send_bytes <= to + recv_bytes) {
+        DTRAIN__TRY(dtrain__image_of(comm, work, 1, what->recv, recv_bytes, &recv));
+        send = recv ? recv + (from - to) : NULL;
+    } else if (what->send && to >= from && to + recv_bytes <= from + send_bytes) {
+        DTRAIN__TRY(dtrain__image_of(comm, work, 0, what->send, send_bytes, &send));
+        recv = send ? send + (to - from) : NULL;
+    } else {
+        DTRAIN__TRY(dtrain__image_of(comm, work, 0, what->send, send_bytes, &send));
+        DTRAIN__TRY(dtrain__image_of(comm, work, 1, what->recv, recv_bytes, &recv));
+    }
+    work->image = *what;
+    work->image.send = send;
+    work->image.recv = recv;
+    return DTRAIN_OK;
+}
+
+/* ---- Progress ---------------------------------------------------------------------------------*/
+
+static bool dtrain__staged_reads(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    if (what->kind == DTRAIN_RECV || what->kind == DTRAIN_BARRIER) return false;
+    return what->kind != DTRAIN_BROADCAST || what->root == comm->rank;
+}
+static bool dtrain__staged_writes(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    if (what->kind == DTRAIN_SEND || what->kind == DTRAIN_BARRIER) return false;
+    if (what->kind == DTRAIN_BROADCAST) return what->root != comm->rank;
+    return what->kind != DTRAIN_REDUCE || what->root == comm->rank;
+}
+
+/* The copy stream takes its turn after everything that compute has queued so far. */
+static dtrain_result dtrain__staged_copy_in(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    const dtrain_device_ops *ops = comm->device->ops;
+    const size_t bytes =
+        dtrain__send_count(&work->what, comm->base.size) * dtrain_dtype_bytes(work->what.dtype);
+    DTRAIN__TRY(ops->event_record(comm->device, work->computed, NULL));
+    DTRAIN__TRY(ops->event_wait(comm->device, work->computed, comm->stream));
+    if (dtrain__staged_reads(&comm->base, &work->what) && work->image.send != work->what.send) {
+        DTRAIN__TRY(ops->copy_async(comm->device, (void *)(uintptr_t)work->image.send,
+                                    work->what.send, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
+                                    comm->stream));
+        comm->base.info.staged_bytes += bytes;
+    }
+    return ops->event_record(comm->device, work->copied, comm->stream);
+}
+
+static dtrain_result dtrain__staged_copy_out(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    const dtrain_device_ops *ops = comm->device->ops;
+    const size_t bytes =
+        dtrain__recv_count(&work->what, comm->base.size) * dtrain_dtype_bytes(work->what.dtype);
+    if (dtrain__staged_writes(&comm->base, &work->what) && work->image.recv != work->what.recv) {
+        DTRAIN__TRY(ops->copy_async(comm->device, work->what.recv, work->image.recv, bytes,
+                                    DTRAIN_COPY_HOST_TO_DEVICE, comm->stream));
+        comm->base.info.staged_bytes += bytes;
+    }
+    return ops->event_record(comm->device, work->copied, comm->stream);
+}
+
+/* Nothing in flight will be finished. */
+static dtrain_result dtrain__staged_fail(dtrain_comm *base, dtrain_result code, const char *text)
+{
+    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
+    comm->failed = true;
+    comm->queue = NULL;
+    base->in_flight = 0;
+    return comm->inner->ops->fail(comm->inner, code, text);
+}
+
+static dtrain_result dtrain__staged_standing(dtrain__staged_comm *comm)
+{
+    return dtrain__staged_fail(&comm->base, DTRAIN_ERROR_PEER, "the communicator has failed");
+}
+
+/* Waits for the local operation (which knows whom to name when it takes too long) and starts the
+ * way back; the work leaves the queue. */
+static dtrain_result dtrain__staged_leave(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    dtrain__staged_work **link = &comm->queue;
+    dtrain_work *inner = work->inner;
+    work->inner = NULL;
+    DTRAIN__TRY(comm->inner->ops->wait(inner));
+    DTRAIN__TRY(dtrain__staged_copy_out(comm, work));
+    while (*link != work) link = &(*link)->next;
+    *link = work->next;
+    work->state = DTRAIN__COPIED_OUT;
+    comm->base.in_flight--;
+    return DTRAIN_OK;
+}
+
+/* As far as one operation can go without waiting; *entered says whether the next may follow. */
+static dtrain_result dtrain__staged_move(dtrain__staged_comm *comm, dtrain__staged_work *work,
+                                         bool *entered)
+{
+    bool done;
+    if (work->state == DTRAIN__COPYING_IN) {
+        *entered = false;
+        DTRAIN__TRY(comm->device->ops->event_query(comm->device, work->copied, &done));
+        if (!done) return DTRAIN_OK;
+        DTRAIN__TRY(comm->inner->ops->start(comm->inner, &work->image, &work->inner));
+        work->state = DTRAIN__MEETING;
+    }
+    *entered = true;
+    DTRAIN__TRY(comm->inner->ops->test(work->inner, &done));
+    return done ? dtrain__staged_leave(comm, work) : DTRAIN_OK;
+}
+
+/* The first error ends all operations. */
+static dtrain_result dtrain__staged_advance(dtrain__staged_comm *comm)
+{
+    bool entered = true;
+    for (dtrain__staged_work *work = comm->queue, *next; work && entered; work = next) {
+        next = work->next;
+        const dtrain_result result = dtrain__staged_move(comm, work, &entered);
+        if (result != DTRAIN_OK)
+            return dtrain__staged_fail(&comm->base, result, dtrain__error_text);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__staged_advance_all(dtrain__staged_comm *waiting)
+{
+    dtrain__staged_comm *comm = waiting->base.world->staged;
+    for (; comm; comm = comm->next)
+        if (comm != waiting && comm->queue) dtrain__staged_advance(comm); /* keeps its own error */
+    return waiting->failed ? dtrain__staged_standing(waiting) : dtrain__staged_advance(waiting);
+}
+
+/* ---- Operations -------------------------------------------------------------------------------*/
+
+static void dtrain__staged_work_destroy(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    const dtrain_device_ops *ops = comm->device->ops;
+    for (int i = 0; i < 2; i++) dtrain__image_free(comm, work->stage[i], work->stage_bytes[i]);
+    if (work->computed) ops->event_destroy(comm->device, work->computed);
+    if (work->copied) ops->event_destroy(comm->device, work->copied);
+    dtrain__free(&comm->base.world->allocator, work, 1, sizeof *work);
+}
+
+static dtrain__staged_work *dtrain__staged_work_make(dtrain__staged_comm *comm)
+{
+    const dtrain_device_ops *ops = comm->device->ops;
+    dtrain__staged_work *work = (dtrain__staged_work *)dtrain__alloc(
+        &comm->base.world->allocator, 1, sizeof *work, "an operation");
+    if (!work) return NULL;
+    work->base.comm = &comm->base;
+    if (ops->event_create(comm->device, false, &work->computed) != DTRAIN_OK ||
+        ops->event_create(comm->device, false, &work->copied) != DTRAIN_OK) {
+        dtrain__staged_work_destroy(comm, work);
+        return NULL;
+    }
+    work->next_made = comm->made;
+    comm->made = work;
+    return work;
+}
+
+static dtrain_result dtrain__staged_enqueue(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    dtrain__staged_work **link = &comm->queue;
+    work->next = NULL;
+    work->inner = NULL;
+    work->state = DTRAIN__COPYING_IN;
+    DTRAIN__TRY(dtrain__images(comm, work));
+    DTRAIN__TRY(dtrain__staged_copy_in(comm, work));
+    while (*link) link = &(*link)->next;
+    *link = work;
+    comm->base.in_flight++;
+    return DTRAIN_OK;
+}
+
+/* One rank: the result is what it sends. There is no handle to wait for: the copy, if any, is on
+ * the compute stream. */
+static dtrain_result dtrain__staged_alone(dtrain__staged_comm *comm, const dtrain_collective *what,
+                                          dtrain_work **out)
+{
+    dtrain_device *device = comm->device;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    *out = NULL;
+    if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
+    const bool from = device->ops->is_device_memory(device, what->send);
+    const bool to = device->ops->is_device_memory(device, what->recv);
+    if (!from && !to) memcpy(what->recv, what->send, bytes);
+    if (!from && !to) return DTRAIN_OK;
+    return device->ops->copy(device, what->recv, what->send, bytes,
+                             from && to ? DTRAIN_COPY_DEVICE_TO_DEVICE
+                             : from     ? DTRAIN_COPY_DEVICE_TO_HOST
+                                        : DTRAIN_COPY_HOST_TO_DEVICE);
+}
+
+static dtrain_result dtrain__staged_start(dtrain_comm *base, const dtrain_collective *what,
+                                          dtrain_work **out)
+{
+    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
+    if (comm->failed) return dtrain__staged_standing(comm);
+    if (base->size == 1) return dtrain__staged_alone(comm, what, out);
+    dtrain__staged_work *work = comm->idle ? comm->idle : dtrain__staged_work_make(comm);
+    if (!work) return dtrain__staged_fail(base, DTRAIN_ERROR_MEMORY, dtrain__error_text);
+    if (work == comm->idle) comm->idle = work->next;
+    work->what = *what;
+    const dtrain_result result = dtrain__staged_enqueue(comm, work);
+    if (result != DTRAIN_OK) {
+        work->next = comm->idle;
+        comm->idle = work;
+        return dtrain__staged_fail(base, result, dtrain__error_text);
+    }
+    base->outstanding++;
+    *out = &work->base;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__staged_arrive(dtrain__staged_comm *comm, dtrain__staged_work *work)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    for (;;) {
+        DTRAIN__TRY(dtrain__staged_advance_all(comm));
+        if (work->state != DTRAIN__COPYING_IN) break;
+        /* a dead rank is the local backend's to report */
+        if (dtrain__wait_turn(comm->base.world, &wait) == DTRAIN_ERROR_TIMEOUT)
+            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                               "the device did not finish the work before a collective in %.1f s",
+                               1e-9 * (double)comm->base.world->timeout_ns);
+    }
+    if (work->state == DTRAIN__MEETING) DTRAIN__TRY(dtrain__staged_leave(comm, work));
+    return comm->device->ops->event_wait(comm->device, work->copied, NULL);
+}
+
+static dtrain_result dtrain__staged_wait(dtrain_work *base)
+{
+    dtrain__staged_work *work = (dtrain__staged_work *)base;
+    dtrain__staged_comm *comm = (dtrain__staged_comm *)base->comm;
+    dtrain_result result = dtrain__staged_arrive(comm, work);
+    if (result != DTRAIN_OK) {
+        result = dtrain__staged_fail(&comm->base, result, dtrain__error_text);
+        if (work->inner) comm->inner->ops->wait(work->inner); /* gives the handle back */
+    }
+    work->inner = NULL;
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+    return result;
+}
+
+static dtrain_result dtrain__staged_test(dtrain_work *base, bool *done)
+{
+    dtrain__staged_work *work = (dtrain__staged_work *)base;
+    const dtrain_result result = dtrain__staged_advance_all((dtrain__staged_comm *)work->base.comm);
+    *done = result != DTRAIN_OK || work->state == DTRAIN__COPIED_OUT;
+    return result;
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+static void dtrain__staged_release(dtrain__staged_comm *comm)
+{
+    dtrain_world *world = comm->base.world;
+    const dtrain_allocator allocator = world->allocator;
+    dtrain__staged_comm **link = &world->staged;
+    comm->device->ops->synchronize(comm->device); /* copies into memory that goes away */
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
+    while (comm->made) {
+        dtrain__staged_work *work = comm->made;
+        comm->made = work->next_made;
+        dtrain__staged_work_destroy(comm, work);
+    }
+    while (comm->twins) dtrain__staged_free(&comm->base, comm->twins->device, comm->twins->bytes);
+    if (comm->stream) comm->device->ops->stream_destroy(comm->device, comm->stream);
+    dtrain__free(&allocator, comm, 1, sizeof *comm);
+}
+
+static dtrain_result dtrain__staged_destroy(dtrain_comm *base)
+{
+    dtrain_comm *inner = ((dtrain__staged_comm *)base)->inner;
+    dtrain__staged_release((dtrain__staged_comm *)base);
+    return inner->ops->destroy(inner);
+}
+
+static dtrain_result dtrain__staged_create(dtrain_world *world, dtrain_comm **out);
+static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key, dtrain_comm **out);
+
+static const dtrain_comm_ops dtrain__staged_ops = {DTRAIN_COMM_ABI,       "staged",
+                                                   dtrain__staged_create, dtrain__staged_start,
+                                                   dtrain__staged_test,   dtrain__staged_wait,
+                                                   dtrain__staged_alloc,  dtrain__staged_free,
+                                                   dtrain__staged_split,  dtrain__staged_fail,
+                                                   dtrain__staged_destroy};
+
+static dtrain_result dtrain__staged_wrap(dtrain_world *world, dtrain_comm *inner, dtrain_comm **out)
+{
+    dtrain__staged_comm *comm =
+        (dtrain__staged_comm *)dtrain__alloc(&world->allocator, 1, sizeof *comm, "a communicator");
+    if (!comm) return DTRAIN_ERROR_MEMORY;
+    comm->base.ops = &dtrain__staged_ops;
+    comm->base.world = world;
+    comm->base.rank = inner->rank;
+    comm->base.size = inner->size;
+    comm->base.world_ranks = inner->world_ranks;
+    comm->inner = inner;
+    comm->device = world->device;
+    comm->next = world->staged;
+    world->staged = comm;
+    const dtrain_result result =
+        comm->device->ops->stream_create(comm->device, true, &comm->stream);
+    if (result == DTRAIN_OK) *out = &comm->base;
+    else dtrain__staged_release(comm);
+    return result;
+}
+
+static dtrain_result dtrain__staged_create(dtrain_world *world, dtrain_comm **out)
+{
+    dtrain_comm *inner;
+    DTRAIN__TRY(dtrain__local_world_comm(world, &inner));
+    return dtrain__staged_wrap(world, inner, out);
+}
+
+static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key, dtrain_comm **out)
+{
+    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
+    dtrain_comm *inner;
+    DTRAIN__TRY(comm->inner->ops->split(comm->inner, color, key, &inner));
+    *out = NULL;
+    return inner ? dtrain__staged_wrap(base->world, inner, out) : DTRAIN_OK;
+}
+
+/* ---- [S26.5] Which backend --------------------------------------------------------------------
+ *
+ *     memory of the device is the host's        local, or the one that was asked for
+ *     one device a rank, backend asked for      that one
+ *     otherwise, on one machine                 staged, with a line in the log that says why
+ */
+
+/* Two ranks that sit on one device, as this node's index and the device's id tell; -1: none. */
+static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
+{
+    typedef struct place {
+        dtrain_device_info info;
+        int node;
+    } place;
+    place mine;
+    memset(&mine, 0, sizeof mine);
+    pair[0] = pair[1] = -1;
+    DTRAIN__TRY(world->device->ops->query(world->device, &mine.info));
+    mine.node = world->node;
+    place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
+                                        "a table of devices");
+    if (!all) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = dtrain_world_exchange(world, &mine, sizeof mine, all);
+    for (int i = 0; result == DTRAIN_OK && i < world->size && pair[0] < 0; i++)
+        for (int k = 0; k < i && pair[0] < 0; k++)
+            if (all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0)
+                pair[0] = k, pair[1] = i;
+    dtrain__free(&world->allocator, all, (size_t)world->size, sizeof *all);
+    return result;
+}
+
+static dtrain_result dtrain__no_shared_memory(const dtrain_world *world, const char *advice)
+{
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_launch: %d ranks on %d hosts share no memory%s%s%s; %s", world->size,
+                       world->node_count, world->no_region[0] ? " (" : "", world->no_region,
+                       world->no_region[0] ? ")" : "", advice);
+}
+
+static dtrain_result dtrain__device_comm_create(dtrain_world *world)
+{
+    dtrain_device_info info;
+    int pair[2] = {-1, -1};
+    DTRAIN__TRY(dtrain__shared_device(world, pair));
+    if (world->comm_ops && pair[0] < 0) return world->comm_ops->create(world, &world->comm);
+    if (!world->control->arenas)
+        return dtrain__no_shared_memory(
+            world, pair[0] < 0 ? "give a communicator that crosses hosts: comm_ops, dtrain_nccl.h"
+                               : "two ranks sit on one device: start fewer ranks on each host");
+    if (world->rank == 0 && pair[0] >= 0) {
+        DTRAIN__TRY(world->device->ops->query(world->device, &info));
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "ranks %d and %d share one device (%s of %u): collectives go through host "
+                   "memory",
+                   pair[0], pair[1], info.name, info.count);
+    } else if (world->rank == 0 && world->size > 1) {
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "no comm_ops given: collectives between %d devices go through host memory; "
+                   "dtrain_nccl.h has a faster way",
+                   world->size);
+    }
+    return dtrain__staged_create(world, &world->comm);
+}
+
+/* The one place where it is decided which backend makes the world's communicator. */
+static dtrain_result dtrain__world_comm_create(dtrain_world *world)
+{
+    if (world->comm_ops && world->comm_ops->abi != DTRAIN_COMM_ABI)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
+                           (unsigned)world->comm_ops->abi, (unsigned)DTRAIN_COMM_ABI);
+    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
+    if (world->comm_ops) return world->comm_ops->create(world, &world->comm);
+    if (!world->control->arenas)
+        return dtrain__no_shared_memory(world, "the local communicator works on one host, a "
+                                               "transport between hosts is needed: NCCL on GPUs");
+    return dtrain__local_world_comm(world, &world->comm);
+}
+
+/* At the end of the world, whatever is in flight. Communicators of other backends that the host has
+ * not destroyed are the host's loss. */
+static void dtrain__world_comm_end(dtrain_world *world)
+{
+    dtrain_comm *comm = world->comm;
+    const bool given = comm && world->comm_ops && comm->ops == world->comm_ops;
+    while (world->staged) dtrain__staged_release(world->staged); /* comm may be one of them */
+    if (given) comm->ops->destroy(comm);
+    dtrain__local_end(world);
 }
 
 /* ================================================================================================
@@ -7262,9 +10975,9 @@ static dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index, con
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                        "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
-                        p->name ? p->name : "", text);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
+                       p->name ? p->name : "", text);
 }
 
 /* Makes count and shape agree; either may have been left to the other. */
@@ -7379,8 +11092,8 @@ static dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
     if (first == INT32_MAX) return DTRAIN_OK;
     DTRAIN__TRY(dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_I32, (int)first, NULL));
     if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
-    return dtrain__fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                        dtrain_comm_world_rank(comm, (int)first), verdict.text);
+    return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
+                       dtrain_comm_world_rank(comm, (int)first), verdict.text);
 }
 
 /* One small all-reduce without memory for all ranks' values: since ~ reverses the order, the
@@ -7472,7 +11185,7 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
         dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, usual, NULL));
     DTRAIN__TRY(dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, odd, NULL));
     if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
-    return dtrain__fail(
+    return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
         "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
         "the same on every rank",
@@ -7500,8 +11213,8 @@ dtrain__registration_compare(dtrain_comm *comm, const dtrain__registration *mine
         DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(mine, line), &common));
         if (!common) return dtrain__registration_differs(comm, mine, line, gathered);
     }
-    return dtrain__fail(DTRAIN_ERROR_INTERNAL,
-                        "dtrain_strategy_create: registrations differ, but no line does");
+    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
+                       "dtrain_strategy_create: registrations differ, but no line does");
 }
 
 /* ---- The bucket plan --------------------------------------------------------------------------*/
@@ -7592,7 +11305,7 @@ static dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_para
 {
     const dtrain_device_ops *ops = device->ops;
     float staging[DTRAIN__STAGING_COUNT];
-    if (ops->host_memory) {
+    if (dtrain__on_host(device, p->value)) {
         dtrain__init_block(p, seed, 0, p->count, p->value);
         return DTRAIN_OK;
     }
@@ -7637,8 +11350,11 @@ static dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_para
     const dtrain_device_ops *ops = device->ops;
     float staging[DTRAIN__STAGING_COUNT];
     *hash = DTRAIN__FNV_BASIS;
-    if (ops->host_memory) *hash = dtrain__hash_floats(*hash, p->value, p->count);
-    for (int64_t at = 0; at < p->count && !ops->host_memory; at += DTRAIN__STAGING_COUNT) {
+    if (dtrain__on_host(device, p->value)) {
+        *hash = dtrain__hash_floats(*hash, p->value, p->count);
+        return DTRAIN_OK;
+    }
+    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
         const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
         DTRAIN__TRY(ops->copy(device, staging, p->value + at, (size_t)count * sizeof(float),
                               DTRAIN_COPY_DEVICE_TO_HOST));
@@ -7715,6 +11431,7 @@ struct dtrain_strategy {
     dtrain__bucket *buckets; /* (param_count), bucket_count in use */
     dtrain_shard *shards;    /* (param_count), shard_count in use */
     int64_t *gathered;       /* (ranks): scratch */
+    double *sum_squares;     /* (1) device memory: of the gradients, for clipping */
     size_t bucket_count, shard_count;
     float *grads, *values; /* gradient region; values of parameters the library owns */
     size_t grad_bytes, value_bytes;
@@ -7801,12 +11518,12 @@ static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
     if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
     if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
     if (desc->missing_gradient > DTRAIN_MISSING_ERROR)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_strategy_create: %u is not a dtrain_missing_gradient",
-                            (unsigned)desc->missing_gradient);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_create: %u is not a dtrain_missing_gradient",
+                           (unsigned)desc->missing_gradient);
     strategy->ops = dtrain__strategy_find(desc->kind);
     if (strategy->ops) return DTRAIN_OK;
-    return dtrain__fail(
+    return dtrain_fail(
         DTRAIN_ERROR_UNSUPPORTED,
         "dtrain_strategy_create: strategy kind %u is not built in; use DTRAIN_DDP (%u)",
         (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
@@ -7834,11 +11551,11 @@ static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
 {
     const size_t count = strategy->param_count;
     if (!strategy->params && count)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_strategy_create: params is NULL, param_count is %zu", count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_create: params is NULL, param_count is %zu", count);
     if (count > UINT32_MAX - 1)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_strategy_create: %zu parameters are too many", count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_create: %zu parameters are too many", count);
     DTRAIN__TRY(dtrain__strategy_resolve(strategy, desc));
     DTRAIN__TRY(dtrain__strategy_tables(strategy));
     uint64_t *hashes =
@@ -7902,6 +11619,8 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, value_bytes, &memory));
     strategy->values = (float *)memory;
     strategy->value_bytes = value_bytes;
+    DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, sizeof(double), &memory));
+    strategy->sum_squares = (double *)memory;
     dtrain__lend(strategy->params, strategy->param_count, strategy->entries, strategy->values,
                  strategy->grads);
     strategy->shard_count = strategy->ops->shards(strategy, strategy->shards);
@@ -7927,7 +11646,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                             size_t param_count, const dtrain_strategy_desc *desc,
                                             dtrain_comm *comm, dtrain_strategy **out)
 {
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
     const dtrain_allocator *allocator = dtrain_world_allocator(world);
     dtrain_strategy *strategy =
         (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
@@ -7956,7 +11675,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 dtrain_strategy **out)
 {
     if (out) *out = NULL;
-    if (!world) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
     dtrain_comm *comm = desc && desc->comm ? desc->comm : dtrain_world_comm(world);
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, comm, out);
     result = dtrain__agree(comm, result);
@@ -8001,6 +11720,8 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     if (strategy->values)
         strategy->device->ops->free(strategy->device, strategy->values, strategy->value_bytes);
     dtrain_comm_free(strategy->comm, strategy->grads, strategy->grad_bytes);
+    if (strategy->sum_squares)
+        strategy->device->ops->free(strategy->device, strategy->sum_squares, sizeof(double));
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
@@ -8013,9 +11734,9 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 
 static dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy, const char *call)
 {
-    if (!strategy) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
     if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain__fail(strategy->failure, "%s", strategy->failure_text);
+    return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
 }
 
 /* Communicator and device do not recover, and some gradients are averaged while others are not:
@@ -8052,9 +11773,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     float *place = strategy->grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == place || bytes == 0) return DTRAIN_OK;
-    return strategy->device->ops->copy(strategy->device, back ? storage->grad : place,
-                                       back ? place : storage->grad, bytes,
-                                       DTRAIN_COPY_DEVICE_TO_DEVICE);
+    return dtrain__copy_any(strategy->device, back ? storage->grad : place,
+                            back ? place : storage->grad, bytes);
 }
 
 /* In bucket order, up to the first that still waits for a gradient. A single rank's mean is
@@ -8104,16 +11824,16 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_ready"));
     if (index >= strategy->param_count)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_strategy_ready: index %zu, there are %zu parameters", index,
-                            strategy->param_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_ready: index %zu, there are %zu parameters", index,
+                           strategy->param_count);
     dtrain__entry *entry = &strategy->entries[index];
     if (!entry->trainable)
-        return dtrain__fail(DTRAIN_ERROR_USAGE,
-                            "dtrain_strategy_ready: parameter %zu (\"%.100s\") is frozen", index,
-                            strategy->params[index].name);
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_strategy_ready: parameter %zu (\"%.100s\") is frozen", index,
+                           strategy->params[index].name);
     if (entry->marked)
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_USAGE,
             "dtrain_strategy_ready: parameter %zu (\"%.100s\") is marked twice in one "
             "backward; call dtrain_strategy_finish between two",
@@ -8128,7 +11848,7 @@ DTRAIN_API dtrain_result dtrain_strategy_no_sync(dtrain_strategy *strategy, bool
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_no_sync"));
     if (on && strategy->marked_count)
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_USAGE,
             "dtrain_strategy_no_sync: %zu parameters of this backward are already marked; "
             "switch it on before a backward, or call dtrain_strategy_finish first",
@@ -8175,7 +11895,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
         return DTRAIN_OK;
     }
     if (count)
-        result = dtrain__fail(
+        result = dtrain_fail(
             DTRAIN_ERROR_USAGE,
             "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
@@ -8225,10 +11945,10 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
     if (shards) *shards = NULL;
     if (count) *count = 0;
     if (!strategy || !shards || !count)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
-                            !strategy ? "strategy"
-                            : !shards ? "shards"
-                                      : "count");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
+                           !strategy ? "strategy"
+                           : !shards ? "shards"
+                                     : "count");
     *shards = strategy->shards;
     *count = strategy->shard_count;
     return DTRAIN_OK;
@@ -8278,15 +11998,15 @@ static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
         if (common) continue;
         DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_MISMATCH,
             "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
             "are not those of rank %d; every rank must make the same updates",
             i, p->name, dtrain_comm_world_rank(strategy->comm, odd),
             dtrain_comm_world_rank(strategy->comm, usual));
     }
-    return dtrain__fail(DTRAIN_ERROR_INTERNAL,
-                        "dtrain_strategy_verify: hashes differ, but no parameter's does");
+    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
+                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
@@ -8326,6 +12046,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  * is spent, and its buffer goes back. A handful of buffers serves a model of any depth.
  * ==============================================================================================*/
 
+#define DTRAIN__FEED_ITEMS 16          /* inputs of a pass that can be replayed */
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
 
 typedef struct dtrain__chunk {
@@ -8355,11 +12076,13 @@ typedef struct dtrain_node {
     dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
     dtrain_tensor *in[2], *out;
     dtrain_param *param[2];
-    int64_t unit;      /* -1: before the first mark */
-    bool needs_grad;   /* some input or parameter does, and the tape records */
-    bool reads_output; /* backward looks at out->data: nobody may overwrite it */
-    bool reached;      /* by the gradient of this backward's loss */
-    float factor;      /* of scale, sum, mean and cross-entropy: d out / d kernel result */
+    int64_t unit;       /* -1: before the first mark */
+    bool needs_grad;    /* some input or parameter does, and the tape records */
+    bool reads_output;  /* backward looks at out->data: nobody may overwrite it */
+    bool grad_is_inner; /* linear: out->grad is already that of the value before the activation */
+    bool residual_done; /* add: in[1] has had its share */
+    bool reached;       /* by the gradient of this backward's loss */
+    float factor;       /* of scale, sum, mean and cross-entropy: d out / d kernel result */
     union {
         dtrain_gemm_args linear;
         dtrain_layernorm_args layernorm;
@@ -8377,6 +12100,29 @@ typedef struct dtrain__tape_tensor {
     int64_t valid_count;     /* of I32 inputs: entries that are not -1 */
 } dtrain__tape_tensor;
 
+/* Inputs of a pass that will be replayed: each goes through page-locked memory of its own, which
+ * the next step can fill while nobody calls the model. */
+typedef struct dtrain__feed_item {
+    const void *host; /* the caller's buffer */
+    void *pinned;
+    size_t bytes;
+    dtrain_dtype dtype;
+    int64_t valid_count; /* of I32: in the recorded pass */
+} dtrain__feed_item;
+
+typedef struct dtrain__feed {
+    dtrain__feed_item items[DTRAIN__FEED_ITEMS];
+    size_t count, next; /* known; the next input of this pass */
+    bool filled;        /* pinned holds this pass's data already */
+} dtrain__feed;
+
+/* A weight in the type of autocast, made at its first use in a pass. */
+typedef struct dtrain__cast {
+    struct dtrain__cast *next;
+    const float *value;
+    const void *low;
+} dtrain__cast;
+
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
@@ -8393,7 +12139,11 @@ struct dtrain_tape {
     size_t node_count, tensor_count;
     uint32_t state, flags;
     uint64_t seed, dropout_count;
-    int64_t unit; /* gathered now; -1 = none */
+    int64_t unit;                       /* gathered now; -1 = none */
+    const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
+    dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
+    dtrain_dtype cast;                  /* of matrix multiplications: F32, or that of autocast */
+    dtrain__cast *casts;                /* weights rounded in this pass */
 
     dtrain_result error;
     char error_text[sizeof dtrain__error_text];
@@ -8423,13 +12173,13 @@ static dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code, c
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    dtrain__tape_stick(tape, dtrain__fail(code, "%s", text));
+    dtrain__tape_stick(tape, dtrain_fail(code, "%s", text));
     return NULL;
 }
 
 DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
 {
-    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
     if (tape->error != DTRAIN_OK)
         memcpy(dtrain__error_text, tape->error_text, sizeof tape->error_text);
     return tape->error;
@@ -8500,11 +12250,12 @@ static void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
     return memory;
 }
 
-/* Device memory for count 4-byte values of this pass, contents undefined. */
-static void *dtrain__take_data(dtrain_tape *tape, int64_t count)
+/* Device memory for count values of this pass, contents undefined. */
+static void *dtrain__take_data(dtrain_tape *tape, int64_t count, uint32_t dtype)
 {
     size_t bytes;
-    if (!dtrain__size_mul((size_t)count, 4, &bytes) || bytes > PTRDIFF_MAX) {
+    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
+        bytes > PTRDIFF_MAX) {
         dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
                           (long long)count);
@@ -8529,7 +12280,7 @@ static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, 
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
-    tensor->data = dtrain__take_data(tape, tensor->count);
+    tensor->data = dtrain__take_data(tape, tensor->count, dtype);
     tape->tensor_count++;
     return tensor->data ? tensor : NULL;
 }
@@ -8543,9 +12294,14 @@ static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, 
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
  *                         and by the time it adds its own share to d x that is the only owner */
 
-static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, int64_t count)
+static size_t dtrain__tensor_bytes(const dtrain_tensor *x)
 {
-    size_t bytes = dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE);
+    return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
+}
+
+static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, const dtrain_tensor *x)
+{
+    size_t bytes = dtrain__round_up(dtrain__tensor_bytes(x), DTRAIN__CACHE_LINE);
     dtrain__chunk *chunk = tape->gradients;
     while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
     if (!chunk) {
@@ -8562,7 +12318,7 @@ static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, int64_t count)
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
     ((dtrain__tape_tensor *)x)->gradient = chunk;
-    x->grad = chunk ? (float *)(void *)chunk->memory : NULL;
+    x->grad = chunk ? chunk->memory : NULL;
     x->grad_written = chunk != NULL;
 }
 
@@ -8578,12 +12334,12 @@ static dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x)
 {
     dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *own;
     if (shared->owners == 1) return DTRAIN_OK;
-    own = dtrain__gradient_take(tape, x->count);
+    own = dtrain__gradient_take(tape, x);
     if (!own) return tape->error;
     shared->owners--;
     dtrain__gradient_set(x, own);
     return tape->device->ops->copy(tape->device, own->memory, shared->memory,
-                                   (size_t)x->count * sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE);
+                                   dtrain__tensor_bytes(x), DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
 /* x->grad is ready for one contribution; *accumulate tells the kernel whether to add. */
@@ -8591,7 +12347,7 @@ static dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x, 
 {
     *accumulate = x->grad_written;
     if (x->grad_written) return dtrain__gradient_own(tape, x);
-    dtrain__gradient_set(x, dtrain__gradient_take(tape, x->count));
+    dtrain__gradient_set(x, dtrain__gradient_take(tape, x));
     return x->grad ? DTRAIN_OK : tape->error;
 }
 
@@ -8610,24 +12366,30 @@ static dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain__chunk *earlier)
 {
     if (!earlier) return DTRAIN_OK;
-    dtrain_add_args args = {x->count, x->grad, (float *)(void *)earlier->memory, x->grad};
+    const dtrain_dtype dtype = (dtrain_dtype)x->dtype;
+    dtrain_add_args args = {x->count, x->grad, earlier->memory, x->grad, dtype, dtype};
     earlier->owners--;
     return tape->device->ops->add(tape->device, &args);
 }
 
-/* x's gradient += from's gradient, by sharing the buffer when x has none yet. */
+/* x's gradient += from's gradient, by sharing the buffer when x has none yet and the same type. */
 static dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
                                            dtrain_tensor *x)
 {
+    const dtrain_dtype from_dtype = (dtrain_dtype)from->dtype, x_dtype = (dtrain_dtype)x->dtype;
     bool accumulate;
-    if (!x->grad_written) {
+    if (!x->grad_written && from_dtype == x_dtype) {
         dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
         chunk->owners++;
         dtrain__gradient_set(x, chunk);
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    dtrain_add_args args = {x->count, x->grad, from->grad, x->grad};
+    if (!accumulate) {
+        dtrain_convert_args convert = {x->count, from->grad, x->grad, from_dtype, x_dtype};
+        return tape->device->ops->convert(tape->device, &convert);
+    }
+    dtrain_add_args args = {x->count, x->grad, from->grad, x->grad, x_dtype, from_dtype};
     return tape->device->ops->add(tape->device, &args);
 }
 
@@ -8669,11 +12431,11 @@ static float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *nod
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)
 {
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
     *out = NULL;
     if (!world && !device)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
-                                                   "NULL; a tape needs a device to run on");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
+                                                  "NULL; a tape needs a device to run on");
     dtrain_allocator allocator =
         dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
@@ -8721,7 +12483,7 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
-    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
     tape->error = DTRAIN_OK;
     dtrain__bump_rewind(&tape->host);
     dtrain__bump_rewind(&tape->data);
@@ -8732,7 +12494,9 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->seed = seed;
     tape->dropout_count = 0;
     tape->state = DTRAIN__TAPE_FORWARD;
-    if (flags & ~DTRAIN_TAPE_NO_GRAD)
+    tape->cast = flags & DTRAIN_TAPE_BF16 ? DTRAIN_BF16 : DTRAIN_F32;
+    tape->casts = NULL;
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | DTRAIN_TAPE_BF16))
         dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x",
                           flags);
     else dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
@@ -8742,7 +12506,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
 /* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
 static dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
 {
-    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
     if (tape->error != DTRAIN_OK) return tape->error;
     if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
     const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
@@ -8756,20 +12520,58 @@ static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, cons
 {
     const char *const call = "dtrain_tape_input";
     if (dtype != DTRAIN_F32 && dtype != DTRAIN_I32)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
-                            dtrain_dtype_name(dtype));
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
+                           dtrain_dtype_name(dtype));
     if (dtype == DTRAIN_I32 && requires_grad)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
     if (!shape || !host)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                            shape ? "host" : "shape");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
     if (ndim < 1 || ndim > 4)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
     for (uint32_t i = 0; i < ndim; i++)
         if (shape[i] < 1)
-            return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
-                                (long long)shape[i]);
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                               (long long)shape[i]);
     return DTRAIN_OK;
+}
+
+static int64_t dtrain__count_valid(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid;
+}
+
+/* The caller's data goes to the input's page-locked place, if it is not there yet, and from there
+ * to the device when the stream comes to it. *host becomes that place. */
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
+{
+    dtrain__feed *feed = tape->feed;
+    dtrain__feed_item *item = &feed->items[feed->next];
+    const size_t bytes = (size_t)x->count * 4;
+    if (feed->next == DTRAIN__FEED_ITEMS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_tape_input: a pass that is replayed has at most %d inputs",
+                           DTRAIN__FEED_ITEMS);
+    if (feed->next == feed->count) {
+        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
+        item->bytes = bytes;
+        item->dtype = (dtrain_dtype)x->dtype;
+        feed->count++;
+    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
+                           "step; a step that is replayed must repeat its shapes",
+                           feed->next + 1, bytes, item->bytes);
+    }
+    if (!feed->filled) memcpy(item->pinned, *host, bytes);
+    item->host = *host;
+    if (item->dtype == DTRAIN_I32) item->valid_count = dtrain__count_valid(item->pinned, x->count);
+    *host = item->pinned;
+    feed->next++;
+    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
+                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
@@ -8782,15 +12584,15 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
-    if (dtype == DTRAIN_I32) {
-        /* counted here because only here are they in host memory */
-        const int32_t *entries = (const int32_t *)host;
-        int64_t valid = 0;
-        for (int64_t i = 0; i < x->count; i++) valid += entries[i] != -1;
-        ((dtrain__tape_tensor *)x)->valid_count = valid;
-    }
-    dtrain_result result = tape->device->ops->copy(
-        tape->device, x->data, host, (size_t)x->count * 4, DTRAIN_COPY_HOST_TO_DEVICE);
+    const size_t bytes = (size_t)x->count * 4;
+    dtrain_result result;
+    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    else
+        result =
+            tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    /* counted here because only here are they in host memory */
+    if (dtype == DTRAIN_I32 && result == DTRAIN_OK)
+        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 
@@ -8799,14 +12601,14 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
 static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
                                         const float *host, const char *call)
 {
-    if (!tape) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
     DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
     if (!tensor || !host)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                            tensor ? "host" : "tensor");
-    if (tensor->dtype != DTRAIN_F32)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
-                            dtrain_dtype_name((dtrain_dtype)tensor->dtype));
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                           tensor ? "host" : "tensor");
+    if (tensor->dtype != DTRAIN_F32 && tensor->dtype != DTRAIN_BF16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
+                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
     return DTRAIN_OK;
 }
 
@@ -8814,9 +12616,15 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
                                             float *host)
 {
     DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read"));
-    return tape->device->ops->copy(tape->device, host, tensor->data,
-                                   (size_t)tensor->count * sizeof(float),
-                                   DTRAIN_COPY_DEVICE_TO_HOST);
+    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
+                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
+    if (tensor->dtype == DTRAIN_F32) return DTRAIN_OK;
+    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
+        uint16_t bits;
+        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
+        host[i] = dtrain_bf16_to_f32(bits);
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
@@ -8824,11 +12632,11 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 {
     DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
     if (tensor->producer || !tensor->needs_grad)
-        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
-                                                "requires_grad keep their gradient");
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
+                                               "requires_grad keep their gradient");
     if (tape->state != DTRAIN__TAPE_DONE)
-        return dtrain__fail(DTRAIN_ERROR_USAGE,
-                            "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
     size_t bytes = (size_t)tensor->count * sizeof(float);
     if (!tensor->grad) { /* the loss does not depend on it */
         memset(host, 0, bytes);
@@ -8894,8 +12702,8 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     bool accumulate;
     dtrain__mark_reached(tape, loss);
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    DTRAIN__TRY(tape->device->ops->copy(tape->device, loss->grad, &scale, sizeof scale,
-                                        DTRAIN_COPY_HOST_TO_DEVICE));
+    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_F32};
+    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
     for (dtrain_node *node = tape->last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
     return dtrain__tape_enter(tape, -1);
@@ -8907,19 +12715,19 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
     dtrain_result result = dtrain__tape_check(tape, call);
     if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
     if (tape->flags & DTRAIN_TAPE_NO_GRAD)
-        result = dtrain__fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
-                              call);
-    else if (!loss) result = dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
+        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
+                             call);
+    else if (!loss) result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     else if (loss->count != 1)
-        result = dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                              "%s: the loss has %lld elements, not one; use dtrain_mean or "
-                              "dtrain_sum",
-                              call, (long long)loss->count);
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: the loss has %lld elements, not one; use dtrain_mean or "
+                             "dtrain_sum",
+                             call, (long long)loss->count);
     else if (!loss->needs_grad)
-        result = dtrain__fail(DTRAIN_ERROR_USAGE,
-                              "%s: the loss depends on no trainable parameter "
-                              "and no input with requires_grad",
-                              call);
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: the loss depends on no trainable parameter "
+                             "and no input with requires_grad",
+                             call);
     else result = dtrain__backward_run(tape, loss, scale);
     tape->state = DTRAIN__TAPE_DONE;
     return dtrain__tape_stick(tape, result);
@@ -8987,7 +12795,8 @@ static const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape, dtrai
 static bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i, dtrain_dtype dtype)
 {
     const dtrain_tensor *x = node->in[i];
-    if (x && x->dtype == (uint32_t)dtype) {
+    const bool low = x && dtype == DTRAIN_F32 && x->dtype == DTRAIN_BF16; /* of autocast */
+    if (x && (x->dtype == (uint32_t)dtype || low)) {
         if (x->needs_grad) node->needs_grad = true;
         return true;
     }
@@ -9070,14 +12879,47 @@ static float *dtrain__param_value(dtrain_param *p)
 /* ---- Results ----------------------------------------------------------------------------------*/
 
 /* Output of the node: x's shape with n in the last axis. NULL after an error. */
-static float *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x,
-                             int64_t n)
+static void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x, int64_t n,
+                            uint32_t dtype)
 {
     int64_t shape[4];
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = n;
-    node->out = dtrain__tensor_new(tape, DTRAIN_F32, x->ndim, shape);
-    return node->out ? (float *)node->out->data : NULL;
+    node->out = dtrain__tensor_new(tape, (dtrain_dtype)dtype, x->ndim, shape);
+    return node->out ? node->out->data : NULL;
+}
+
+static float *dtrain__take_floats(dtrain_tape *tape, int64_t count)
+{
+    return (float *)dtrain__take_data(tape, count, DTRAIN_F32);
+}
+
+/* count values in another type: themselves when they have it. NULL after an error. */
+static const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
+                                   dtrain_dtype to, int64_t count)
+{
+    if (from == (uint32_t)to) return values;
+    void *made = dtrain__take_data(tape, count, to);
+    dtrain_convert_args args = {count, values, made, (dtrain_dtype)from, to};
+    if (!made || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
+        return NULL;
+    return made;
+}
+
+/* A weight in the type of autocast: rounded at its first use in this pass. */
+static const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
+{
+    const dtrain_param *storage = dtrain__param_storage(p);
+    if (tape->cast == DTRAIN_F32) return storage->value;
+    for (dtrain__cast *cast = tape->casts; cast; cast = cast->next)
+        if (cast->value == storage->value && cast->value) return cast->low;
+    dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
+    if (!cast) return NULL;
+    cast->value = storage->value;
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_F32, tape->cast, storage->count);
+    cast->next = tape->casts;
+    tape->casts = cast;
+    return cast->low;
 }
 
 /* Ends an operation: the node goes on the tape if a gradient will have to pass through it. Uses are
@@ -9097,7 +12939,7 @@ static dtrain_tensor *dtrain__record(dtrain_tape *tape, dtrain_node *node, dtrai
 }
 
 static int64_t dtrain__last_axis(const dtrain_tensor *x) { return x->shape[x->ndim - 1]; }
-static const float *dtrain__values(const dtrain_tensor *x) { return (const float *)x->data; }
+static dtrain_dtype dtrain__dtype(const dtrain_tensor *x) { return (dtrain_dtype)x->dtype; }
 
 /* ---- Linear -----------------------------------------------------------------------------------*/
 
@@ -9106,47 +12948,93 @@ static const float *dtrain__values(const dtrain_tensor *x) { return (const float
  *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
  *
  * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
- * reads, so it should be the freshest in the cache. */
+ * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
+ * output and has no other use, the product that makes d_x multiplies by that activation's
+ * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
+
+/* The layer that made x, if this product may finish its activation's backward. Its unit must be the
+ * one that is gathered now: gradients of another may not be touched. */
+static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_tensor *x)
+{
+    dtrain_node *inner = x->producer;
+    const bool fits = inner && inner->backward == node->backward && inner->unit == node->unit &&
+                      inner->forward.linear.activation == DTRAIN_ACT_GELU && x->pending_uses == 1 &&
+                      !x->grad_written;
+    return fits ? inner : NULL;
+}
+
+/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
+static dtrain_result dtrain__linear_backward_x(dtrain_tape *tape, dtrain_node *node,
+                                               dtrain_gemm_args gemm)
+{
+    const dtrain_gemm_args *forward = &node->forward.linear;
+    dtrain_tensor *x = node->in[0];
+    dtrain_node *inner = dtrain__inner_layer(node, x);
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    gemm.flags = 0;
+    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
+    gemm.b = forward->b, gemm.ldb = forward->k;
+    gemm.c = x->grad, gemm.ldc = forward->k;
+    gemm.c_dtype = dtrain__dtype(x);
+    gemm.beta = accumulate ? 1.0f : 0.0f;
+    gemm.bias_grad = NULL;
+    if (inner) {
+        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
+        gemm.activation = inner->forward.linear.activation;
+        gemm.aux = inner->forward.linear.aux;
+        gemm.bias_grad = dtrain__param_grad(tape, inner, 1, &gemm.accumulate_bias_grad);
+        inner->grad_is_inner = true;
+    }
+    return tape->device->ops->gemm(tape->device, &gemm);
+}
+
 static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *node)
 {
     const dtrain_gemm_args *forward = &node->forward.linear;
     const dtrain_device_ops *ops = tape->device->ops;
-    const int64_t rows = forward->m, out = forward->n, in = forward->k;
-    dtrain_tensor *x = node->in[0], *y = node->out;
-    bool add_weight, add_bias, add_x;
-    float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight);
-    float *d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
+    dtrain_tensor *y = node->out;
+    const bool activated = forward->activation != DTRAIN_ACT_NONE && !node->grad_is_inner;
+    bool add_weight, add_bias = false;
+    float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight), *d_bias = NULL;
     dtrain_gemm_args gemm;
     memset(&gemm, 0, sizeof gemm);
-    gemm.alpha = 1;
-    gemm.a_dtype = gemm.b_dtype = gemm.c_dtype = DTRAIN_F32;
+    if (!node->grad_is_inner) d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
 
-    if (forward->activation != DTRAIN_ACT_NONE) DTRAIN__TRY(dtrain__gradient_own(tape, y));
-    if (forward->activation != DTRAIN_ACT_NONE || d_bias) {
+    if (activated) DTRAIN__TRY(dtrain__gradient_own(tape, y));
+    if (activated || (d_bias && !d_weight)) {
         /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-        const float *z = forward->aux ? forward->aux : (const float *)forward->c;
-        dtrain_activation_backward_args args = {
-            forward->activation, add_bias, rows, out, z, y->grad, y->grad, d_bias};
+        const void *z = forward->aux ? forward->aux : forward->c;
+        dtrain_activation_backward_args args = {activated ? forward->activation
+                                                          : (uint32_t)DTRAIN_ACT_NONE,
+                                                add_bias,
+                                                forward->m,
+                                                forward->n,
+                                                z,
+                                                y->grad,
+                                                y->grad,
+                                                d_bias,
+                                                forward->c_dtype};
         DTRAIN__TRY(ops->activation_backward(tape->device, &args));
+        d_bias = NULL;
     }
+    gemm.alpha = 1;
     gemm.a = y->grad;
-    gemm.lda = out;
-    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in) */
+    gemm.lda = forward->n;
+    gemm.a_dtype = forward->c_dtype;
+    gemm.b_dtype = forward->a_dtype;
+    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
         gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = out, gemm.n = in, gemm.k = rows;
-        gemm.b = forward->a, gemm.ldb = in;
-        gemm.c = d_weight, gemm.ldc = in;
+        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
+        gemm.b = forward->a, gemm.ldb = forward->k;
+        gemm.c = d_weight, gemm.ldc = forward->k;
+        gemm.c_dtype = DTRAIN_F32;
         gemm.beta = add_weight ? 1.0f : 0.0f;
+        gemm.bias_grad = d_bias;
+        gemm.accumulate_bias_grad = add_bias;
         DTRAIN__TRY(ops->gemm(tape->device, &gemm));
     }
-    if (!x->needs_grad) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &add_x));
-    gemm.flags = 0; /* (rows,in) = d_z (rows,out) weight (out,in) */
-    gemm.m = rows, gemm.n = in, gemm.k = out;
-    gemm.b = forward->b, gemm.ldb = in;
-    gemm.c = x->grad, gemm.ldc = in;
-    gemm.beta = add_x ? 1.0f : 0.0f;
-    return ops->gemm(tape->device, &gemm);
+    return node->in[0]->needs_grad ? dtrain__linear_backward_x(tape, node, gemm) : DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
@@ -9167,13 +13055,13 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     args->activation = activation;
     args->m = rows, args->n = out, args->k = in;
     args->alpha = 1;
-    args->a = x->data, args->lda = in;
-    args->b = dtrain__param_value(weight), args->ldb = in;
-    args->c = dtrain__output(tape, node, x, out), args->ldc = out;
-    args->a_dtype = args->b_dtype = args->c_dtype = DTRAIN_F32;
+    args->a = dtrain__cast_to(tape, x->data, x->dtype, tape->cast, x->count), args->lda = in;
+    args->b = dtrain__cast_weight(tape, weight), args->ldb = in;
+    args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
+    args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
     args->bias = dtrain__param_value(bias);
     if (activation == DTRAIN_ACT_GELU && node->needs_grad)
-        args->aux = (float *)dtrain__take_data(tape, rows * out);
+        args->aux = dtrain__take_data(tape, rows * out, tape->cast);
     node->reads_output = activation == DTRAIN_ACT_RELU;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(tape, node, tape->device->ops->gemm(tape->device, args));
@@ -9184,7 +13072,10 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 /* With h = (x - mean) rstd, rows of n elements, and d_h = d_y weight:
  *
  *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
- *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h)) */
+ *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
+ *
+ * Behind add_layernorm x is a sum, whose gradient is complete here: this was the first node to use
+ * it. Its narrower summand gets a rounded copy while the values are at hand. */
 static dtrain_result dtrain__layernorm_backward(dtrain_tape *tape, dtrain_node *node)
 {
     const dtrain_layernorm_args *forward = &node->forward.layernorm;
@@ -9195,11 +13086,13 @@ static dtrain_result dtrain__layernorm_backward(dtrain_tape *tape, dtrain_node *
     memset(&args, 0, sizeof args);
     args.rows = forward->rows;
     args.n = forward->n;
-    args.x = forward->x;
+    args.x = x->data;
     args.weight = forward->weight;
     args.mean = forward->mean;
     args.rstd = forward->rstd;
     args.d_y = node->out->grad;
+    args.x_dtype = forward->x_dtype;
+    args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain__param_grad(tape, node, 0, &add_weight);
     args.d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
@@ -9209,13 +13102,25 @@ static dtrain_result dtrain__layernorm_backward(dtrain_tape *tape, dtrain_node *
                               (size_t)args.n * sizeof(float)));
     if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate_x));
     args.d_x = x->grad;
+    if (forward->residual && x->needs_grad) {
+        dtrain_node *sum = x->producer;
+        dtrain_tensor *residual = sum->in[1];
+        if (residual->needs_grad && !residual->grad_written && residual->dtype != x->dtype) {
+            bool accumulate;
+            DTRAIN__TRY(dtrain__gradient_open(tape, residual, &accumulate));
+            args.d_residual = residual->grad;
+            sum->residual_done = true;
+        }
+    }
     return ops->layernorm_backward(tape->device, &args);
 }
 
-DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias)
+/* Of x, or of x + residual, which then becomes sum->data. */
+static dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name, dtrain_tensor *x,
+                                        dtrain_param *weight, dtrain_param *bias,
+                                        const dtrain_node *sum)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_layernorm", dtrain__layernorm_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, name, dtrain__layernorm_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t n = dtrain__last_axis(x), rows = x->count / n;
     if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
@@ -9225,14 +13130,24 @@ DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
     args->rows = rows;
     args->n = n;
     args->epsilon = 1e-5f;
-    args->x = dtrain__values(x);
+    args->x = sum ? sum->in[0]->data : x->data;
     args->weight = dtrain__param_value(weight);
     args->bias = dtrain__param_value(bias);
-    args->y = dtrain__output(tape, node, x, n);
-    args->mean = (float *)dtrain__take_data(tape, rows);
-    args->rstd = (float *)dtrain__take_data(tape, rows);
+    args->y = dtrain__output(tape, node, x, n, tape->cast);
+    args->mean = dtrain__take_floats(tape, rows);
+    args->rstd = dtrain__take_floats(tape, rows);
+    args->residual = sum ? sum->in[1]->data : NULL;
+    args->sum = sum ? x->data : NULL;
+    args->x_dtype = dtrain__dtype(x);
+    args->y_dtype = tape->cast;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(tape, node, tape->device->ops->layernorm(tape->device, args));
+}
+
+DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                           dtrain_param *weight, dtrain_param *bias)
+{
+    return dtrain__layernorm(tape, "dtrain_layernorm", x, weight, bias, NULL);
 }
 
 /* ---- Embedding --------------------------------------------------------------------------------*/
@@ -9251,9 +13166,9 @@ static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *
         size_t rows = (size_t)dtrain__param_rows(node->param[i]);
         DTRAIN__TRY(ops->zero(tape->device, grad[i], rows * (size_t)forward->n * sizeof(float)));
     }
-    dtrain_embedding_backward_args args = {
-        forward->rows,   forward->sequence, forward->n, forward->vocab,
-        forward->tokens, node->out->grad,   grad[0],    grad[1]};
+    dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
+                                           forward->vocab, forward->tokens,   node->out->grad,
+                                           grad[0],        grad[1],           DTRAIN_F32};
     return ops->embedding_backward(tape->device, &args);
 }
 
@@ -9286,7 +13201,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     args->tokens = (const int32_t *)tokens->data;
     args->wte = dtrain__param_value(token);
     args->wpe = dtrain__param_value(position);
-    args->y = (float *)node->out->data;
+    args->y = node->out->data;
+    args->dtype = DTRAIN_F32;
     return dtrain__record(tape, node, tape->device->ops->embedding(tape->device, args));
 }
 
@@ -9301,9 +13217,10 @@ static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *
     dtrain_tensor *qkv = node->in[0];
     dtrain__chunk *earlier;
     DTRAIN__TRY(dtrain__gradient_fresh(tape, qkv, &earlier));
-    dtrain_attention_backward_args args = {
-        forward->batch, forward->sequence, forward->heads, forward->n,      forward->causal,
-        forward->qkv,   forward->y,        forward->lse,   node->out->grad, qkv->grad};
+    dtrain_attention_backward_args args = {forward->batch, forward->sequence, forward->heads,
+                                           forward->n,     forward->causal,   forward->qkv,
+                                           forward->y,     forward->lse,      node->out->grad,
+                                           qkv->grad,      forward->dtype};
     DTRAIN__TRY(tape->device->ops->attention_backward(tape->device, &args));
     return dtrain__gradient_merge(tape, qkv, earlier);
 }
@@ -9331,9 +13248,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args->heads = heads;
     args->n = n;
     args->causal = (flags & DTRAIN_CAUSAL) != 0;
-    args->qkv = dtrain__values(qkv);
-    args->y = dtrain__output(tape, node, qkv, n);
-    args->lse = (float *)dtrain__take_data(tape, rows * heads);
+    args->qkv = qkv->data;
+    args->dtype = dtrain__dtype(qkv);
+    args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);
+    args->lse = dtrain__take_floats(tape, rows * heads);
     node->reads_output = true;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(tape, node, tape->device->ops->attention(tape->device, args));
@@ -9341,10 +13259,11 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
 
 /* ---- Elementwise ------------------------------------------------------------------------------*/
 
-/* Both inputs share the gradient of the sum until one of them has more to add. */
+/* Both inputs share the gradient of the sum until one of them has more to add. The sum has the
+ * wider type of the two. */
 static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
 {
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < (node->residual_done ? 1 : 2); i++)
         if (node->in[i]->needs_grad)
             DTRAIN__TRY(dtrain__gradient_pass(tape, node->out, node->in[i]));
     return DTRAIN_OK;
@@ -9360,17 +13279,45 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
                                  dtrain__shape_text(x->ndim, x->shape, &left),
                                  dtrain__shape_text(y->ndim, y->shape, &right));
-    float *out = dtrain__output(tape, node, x, dtrain__last_axis(x));
+    const dtrain_tensor *wide = y->dtype == DTRAIN_F32 ? y : x, *other = wide == y ? x : y;
+    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), wide->dtype);
     if (!out) return NULL;
-    dtrain_add_args args = {x->count, dtrain__values(x), dtrain__values(y), out};
+    dtrain_add_args args = {x->count, wide->data,          other->data,
+                            out,      dtrain__dtype(wide), dtrain__dtype(other)};
     return dtrain__record(tape, node, tape->device->ops->add(tape->device, &args));
+}
+
+/* The sum is a node of its own, whose kernel is part of the normalisation's: what only fuses the
+ * passes over memory need not tie two gradients together. */
+DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                               dtrain_tensor *residual, dtrain_param *weight,
+                                               dtrain_param *bias, dtrain_tensor **sum)
+{
+    const char *const name = "dtrain_add_layernorm";
+    dtrain_node *node = dtrain__op(tape, name, dtrain__add_backward, x, residual);
+    dtrain__text left, right;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
+    if (!sum) return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", name);
+    if (x->count != residual->count || dtrain__last_axis(x) != dtrain__last_axis(residual))
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", name,
+                                 dtrain__shape_text(x->ndim, x->shape, &left),
+                                 dtrain__shape_text(residual->ndim, residual->shape, &right));
+    if (residual->dtype != (uint32_t)tape->cast) { /* not what the fused kernel takes */
+        *sum = dtrain_add(tape, x, residual);
+        return dtrain_layernorm(tape, *sum, weight, bias);
+    }
+    if (!dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype)) return NULL;
+    *sum = dtrain__record(tape, node, DTRAIN_OK);
+    return dtrain__layernorm(tape, name, *sum, weight, bias, node);
 }
 
 /* d_x += factor d_y */
 static dtrain_result dtrain__scale_backward(dtrain_tape *tape, dtrain_node *node)
 {
     dtrain_tensor *x = node->in[0];
-    dtrain_axpby_args args = {x->count, false, node->factor, 1, node->out->grad, NULL};
+    dtrain_axpby_args args = {x->count,        false, node->factor, 1,
+                              node->out->grad, NULL,  false,        dtrain__dtype(x)};
     DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
     args.y = x->grad;
     return tape->device->ops->axpby(tape->device, &args);
@@ -9381,9 +13328,9 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
     dtrain_node *node = dtrain__op(tape, "dtrain_scale", dtrain__scale_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     node->factor = factor;
-    float *out = dtrain__output(tape, node, x, dtrain__last_axis(x));
+    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!out) return NULL;
-    dtrain_axpby_args args = {x->count, false, factor, 0, dtrain__values(x), out};
+    dtrain_axpby_args args = {x->count, false, factor, 0, x->data, out, false, dtrain__dtype(x)};
     return dtrain__record(tape, node, tape->device->ops->axpby(tape->device, &args));
 }
 
@@ -9412,57 +13359,45 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     args->probability = probability;
     args->seed = tape->seed;
     args->stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
-    args->x = dtrain__values(x);
-    args->y = dtrain__output(tape, node, x, dtrain__last_axis(x));
+    args->scalars = tape->scalars;
+    args->dtype = dtrain__dtype(x);
+    args->x = x->data;
+    args->y = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!args->y) return NULL;
     return dtrain__record(tape, node, tape->device->ops->dropout(tape->device, args));
 }
 
 /* ---- One-element results ----------------------------------------------------------------------*/
 
-/* factor * sum of x (count), as the node's output (1). The kernel leaves it on the host, in double:
- * a float sum over many rows would lose digits of the loss. */
-static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node, const float *x,
-                                            int64_t count)
+/* factor * sum of x (count), as the node's output (1); added up in double: a float sum over many
+ * rows would lose digits of the loss. */
+static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node, const void *x,
+                                            uint32_t dtype, int64_t count)
 {
     const int64_t shape[1] = {1};
-    double sum = 0;
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
     node->out = dtrain__tensor_new(tape, DTRAIN_F32, 1, shape);
     if (!node->out) return NULL;
-    dtrain_sum_args args = {count, false, (double)node->factor, x, &sum};
-    dtrain_result result = tape->device->ops->sum(tape->device, &args);
-    float value = (float)sum;
-    if (result == DTRAIN_OK)
-        result = tape->device->ops->copy(tape->device, node->out->data, &value, sizeof value,
-                                         DTRAIN_COPY_HOST_TO_DEVICE);
-    return dtrain__record(tape, node, result);
+    args.count = count;
+    args.scale = (double)node->factor;
+    args.x = x;
+    args.dtype = (dtrain_dtype)dtype;
+    args.out = (float *)node->out->data;
+    return dtrain__record(tape, node, tape->device->ops->sum(tape->device, &args));
 }
 
-/* The gradient of a one-element output on the host: most often the scale given to backward, but
- * losses may be added and scaled. On the plan device it is 0, and nobody looks. */
-static dtrain_result dtrain__upstream(dtrain_tape *tape, const dtrain_node *node, float *value)
-{
-    *value = 0;
-    return tape->device->ops->copy(tape->device, value, node->out->grad, sizeof *value,
-                                   DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-/* Every element gets the same gradient: one value from the host, then doubled by copies. */
+/* Every element gets the same gradient; under autocast x has a type of its own. */
 static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
 {
-    const dtrain_device_ops *ops = tape->device->ops;
     dtrain_tensor *x = node->in[0];
-    dtrain__chunk *earlier;
-    float value;
-    DTRAIN__TRY(dtrain__upstream(tape, node, &value));
-    value *= node->factor;
-    DTRAIN__TRY(dtrain__gradient_fresh(tape, x, &earlier));
-    DTRAIN__TRY(ops->copy(tape->device, x->grad, &value, sizeof value, DTRAIN_COPY_HOST_TO_DEVICE));
-    for (int64_t done = 1; done < x->count; done *= 2)
-        DTRAIN__TRY(ops->copy(tape->device, x->grad + done, x->grad,
-                              (size_t)dtrain__min(done, x->count - done) * sizeof(float),
-                              DTRAIN_COPY_DEVICE_TO_DEVICE));
-    return dtrain__gradient_merge(tape, x, earlier);
+    bool accumulate;
+    const void *upstream = dtrain__cast_to(tape, node->out->grad, DTRAIN_F32, dtrain__dtype(x), 1);
+    DTRAIN__TRY(tape->error);
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    dtrain_axpby_args args = {x->count, accumulate, node->factor, 1,
+                              upstream, x->grad,    true,         dtrain__dtype(x)};
+    return tape->device->ops->axpby(tape->device, &args);
 }
 
 static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
@@ -9470,7 +13405,7 @@ static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_te
     dtrain_node *node = dtrain__op(tape, name, dtrain__sum_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     node->factor = mean ? 1.0f / (float)x->count : 1.0f;
-    return dtrain__sum_to_output(tape, node, dtrain__values(x), x->count);
+    return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
@@ -9496,8 +13431,6 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
     const dtrain_cross_entropy_args *forward = &node->forward.cross_entropy;
     dtrain_tensor *logits = node->in[0];
     dtrain__chunk *earlier = NULL;
-    float upstream;
-    DTRAIN__TRY(dtrain__upstream(tape, node, &upstream));
     if (logits->producer && !logits->producer->reads_output && logits->pending_uses == 1) {
         dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(tape, sizeof *in_place);
         if (!in_place) return tape->error;
@@ -9508,8 +13441,9 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
         DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
     }
     dtrain_cross_entropy_backward_args args = {
-        forward->rows, forward->n,  upstream * node->factor, forward->logits, forward->targets,
-        forward->lse,  logits->grad};
+        forward->rows,    forward->n,   node->factor, forward->logits,
+        forward->targets, forward->lse, logits->grad, (const float *)node->out->grad,
+        forward->dtype};
     DTRAIN__TRY(tape->device->ops->cross_entropy_backward(tape->device, &args));
     return dtrain__gradient_merge(tape, logits, earlier);
 }
@@ -9534,15 +13468,16 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     dtrain_cross_entropy_args *args = &node->forward.cross_entropy;
     args->rows = rows;
     args->n = n;
-    args->logits = dtrain__values(logits);
+    args->logits = logits->data;
+    args->dtype = dtrain__dtype(logits);
     args->targets = (const int32_t *)targets->data;
-    args->loss = (float *)dtrain__take_data(tape, rows);
-    args->lse = (float *)dtrain__take_data(tape, rows);
+    args->loss = dtrain__take_floats(tape, rows);
+    args->lse = dtrain__take_floats(tape, rows);
     if (tape->error != DTRAIN_OK) return NULL;
     node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
     dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
-    return dtrain__sum_to_output(tape, node, args->loss, rows);
+    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_F32, rows);
 }
 
 /* ================================================================================================
@@ -9553,21 +13488,21 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
  * factor on its way through the gradients anyway, so clipping costs one read of them.
  * ==============================================================================================*/
 
-static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
+/* Left in strategy->sum_squares, device memory; nobody waits. */
+static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 {
     dtrain_device *device = strategy->device;
-    *total = 0;
+    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
     for (size_t i = 0; i < strategy->shard_count; i++) {
         dtrain_sum_args args;
-        double one = 0;
         memset(&args, 0, sizeof args);
         args.count = strategy->shards[i].count;
         args.squares = true;
+        args.accumulate = true;
         args.scale = 1;
         args.x = strategy->shards[i].grad;
-        args.out = &one;
+        args.total = strategy->sum_squares;
         if (args.count) DTRAIN__TRY(device->ops->sum(device, &args));
-        *total += one;
     }
     return DTRAIN_OK;
 }
@@ -9595,9 +13530,12 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
     double total;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
     if (!norm || !scale)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
-                            norm ? "scale" : "norm");
-    DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
+                           norm ? "scale" : "norm");
+    dtrain_device *device = strategy->device;
+    DTRAIN__TRY(dtrain__sum_squares(strategy));
+    DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
+                                  DTRAIN_COPY_DEVICE_TO_HOST));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
     *norm = (float)sqrt(total);
     *scale = 1;
@@ -9623,6 +13561,8 @@ struct dtrain_optimizer {
     dtrain_device *device;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
+    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
+    size_t tensor_count;
     float *state;
     size_t state_bytes;
     uint64_t step_count;
@@ -9653,7 +13593,7 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 {
     const char *wrong = NULL;
     if (desc->kind != DTRAIN_ADAMW && desc->kind != DTRAIN_SGD)
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
             "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
@@ -9669,11 +13609,11 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
         if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
     }
     if (!wrong) return DTRAIN_OK;
-    return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                        "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
-                        "%g, epsilon %g, weight_decay %g, momentum %g",
-                        wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-                        (double)desc->weight_decay, (double)desc->momentum);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
+                       "%g, epsilon %g, weight_decay %g, momentum %g",
+                       wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
+                       (double)desc->weight_decay, (double)desc->momentum);
 }
 
 /* State tensors per shard. */
@@ -9700,19 +13640,49 @@ static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
     return device->ops->zero(device, memory, bytes);
 }
 
+/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
+static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
+{
+    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
+    return skipped ? 0.0f : optimizer->desc.weight_decay;
+}
+
+/* The optimizer's view of the shards; addresses do not change any more. */
+static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
+{
+    const size_t states = dtrain__state_tensors(&optimizer->desc);
+    float *state = optimizer->state;
+    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
+        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
+    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (shard->count == 0) continue;
+        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
+        tensor->count = shard->count;
+        tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
+        tensor->value = shard->value;
+        tensor->grad = shard->grad;
+        if (states > 0) tensor->m = state;
+        if (states > 1) tensor->v = state + dtrain__padded(shard->count);
+        if (state) state += states * (size_t)dtrain__padded(shard->count);
+    }
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out)
 {
     const dtrain_shard *shards;
     size_t shard_count;
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
     *out = NULL;
     if (!world || !strategy || !desc)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
-                            !world      ? "world"
-                            : !strategy ? "strategy"
-                                        : "desc");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
+                           !world      ? "world"
+                           : !strategy ? "strategy"
+                                       : "desc");
     DTRAIN__TRY(dtrain__check_optimizer(desc));
     DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
     const dtrain_allocator *allocator = dtrain_world_allocator(world);
@@ -9724,7 +13694,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->device = dtrain_world_device(world);
     optimizer->shards = shards;
     optimizer->shard_count = shard_count;
-    const dtrain_result result = dtrain__optimizer_state(optimizer);
+    dtrain_result result = dtrain__optimizer_state(optimizer);
+    if (result == DTRAIN_OK) result = dtrain__optimizer_tensors(optimizer);
     if (result == DTRAIN_OK) *out = optimizer;
     else dtrain_optimizer_destroy(optimizer);
     return result;
@@ -9736,6 +13707,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     const dtrain_allocator allocator = optimizer->allocator;
     dtrain_device *device = optimizer->device;
     if (optimizer->state) device->ops->free(device, optimizer->state, optimizer->state_bytes);
+    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
+                 sizeof *optimizer->tensors);
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
@@ -9744,55 +13717,56 @@ DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimiz
     return optimizer ? optimizer->state_bytes : 0;
 }
 
-/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
-static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
-{
-    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
-    return skipped ? 0.0f : optimizer->desc.weight_decay;
-}
-
-static dtrain_result dtrain__adamw_shard(dtrain_optimizer *optimizer, const dtrain_shard *shard,
-                                         float lr, float grad_scale, float *state)
+/* What changes from step to step, for the step that comes next. */
+static dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer, float lr,
+                                                     float grad_scale)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
-    const double step = (double)optimizer->step_count;
-    dtrain_adamw_args args;
-    memset(&args, 0, sizeof args);
-    args.count = shard->count;
-    args.lr = lr;
-    args.beta1 = desc->beta1;
-    args.beta2 = desc->beta2;
-    args.epsilon = desc->epsilon;
-    args.weight_decay = dtrain__decay_of(optimizer, shard->param);
+    const double step = (double)(optimizer->step_count + 1);
+    dtrain_step_scalars scalars;
+    memset(&scalars, 0, sizeof scalars);
+    scalars.lr = lr;
+    scalars.grad_scale = grad_scale;
     /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
-    args.correction1 = (float)(1 - pow((double)desc->beta1, step));
-    args.correction2 = (float)(1 - pow((double)desc->beta2, step));
-    args.grad_scale = grad_scale;
-    args.value = shard->value;
-    args.grad = shard->grad;
-    args.m = state;
-    args.v = state + dtrain__padded(shard->count);
-    return optimizer->device->ops->adamw(optimizer->device, &args);
+    scalars.correction1 = (float)(1 - pow((double)desc->beta1, step));
+    scalars.correction2 = (float)(1 - pow((double)desc->beta2, step));
+    return scalars;
 }
 
-/* The first step fills the buffer with the gradient itself, as torch does. */
-static dtrain_result dtrain__sgd_shard(dtrain_optimizer *optimizer, const dtrain_shard *shard,
-                                       float lr, float grad_scale, float *state)
+/* The update with the scalars given, or with those that `device_scalars` holds when it runs. The
+ * first step of SGD fills the buffer with the gradient itself, as torch does. */
+static dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
+                                           const dtrain_step_scalars *now,
+                                           const dtrain_step_scalars *device_scalars)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
+    dtrain_device *device = optimizer->device;
+    if (desc->kind == DTRAIN_ADAMW) {
+        dtrain_adamw_args args;
+        memset(&args, 0, sizeof args);
+        args.tensor_count = optimizer->tensor_count;
+        args.tensors = optimizer->tensors;
+        args.lr = now->lr;
+        args.beta1 = desc->beta1;
+        args.beta2 = desc->beta2;
+        args.epsilon = desc->epsilon;
+        args.correction1 = now->correction1;
+        args.correction2 = now->correction2;
+        args.grad_scale = now->grad_scale;
+        args.scalars = device_scalars;
+        return device->ops->adamw(device, &args);
+    }
     dtrain_sgd_args args;
     memset(&args, 0, sizeof args);
-    args.count = shard->count;
-    args.lr = lr;
+    args.tensor_count = optimizer->tensor_count;
+    args.tensors = optimizer->tensors;
+    args.lr = now->lr;
     args.momentum = desc->momentum;
-    args.weight_decay = dtrain__decay_of(optimizer, shard->param);
-    args.grad_scale = grad_scale;
+    args.grad_scale = now->grad_scale;
     args.nesterov = desc->nesterov;
-    args.first = optimizer->step_count == 1;
-    args.value = shard->value;
-    args.grad = shard->grad;
-    args.momentum_buffer = state;
-    return optimizer->device->ops->sgd(optimizer->device, &args);
+    args.first = optimizer->step_count == 0;
+    args.scalars = device_scalars;
+    return device->ops->sgd(device, &args);
 }
 
 /* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
@@ -9801,25 +13775,17 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
                                                float grad_scale)
 {
     if (!optimizer)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
     if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const int64_t tensors = (int64_t)dtrain__state_tensors(&optimizer->desc);
-    float *state = optimizer->state;
+    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
+    const dtrain_result result = dtrain__optimizer_run(optimizer, &now, NULL);
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->count == 0) continue;
-        if (optimizer->desc.kind == DTRAIN_ADAMW)
-            DTRAIN__TRY(dtrain__adamw_shard(optimizer, shard, lr, grad_scale, state));
-        else DTRAIN__TRY(dtrain__sgd_shard(optimizer, shard, lr, grad_scale, state));
-        if (state) state += tensors * dtrain__padded(shard->count);
-    }
-    return DTRAIN_OK;
+    return result;
 }
 
 /* ---- Learning rates ---------------------------------------------------------------------------*/
@@ -9921,9 +13887,9 @@ DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
 {
     dtrain__mt19937 mt;
     if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
-                            (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
+                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
     for (int64_t i = 0; i < n; i++) out[i] = i;
     dtrain__mt_seed(&mt, (uint32_t)seed);
     for (int64_t i = 0; i < n - 1; i++) {
@@ -9939,14 +13905,14 @@ DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
 
 static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
 {
-    if (!desc) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
+    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
     uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
     if (desc->rank >= ranks)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
-                            (unsigned)desc->rank, (unsigned)(ranks - 1));
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
+                           (unsigned)desc->rank, (unsigned)(ranks - 1));
     if (desc->item_count < 0)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
-                            call, (long long)desc->item_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
+                           call, (long long)desc->item_count);
     return DTRAIN_OK;
 }
 
@@ -9967,7 +13933,7 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
     int64_t count = dtrain_sampler_count(desc);
     if (count == 0) return DTRAIN_OK;
     if (!indices || (desc->shuffle && !scratch))
-        return dtrain__fail(
+        return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL, expected %lld numbers",
             indices ? "scratch" : "indices", (long long)(indices ? desc->item_count : count));
     if (desc->shuffle) DTRAIN__TRY(dtrain_randperm(desc->seed + epoch, desc->item_count, scratch));
@@ -10016,13 +13982,13 @@ static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_
         ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0)
-            return dtrain__fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                                dataset->path, (long long)offset, strerror(errno));
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
+                               dataset->path, (long long)offset, strerror(errno));
         if (got == 0)
-            return dtrain__fail(DTRAIN_ERROR_FILE,
-                                "%s ended at byte %lld, but had %lld bytes when it was opened: was "
-                                "it truncated or written again during the run?",
-                                dataset->path, (long long)offset, (long long)dataset->file_bytes);
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
+                               "it truncated or written again during the run?",
+                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
         buffer += got;
         bytes -= (size_t)got;
         offset += got;
@@ -10044,16 +14010,16 @@ static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
     struct stat info;
     dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
-        return dtrain__fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                            dataset->path, strerror(errno));
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           dataset->path, strerror(errno));
     if (!S_ISREG(info.st_mode))
-        return dtrain__fail(DTRAIN_ERROR_FILE,
-                            "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
-                            dtrain__file_kind(info.st_mode));
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
+                           dtrain__file_kind(info.st_mode));
     if (info.st_size == 0)
-        return dtrain__fail(DTRAIN_ERROR_DATA,
-                            "dtrain_dataset_open: %s is empty, expected at least one token",
-                            dataset->path);
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is empty, expected at least one token",
+                           dataset->path);
     dataset->file_bytes = (int64_t)info.st_size;
     return DTRAIN_OK;
 }
@@ -10064,12 +14030,12 @@ static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
     char text[5] = "....";
     for (int i = 0; i < 4; i++)
         if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
-    return dtrain__fail(DTRAIN_ERROR_DATA,
-                        "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
-                        "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
-                        ".bin files lack the header",
-                        dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
-                        (unsigned)dtrain__le(head, 4), text);
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
+                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
+                       ".bin files lack the header",
+                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
+                       (unsigned)dtrain__le(head, 4), text);
 }
 
 /* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
@@ -10081,16 +14047,16 @@ static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned
     int64_t count = (int32_t)dtrain__le(head + 8, 4);
     int64_t token_bytes = narrow ? 2 : 4;
     if (version != expected)
-        return dtrain__fail(DTRAIN_ERROR_DATA,
-                            "dtrain_dataset_open: %s has header version %u, expected %u",
-                            dataset->path, (unsigned)version, (unsigned)expected);
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has header version %u, expected %u",
+                           dataset->path, (unsigned)version, (unsigned)expected);
     if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
-        return dtrain__fail(DTRAIN_ERROR_DATA,
-                            "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
-                            "bytes, but has %lld: is it cut off?",
-                            dataset->path, (long long)count,
-                            (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
-                            (long long)dataset->file_bytes);
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
+                           "bytes, but has %lld: is it cut off?",
+                           dataset->path, (long long)count,
+                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
+                           (long long)dataset->file_bytes);
     dataset->token_bytes = (uint32_t)token_bytes;
     dataset->header_bytes = DTRAIN__BIN_HEADER;
     dataset->token_count = count;
@@ -10112,9 +14078,9 @@ static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t fo
     }
     if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
     if (have < DTRAIN__BIN_HEADER)
-        return dtrain__fail(DTRAIN_ERROR_DATA,
-                            "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
-                            dataset->path, have, DTRAIN__BIN_HEADER);
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
+                           dataset->path, have, DTRAIN__BIN_HEADER);
     return dtrain__dataset_bin(dataset, head);
 }
 
@@ -10122,23 +14088,23 @@ static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
     const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
     if (!desc || !desc->path || !desc->path[0])
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
     if (desc->format > DTRAIN__FORMAT_BIN)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
-                            "or 2 (.bin)",
-                            (unsigned)desc->format);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
+                           "or 2 (.bin)",
+                           (unsigned)desc->format);
     if (desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
-                            (long long)desc->vocab_count, (long long)most);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
+                           (long long)desc->vocab_count, (long long)most);
     return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
-    if (!out) return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__dataset_check(desc));
     dtrain_allocator allocator =
@@ -10197,11 +14163,11 @@ static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, in
     for (int64_t i = 0; i < count; i++) {
         uint32_t id = dtrain__le(raw + i * width, width);
         if ((int64_t)id >= dataset->vocab_count)
-            return dtrain__fail(DTRAIN_ERROR_DATA,
-                                "%s: token %lld has id %u, but the vocabulary has %lld: was the "
-                                "file made by another tokenizer?",
-                                dataset->path, (long long)(first + i), (unsigned)id,
-                                (long long)dataset->vocab_count);
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "%s: token %lld has id %u, but the vocabulary has %lld: was the "
+                               "file made by another tokenizer?",
+                               dataset->path, (long long)(first + i), (unsigned)id,
+                               (long long)dataset->vocab_count);
         tokens[i] = (int32_t)id;
     }
     return DTRAIN_OK;
@@ -10211,14 +14177,14 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
                                              int32_t *tokens)
 {
     if (!dataset || count < 0 || (count > 0 && !tokens))
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
     if (first < 0 || first > dataset->token_count - count)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
-                            "%lld",
-                            (long long)count, (long long)first, dataset->path,
-                            (long long)dataset->token_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
+                           "%lld",
+                           (long long)count, (long long)first, dataset->path,
+                           (long long)dataset->token_count);
     for (int64_t done = 0; done < count;) {
         int64_t some = dtrain__min(count - done, 2048);
         DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
@@ -10251,26 +14217,26 @@ struct dtrain_loader {
 static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
 {
     if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
-                            "least 1, found %s, %u and %lld",
-                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
-                            (long long)desc->sequence);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: expected a dataset and batch and sequence of at "
+                           "least 1, found %s, %u and %lld",
+                           desc->dataset ? "one" : "none", (unsigned)desc->batch,
+                           (long long)desc->sequence);
     int64_t have = desc->dataset->token_count;
     if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
         desc->token_count > have - desc->first_token)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_loader_create: %lld tokens from %lld on were asked for, %s has "
-                            "%lld",
-                            (long long)desc->token_count, (long long)desc->first_token,
-                            desc->dataset->path, (long long)have);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: %lld tokens from %lld on were asked for, %s has "
+                           "%lld",
+                           (long long)desc->token_count, (long long)desc->first_token,
+                           desc->dataset->path, (long long)have);
     if (desc->token_count == 0) desc->token_count = have - desc->first_token;
     if (desc->token_count <= desc->sequence)
-        return dtrain__fail(DTRAIN_ERROR_DATA,
-                            "dtrain_loader_create: %s has %lld tokens here, but a window of "
-                            "%lld + 1 needs %llu: use a shorter sequence or a larger file",
-                            desc->dataset->path, (long long)desc->token_count,
-                            (long long)desc->sequence, (unsigned long long)desc->sequence + 1);
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_loader_create: %s has %lld tokens here, but a window of "
+                           "%lld + 1 needs %llu: use a shorter sequence or a larger file",
+                           desc->dataset->path, (long long)desc->token_count,
+                           (long long)desc->sequence, (unsigned long long)desc->sequence + 1);
     return DTRAIN_OK;
 }
 
@@ -10284,11 +14250,11 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
     loader->shift_count =
         dtrain__min(desc->sequence, desc->token_count - loader->window_count * desc->sequence);
     if (!desc->in_order && loader->window_count >= DTRAIN__RANDPERM_LIMIT)
-        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED,
-                            "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
-                            "expected fewer than %lld: use a longer sequence or a part of the file",
-                            (long long)loader->window_count, (long long)desc->sequence,
-                            (long long)DTRAIN__RANDPERM_LIMIT);
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
+                           "expected fewer than %lld: use a longer sequence or a part of the file",
+                           (long long)loader->window_count, (long long)desc->sequence,
+                           (long long)DTRAIN__RANDPERM_LIMIT);
     return DTRAIN_OK;
 }
 
@@ -10309,7 +14275,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out)
 {
     if (!out || !desc)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
     *out = NULL;
     dtrain_loader_desc resolved = *desc;
     DTRAIN__TRY(dtrain__loader_check(&resolved));
@@ -10374,8 +14340,8 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inpu
                                             int32_t *targets)
 {
     if (!loader || !inputs || !targets)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_loader_next: loader, inputs or targets is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_next: loader, inputs or targets is NULL");
     size_t row = (size_t)loader->desc.sequence;
     for (uint32_t i = 0; i < loader->desc.batch; i++) {
         uint64_t sample = loader->position + i * loader->ranks + loader->rank;
@@ -10443,11 +14409,12 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    float *words;    /* (ranks, WORD_COUNT), memory of the communicator: gathered in place */
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
     int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
-    bool *named; /* (ranks) warned about already */
+    bool *named;                 /* (ranks) warned about already */
+    struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
 /* A bit pattern instead of NAN: it survives -ffast-math. */
@@ -10459,32 +14426,126 @@ static double dtrain__nan(void)
     return value;
 }
 
+/* ---- a step without the host: what it needs ---------------------------------------------------
+ *
+ * A whole step is queued on the device before the host looks at any of its results. That is what
+ * a graph can record:
+ *
+ *     pinned            device                                                      pinned
+ *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
+ *
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed. */
+
+typedef struct dtrain__queue {
+    dtrain_device *device;
+    dtrain__feed *feeds;          /* (accumulation): one a micro-batch */
+    dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
+    dtrain_step_scalars *now;     /* page-locked: what scalars will be */
+    float *results;               /* page-locked (accumulation + 1): losses, norm */
+    dtrain_graph *graph;          /* NULL: not recorded yet */
+    int64_t steps;                /* queued or replayed */
+} dtrain__queue;
+
+static float *dtrain__queue_norm(const dtrain__queue *queue)
+{
+    return (float *)(void *)(queue->scalars + 1);
+}
+
+static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
+{
+    return ((size_t)trainer->desc.accumulation + 1) * sizeof(float);
+}
+
+static void dtrain__queue_destroy(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    if (!queue) return;
+    const dtrain_device_ops *ops = queue->device->ops;
+    ops->synchronize(queue->device);
+    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < trainer->desc.accumulation; m++)
+        for (size_t i = 0; i < queue->feeds[m].count; i++)
+            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
+                           queue->feeds[m].items[i].bytes);
+    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
+    if (queue->results)
+        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
+    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.accumulation,
+                 sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
+    trainer->queue = NULL;
+}
+
+static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
+{
+    const char *missing = NULL;
+    dtrain_comm_info comm;
+    dtrain_comm_query(trainer->comm, &comm);
+    if (dtrain_world_device(trainer->world)->ops->host_memory)
+        missing = "a device that can record (the CPU's cannot)";
+    else if (!trainer->desc.next_batch) missing = "next_batch";
+    else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (!trainer->desc.strategy->ops->whole_shards) missing = "a strategy of whole parameters";
+    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
+        missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
+    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
+        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
+}
+
+static dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
+{
+    void *memory;
+    DTRAIN__TRY(dtrain__queue_check(trainer));
+    dtrain__queue *queue = trainer->queue =
+        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
+    if (!queue) return DTRAIN_ERROR_MEMORY;
+    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
+    queue->feeds =
+        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.accumulation,
+                                      sizeof *queue->feeds, "the inputs of a queued step");
+    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
+    queue->scalars = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
+    queue->now = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
+    queue->results = (float *)memory;
+    return DTRAIN_OK;
+}
+
 /* ---- creation ---- */
 
 static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
 {
     size_t ranks = (size_t)trainer->ranks;
-    void *words = NULL;
     DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
-    DTRAIN__TRY(dtrain_comm_alloc(trainer->comm, ranks * DTRAIN__WORDS_BYTES, &words));
-    trainer->words = (float *)words;
+    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
+                                            "a trainer's words");
     trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
                                                "a trainer's times");
     trainer->named =
         (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
-    return trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
     if (!world || !desc || !out)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_trainer_create: world, desc or out is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
     if (!desc->strategy || !desc->loss)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                            desc->strategy ? "loss" : "strategy");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (desc->tape_flags & ~DTRAIN_TAPE_BF16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: tape_flags is %#x, expected 0 or "
+                           "DTRAIN_TAPE_BF16",
+                           desc->tape_flags);
     dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
     dtrain_trainer *trainer =
         (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
@@ -10498,6 +14559,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
     dtrain_result result = dtrain__trainer_alloc(trainer);
+    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result != DTRAIN_OK) {
         dtrain_trainer_destroy(trainer);
         return result;
@@ -10511,9 +14573,9 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     if (!trainer) return;
     dtrain_allocator allocator = trainer->allocator;
     size_t ranks = (size_t)trainer->ranks;
+    dtrain__queue_destroy(trainer);
     dtrain_tape_destroy(trainer->tape);
-    if (trainer->words)
-        dtrain_comm_free(trainer->comm, trainer->words, ranks * DTRAIN__WORDS_BYTES);
+    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
@@ -10526,8 +14588,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* ---- what ranks tell each other ---- */
 
-/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in place
- * in the communicator's own memory: no staging copy, and nothing is allocated per step. */
+/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
+ * place, and nothing is allocated per step. */
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
@@ -10552,14 +14614,18 @@ static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
 /* ---- one step ---- */
 
 /* Random numbers of dropout must differ between steps, micro-batches and ranks, and a run that is
- * repeated must repeat them. */
-static uint64_t dtrain__trainer_seed(const dtrain_trainer *trainer, uint32_t micro)
+ * repeated must repeat them. A pass uses the sum of both: the first changes from step to step, the
+ * second is the same in all. */
+static uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
     uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
-    uint64_t pass = (uint64_t)trainer->step * trainer->desc.accumulation + micro;
-    dtrain_philox(trainer->desc.seed, stream, pass, random);
+    dtrain_philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
+}
+static uint64_t dtrain__micro_seed(uint32_t micro)
+{
+    return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
 }
 
 /* One micro-batch; only the last one's backward communicates. The loss is read after backward: a
@@ -10572,7 +14638,8 @@ static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t mic
     float loss = 0;
     DTRAIN__TRY(dtrain_strategy_no_sync(desc->strategy, micro + 1 < desc->accumulation));
     if (desc->next_batch) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, 0, dtrain__trainer_seed(trainer, micro)));
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, desc->tape_flags,
+                                  dtrain__step_seed(trainer) + dtrain__micro_seed(micro)));
     dtrain_tensor *tensor = desc->loss(trainer->tape, desc->user);
     DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, 1.0f / (float)desc->accumulation));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
@@ -10597,6 +14664,117 @@ static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step
     return DTRAIN_OK;
 }
 
+/* ---- a step without the host: how it runs ---- */
+
+static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain__feed *feed = &queue->feeds[micro];
+    DTRAIN__TRY(dtrain_strategy_no_sync(desc->strategy, micro + 1 < desc->accumulation));
+    if (!feed->filled) DTRAIN__TRY(desc->next_batch(desc->user));
+    feed->next = 0;
+    trainer->tape->feed = feed;
+    trainer->tape->scalars = queue->scalars;
+    dtrain_result result =
+        dtrain_tape_begin(trainer->tape, desc->tape_flags, dtrain__micro_seed(micro));
+    dtrain_tensor *loss = NULL;
+    if (result == DTRAIN_OK) {
+        loss = desc->loss(trainer->tape, desc->user);
+        result = dtrain_tape_backward(trainer->tape, loss, 1.0f / (float)desc->accumulation);
+    }
+    trainer->tape->feed = NULL;
+    trainer->tape->scalars = NULL;
+    feed->filled = false;
+    DTRAIN__TRY(result);
+    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
+                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* The same calls in the same order whether the device runs or records them. */
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    dtrain_clip_args clip = {desc->strategy->sum_squares, desc->clip, queue->scalars,
+                             dtrain__queue_norm(queue)};
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
+        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
+    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
+    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    DTRAIN__TRY(device->ops->clip(device, &clip));
+    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
+    return device->ops->copy_async(device, queue->results + desc->accumulation, clip.norm,
+                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* From the second step on the inputs are known and can be fetched before anything is queued. False
+ * in *same: targets are ignored in another number of places, and the recorded loss would divide by
+ * the wrong count. */
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
+{
+    *same = true;
+    for (uint32_t micro = 0; micro < trainer->desc.accumulation; micro++) {
+        dtrain__feed *feed = &trainer->queue->feeds[micro];
+        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        for (size_t i = 0; i < feed->count; i++) {
+            const dtrain__feed_item *item = &feed->items[i];
+            memcpy(item->pinned, item->host, item->bytes);
+            if (item->dtype == DTRAIN_I32 &&
+                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
+                *same = false;
+        }
+        feed->filled = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
+ * recorded, and then it is run like those after it. */
+static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    bool same = true;
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
+    if (queue->graph && !same) {
+        device->ops->graph_destroy(device, queue->graph);
+        queue->graph = NULL;
+    }
+    if (queue->steps < 2) return dtrain__queue_all(trainer);
+    if (!queue->graph) {
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        const dtrain_result result = dtrain__queue_all(trainer);
+        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+        DTRAIN__TRY(result);
+        DTRAIN__TRY(ended);
+    }
+    return device->ops->graph_launch(device, queue->graph);
+}
+
+static dtrain_result dtrain__queue_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    const float lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
+    double loss_sum = 0;
+    *queue->now = dtrain__optimizer_scalars(desc->optimizer, lr, 1);
+    queue->now->seed = dtrain__step_seed(trainer);
+    DTRAIN__TRY(dtrain__queue_run(trainer));
+    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
+    queue->steps++;
+    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
+        loss_sum += (double)queue->results[micro];
+    record->loss = loss_sum / desc->accumulation;
+    record->grad_norm = (double)queue->results[desc->accumulation];
+    record->lr = (double)lr;
+    if (dtrain_is_finite(queue->results[desc->accumulation])) desc->optimizer->step_count++;
+    return DTRAIN_OK;
+}
+
 /* After the exchange: the same verdict on every rank. */
 static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm)
 {
@@ -10604,16 +14782,16 @@ static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float 
     for (int r = 0; r < trainer->ranks; r++) {
         float loss = dtrain__trainer_word(trainer, r, DTRAIN__WORD_LOSS);
         if (!dtrain_is_finite(loss))
-            return dtrain__fail(DTRAIN_ERROR_NUMERIC,
-                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                                (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
-                                (double)loss, advice);
+            return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                               "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
+                               (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
+                               (double)loss, advice);
     }
     if (!dtrain_is_finite(norm))
-        return dtrain__fail(DTRAIN_ERROR_NUMERIC,
-                            "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
-                            "every loss is finite: %s",
-                            (long long)trainer->step, (double)norm, advice);
+        return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                           "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
+                           "every loss is finite: %s",
+                           (long long)trainer->step, (double)norm, advice);
     return DTRAIN_OK;
 }
 
@@ -10683,15 +14861,16 @@ static void dtrain__trainer_record(dtrain_trainer *trainer, dtrain_step_record *
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
-        return dtrain__fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
     dtrain_comm_info before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
     dtrain_comm_query(trainer->comm, &before);
     double start = dtrain_seconds();
-    DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
+    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
+    else DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
     dtrain_comm_query(trainer->comm, &after);
 
@@ -10719,15 +14898,16 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss)
 {
     if (!trainer || !loss || batches <= 0)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
-                            "is less than 1",
-                            (long long)batches);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
+                           "is less than 1",
+                           (long long)batches);
     double sum = 0;
     for (int64_t i = 0; i < batches; i++) {
         float one = 0;
         if (next_batch) DTRAIN__TRY(next_batch(user));
-        DTRAIN__TRY(dtrain_tape_begin(trainer->tape, DTRAIN_TAPE_NO_GRAD, 0));
+        DTRAIN__TRY(
+            dtrain_tape_begin(trainer->tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
         dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
         DTRAIN__TRY(dtrain_tape_error(trainer->tape));
         DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &one));
@@ -10750,7 +14930,7 @@ static dtrain_result dtrain__trainer_plan_tape(dtrain_trainer *trainer, dtrain_d
 {
     dtrain_tape *tape;
     DTRAIN__TRY(dtrain_tape_create(trainer->world, NULL, device, &tape));
-    dtrain_result result = dtrain_tape_begin(tape, 0, 0);
+    dtrain_result result = dtrain_tape_begin(tape, trainer->desc.tape_flags, 0);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, trainer->desc.loss(tape, trainer->desc.user), 1);
     dtrain_tape_query(tape, info);
@@ -10765,12 +14945,12 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
     dtrain_tape_info tape;
     dtrain_strategy_info strategy;
     if (!trainer || !memory)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_trainer_plan_memory: trainer or memory is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan_memory: trainer or memory is NULL");
     if (!trainer->desc.next_batch)
-        return dtrain__fail(DTRAIN_ERROR_UNSUPPORTED,
-                            "dtrain_trainer_plan_memory: the loss fetches its own batches and "
-                            "cannot be run without spending one: give the trainer a next_batch");
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_plan_memory: the loss fetches its own batches and "
+                           "cannot be run without spending one: give the trainer a next_batch");
     memset(&desc, 0, sizeof desc);
     memset(&tape, 0, sizeof tape);
     memset(memory, 0, sizeof *memory);
@@ -10786,7 +14966,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
         memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
     memory->activations = tape.activation_bytes;
     memory->activation_grads = tape.gradient_bytes;
-    memory->workspace = trainer->world->base_bytes;
+    if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
     memory->total = memory->params + memory->grads + memory->optimizer + memory->activations +
                     memory->activation_grads + memory->workspace;
     return DTRAIN_OK;
@@ -11078,9 +15258,9 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     memcpy(metrics->path, path, metrics->path_bytes);
     metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
     if (metrics->file < 0)
-        return dtrain__fail(DTRAIN_ERROR_FILE,
-                            "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
-                            strerror(errno));
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
+                           strerror(errno));
     return DTRAIN_OK;
 }
 
@@ -11095,8 +15275,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
                                                dtrain_metrics **out)
 {
     if (!world || !desc || !out)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_metrics_create: world, desc or out is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
     dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
     dtrain_metrics *metrics =
@@ -11152,8 +15332,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record)
 {
     if (!metrics || !record)
-        return dtrain__fail(DTRAIN_ERROR_ARGUMENT,
-                            "dtrain_metrics_step: metrics or record is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
     dtrain__metrics_count(metrics, record);
     if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
     if (!metrics->desc.progress) return DTRAIN_OK;
@@ -11212,12 +15391,12 @@ DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics)
         /* Network file systems report a failed write here. */
         bool closed = close(metrics->file) == 0 || errno == EINTR;
         if (metrics->lost_lines || !closed)
-            result = dtrain__fail(DTRAIN_ERROR_FILE,
-                                  "dtrain_metrics_destroy: %llu of %llu lines of the log file %s "
-                                  "could not be written%s",
-                                  (unsigned long long)metrics->lost_lines,
-                                  (unsigned long long)metrics->lines, metrics->path,
-                                  closed ? "" : ", and closing it failed");
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "dtrain_metrics_destroy: %llu of %llu lines of the log file %s "
+                                 "could not be written%s",
+                                 (unsigned long long)metrics->lost_lines,
+                                 (unsigned long long)metrics->lines, metrics->path,
+                                 closed ? "" : ", and closing it failed");
     }
     dtrain__metrics_free(metrics);
     return result;

@@ -1,10 +1,13 @@
-"""One GPT-2 training step after another in PyTorch on the CPU, for bench_train.
+"""One GPT-2 training step after another in PyTorch, for bench_train.
 
-python3 bench/torch_peer.py THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS
+python3 bench/torch_peer.py THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS [cpu|cuda [PRECISION]]
 
 The model of examples/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
-Prints the medians over the steps after the first two.
+On a GPU it is compiled (torch.compile), with autocast for bf16 and TF32 products for tf32; attention
+is scaled_dot_product_attention with the backend PyTorch chooses. Prints the medians over the steps
+after the first two; those compile.
 """
+import contextlib
 import statistics
 import sys
 import time
@@ -14,7 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 threads, batch, seq, layers, heads, channels, vocab, steps = (int(a) for a in sys.argv[1:9])
-torch.set_num_threads(threads)
+device = sys.argv[9] if len(sys.argv) > 9 else "cpu"
+precision = sys.argv[10] if len(sys.argv) > 10 else "fp32"
+on_gpu = device == "cuda"
+if precision not in (("fp32", "tf32", "bf16") if on_gpu else ("fp32",)):
+    sys.exit(f"torch_peer.py: no {precision} on {device}")
+if not on_gpu:
+    torch.set_num_threads(threads)
+torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 torch.manual_seed(1)
 
 
@@ -48,22 +58,36 @@ class Model(nn.Module):
         return F.cross_entropy((x @ self.tokens.weight.t()).view(-1, vocab), targets.view(-1))
 
 
-model = Model()
+def autocast():
+    if precision == "bf16":
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def now():
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+model = Model().to(device)
 try:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 except (TypeError, RuntimeError):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-stream = torch.randint(0, vocab, (batch, seq + 1))
+run = torch.compile(model) if on_gpu else model
+stream = torch.randint(0, vocab, (batch, seq + 1), device=device)
 inputs, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 times = []
 for _ in range(steps):
-    start = time.perf_counter()
-    loss = model(inputs, targets)
+    start = now()
+    with autocast():
+        loss = run(inputs, targets)
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    times.append(time.perf_counter() - start)
+    times.append(now() - start)
 middle = statistics.median(times[2:])
 print(f"torch {torch.__version__} loss {loss.item():.4f}")
 print(f"step_ms {1e3 * middle:.3f}")

@@ -1,7 +1,8 @@
 /* hello_ddp.c: adds data parallelism to a program that has its own arrays and its own backward.
  *
  *   build:   cc -O2 -I. examples/hello_ddp.c -o build/hello_ddp -lm -lpthread
- *   run:     build/hello_ddp [ranks, 2 by default]
+ *   run:     build/hello_ddp [ranks, 2 by default] [--device cuda]
+ *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/hello_ddp.c dtrain_cuda.cu -lcublasLt -o hello_ddp
  *   expect:  the loss falls to 0.0002, the noise of the data; every rank ends with the same weights
  *
  * What dtrain does here: starts the ranks, gives all of them rank 0's initial weights, and averages
@@ -90,7 +91,11 @@ static int train(dtrain_world *world, void *user)
 
 int main(int argc, char **argv)
 {
-    dtrain_launch_desc desc = {.rank_count = argc > 1 ? (uint32_t)atoi(argv[1]) : 2};
+    const char *device = "cpu"; /* the arrays may lie in host memory with either */
+    if (argc > 2 && strcmp(argv[argc - 2], "--device") == 0) device = argv[argc - 1], argc -= 2;
+    dtrain_launch_desc desc = {.default_rank_count = 2}; /* a launcher's number comes first */
+    if (argc > 1) desc.rank_count = (uint32_t)atoi(argv[1]);
+    CHECK(dtrain_device_ops_by_name(device, &desc.device_ops));
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "hello_ddp: %s\n", dtrain_last_error());
     return 1;

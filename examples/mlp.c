@@ -1,7 +1,8 @@
 /* mlp.c: a multi-layer perceptron on the tape: forward only, the rest follows.
  *
  *   build:   cc -O2 -I. examples/mlp.c -o build/mlp -lm -lpthread
- *   run:     build/mlp [ranks, 2 by default] [FILE in CIFAR-10's binary format]
+ *   run:     build/mlp [ranks, 2 by default] [FILE in CIFAR-10's binary format] [--device cuda]
+ *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/mlp.c dtrain_cuda.cu -lcublasLt -o mlp
  *   expect:  without a file, two spirals are told apart: accuracy rises from 50 % to over 98 %
  *
  * CIFAR-10 records are 1 label byte and 3072 pixel bytes; the last tenth of the file is held out.
@@ -234,7 +235,11 @@ static int train(dtrain_world *world, void *user)
 int main(int argc, char **argv)
 {
     data d;
-    dtrain_launch_desc desc = {.rank_count = argc > 1 ? (uint32_t)atoi(argv[1]) : 2};
+    const char *device = "cpu";
+    if (argc > 2 && strcmp(argv[argc - 2], "--device") == 0) device = argv[argc - 1], argc -= 2;
+    dtrain_launch_desc desc = {.default_rank_count = 2}; /* a launcher's number comes first */
+    if (argc > 1) desc.rank_count = (uint32_t)atoi(argv[1]);
+    CHECK(dtrain_device_ops_by_name(device, &desc.device_ops));
     memset(&d, 0, sizeof d);
     int failed = argc > 2 ? read_cifar(&d, argv[2]) : make_spirals(&d);
     if (!failed && dtrain_launch(&desc, train, &d, NULL) != DTRAIN_OK)

@@ -4,6 +4,9 @@
  *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --data tokens.bin --ranks 1 --threads 2
+ *   GPUs:    nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
+ *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
+ *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin --seq 1024
  *
  * What to expect: a progress line, the validation loss now and then, a sample of what the model has
  * learned to write, and a table with loss, speed, communication and memory. --help lists all flags.
@@ -13,24 +16,29 @@
  * rank starts. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#ifdef DTRAIN_USE_NCCL
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+#endif
 
 #include <ctype.h>
 
 /* ---- flags: one table makes the parser and --help ------------------------------------------- */
 
 static struct {
-    const char *model, *data, *log, *schedule, *lr_scaling;
+    const char *model, *data, *log, *schedule, *lr_scaling, *device, *precision;
     long ranks, threads, timeout;
     long layers, heads, channels, seq, positions, vocab;
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
     double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature;
-    long deterministic, no_overlap, thread_ranks;
+    long deterministic, no_overlap, thread_ranks, graph, tune;
 } flags = {
     .model = "tiny",
     .data = "dtrain.h",
     .schedule = "cosine",
     .lr_scaling = "none",
-    .ranks = 2,
+    .device = "cpu",
+    .precision = "fp32",
     .timeout = 600,
     .accum = 1,
     .steps = 1500,
@@ -60,7 +68,14 @@ static const struct flag {
     {"--model", 's', &flags.model, 0, 0,
      "tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl; flags below override its sizes"},
     {"--data", 's', &flags.data, 0, 0, "any file (bytes), or a llm.c token .bin"},
-    {"--ranks", 'i', &flags.ranks, 1, DTRAIN_MAX_RANKS, "data-parallel processes"},
+    {"--ranks", 'i', &flags.ranks, 1, DTRAIN_MAX_RANKS,
+     "data-parallel processes; default the launcher's number, or 2 on the cpu and 1 with a GPU"},
+    {"--device", 's', &flags.device, 0, 0, "cpu or cuda; rank r takes GPU r modulo their number"},
+    {"--precision", 's', &flags.precision, 0, 0,
+     "of matrix products and attention: fp32, tf32 (GPU) or bf16; all else is fp32"},
+    {"--graph", 'b', &flags.graph, 0, 0, "GPU: record the step once and replay it"},
+    {"--tune", 'b', &flags.tune, 0, 0,
+     "GPU: time matrix products at first use; the bits may then differ from run to run"},
     {"--threads", 'i', &flags.threads, 0, 1024, "compute threads of a rank; 0 = cores / ranks"},
     {"--layers", 'i', &flags.layers, 1, 1e6, "transformer blocks"},
     {"--heads", 'i', &flags.heads, 1, 1e6, "attention heads; divides --channels"},
@@ -124,7 +139,7 @@ static const struct preset {
 
 static void print_help(void)
 {
-    printf("train_gpt: trains a GPT on text, data-parallel over CPU ranks (dtrain %s)\n\n",
+    printf("train_gpt: trains a GPT on text, data-parallel over CPU ranks or GPUs (dtrain %s)\n\n",
            dtrain_version());
     for (int i = 0; i < FLAG_COUNT; i++) {
         const struct flag *f = &flag_table[i];
@@ -205,6 +220,7 @@ static int choice(const char *text, const char *const *words)
 }
 static const char *const schedule_names[] = {"constant", "linear", "cosine", NULL};
 static const char *const scaling_names[] = {"none", "linear", "sqrt", NULL};
+static const char *const precision_names[] = {"fp32", "tf32", "bf16", NULL};
 
 /* ---- the model ------------------------------------------------------------------------------ */
 
@@ -285,18 +301,28 @@ static void gpt_free(gpt *m)
     free(m->blocks);
 }
 
-static dtrain_tensor *block(dtrain_tape *t, const block_params *p, dtrain_tensor *x)
+/* x += h, what the layer before has left to add (nothing at first), and its normalisation: one pass
+ * over memory for both. */
+static dtrain_tensor *norm(dtrain_tape *t, dtrain_tensor **x, dtrain_tensor *h,
+                           dtrain_param *weight, dtrain_param *bias)
+{
+    if (!h) return dtrain_layernorm(t, *x, weight, bias);
+    return dtrain_add_layernorm(t, *x, h, weight, bias, x);
+}
+
+/* x (B*T, C) is the residual stream. Returns what is still to be added to it. */
+static dtrain_tensor *block(dtrain_tape *t, const block_params *p, dtrain_tensor **x,
+                            dtrain_tensor *h)
 {
     float drop = (float)flags.dropout;
-    dtrain_tensor *h = dtrain_layernorm(t, x, p->ln1_weight, p->ln1_bias); /* (B*T, C) */
-    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE);  /* (B*T, 3C) */
-    h = dtrain_attention(t, h, flags.seq, flags.heads, DTRAIN_CAUSAL);     /* (B*T, C) */
+    h = norm(t, x, h, p->ln1_weight, p->ln1_bias);                        /* (B*T, C) */
+    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE); /* (B*T, 3C) */
+    h = dtrain_attention(t, h, flags.seq, flags.heads, DTRAIN_CAUSAL);    /* (B*T, C) */
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACT_NONE);
-    x = dtrain_add(t, x, dtrain_dropout(t, h, drop));
-    h = dtrain_layernorm(t, x, p->ln2_weight, p->ln2_bias);
+    h = norm(t, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
     h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACT_GELU);         /* (B*T, 4C) */
     h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias, DTRAIN_ACT_NONE); /* (B*T, C) */
-    return dtrain_add(t, x, dtrain_dropout(t, h, drop));
+    return dtrain_dropout(t, h, drop);
 }
 
 /* tokens (batch, seq) -> logits (batch*seq, vocab); the classifier is the token embedding, tied. */
@@ -304,16 +330,16 @@ static dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *t
                                   int64_t batch)
 {
     int64_t shape[2] = {batch, flags.seq};
-    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_I32, 2, shape, tokens, false), *x;
+    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_I32, 2, shape, tokens, false), *x, *h = NULL;
     dtrain_tape_unit(t, 0);
     x = dtrain_dropout(t, dtrain_embedding(t, input, m->wte, m->wpe), (float)flags.dropout);
     for (long l = 0; l < flags.layers; l++) {
         dtrain_tape_unit(t, (uint32_t)l + 1);
-        x = block(t, &m->blocks[l], x);
+        h = block(t, &m->blocks[l], &x, h);
     }
     dtrain_tape_unit(t, (uint32_t)flags.layers + 1);
-    x = dtrain_layernorm(t, x, m->lnf_weight, m->lnf_bias);
-    return dtrain_linear(t, x, m->wte, NULL, DTRAIN_ACT_NONE);
+    h = norm(t, &x, h, m->lnf_weight, m->lnf_bias);
+    return dtrain_linear(t, h, m->wte, NULL, DTRAIN_ACT_NONE);
 }
 
 /* ---- data ----------------------------------------------------------------------------------- */
@@ -369,6 +395,25 @@ static dtrain_loader_desc loader_desc(dtrain_dataset *dataset, bool held_out)
 
 static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
+static void show_device(dtrain_world *world)
+{
+    dtrain_device *device = dtrain_world_device(world);
+    dtrain_device_info gpu;
+    dtrain_comm_info comm;
+    int ranks = dtrain_world_size(world);
+    uint32_t threads = dtrain_world_threads(world);
+    printf("dtrain %s    %d rank%s ", dtrain_version(), ranks, ranks == 1 ? "" : "s");
+    if (device->ops->host_memory) {
+        printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",
+               dtrain_cpu_kernel_name());
+        return;
+    }
+    dtrain_comm_query(dtrain_world_comm(world), &comm);
+    if (device->ops->query(device, &gpu) == DTRAIN_OK)
+        printf("on %u %s, %s%s, collectives: %s\n", gpu.count, gpu.name, flags.precision,
+               flags.graph ? ", graph" : "", comm.backend);
+}
+
 static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_dataset *data,
                        const dtrain_memory *m)
 {
@@ -376,10 +421,7 @@ static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_da
     long step_tokens = flags.batch * flags.seq * flags.accum * dtrain_world_size(world);
     int64_t tokens = dtrain_dataset_token_count(data);
     dtrain_strategy_query(strategy, &info);
-    printf("dtrain %s    %d rank%s x %u thread%s on the cpu (%s kernels)\n", dtrain_version(),
-           dtrain_world_size(world), dtrain_world_size(world) == 1 ? "" : "s",
-           dtrain_world_threads(world), dtrain_world_threads(world) == 1 ? "" : "s",
-           dtrain_cpu_kernel_name());
+    show_device(world);
     printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
            "%.2f M parameters\n",
            flags.model, flags.layers, flags.heads, flags.channels, flags.seq, flags.vocab,
@@ -399,8 +441,9 @@ static void show_start(dtrain_world *world, dtrain_strategy *strategy, dtrain_da
 
 static void show_end(dtrain_world *world, const dtrain_summary *s, const dtrain_memory *m)
 {
-    uint64_t now;
-    dtrain_process_memory(&now, NULL);
+    const dtrain_device *device = dtrain_world_device(world);
+    uint64_t now = device->peak_bytes;
+    if (device->ops->host_memory) dtrain_process_memory(&now, NULL);
     printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M tokens\n",
            s->last_loss, s->first_loss, (long long)s->steps, 1e-6 * (double)s->tokens);
     if (isfinite(s->val_loss))
@@ -413,6 +456,11 @@ static void show_end(dtrain_world *world, const dtrain_summary *s, const dtrain_
            100 * s->scaling, dtrain_world_size(world));
     printf("  memory               %10.1f MiB in rank 0, %.1f predicted\n", mib(now),
            mib(m->total));
+}
+
+static uint32_t tape_flags(void)
+{
+    return strcmp(flags.precision, "bf16") == 0 ? DTRAIN_TAPE_BF16 : 0;
 }
 
 /* Draws from softmax(logits / temperature). */
@@ -438,7 +486,7 @@ static dtrain_result show_sample(dtrain_tape *t, const gpt *m)
     if (window) window[0] = '\n';
     printf("\na sample, temperature %g:\n  ", flags.temperature);
     for (long i = 0; i < flags.sample && result == DTRAIN_OK; i++) {
-        result = dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0);
+        result = dtrain_tape_begin(t, tape_flags() | DTRAIN_TAPE_NO_GRAD, 0);
         if (result == DTRAIN_OK)
             result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
         if (result != DTRAIN_OK) break;
@@ -512,6 +560,8 @@ static dtrain_result open_job(dtrain_world *world, job *j)
     trainer.accumulation = (uint32_t)flags.accum;
     trainer.tokens = (uint32_t)(flags.batch * flags.seq);
     trainer.clip = (float)flags.clip;
+    trainer.tape_flags = tape_flags();
+    trainer.graph = flags.graph != 0;
     trainer.seed = (uint64_t)flags.seed;
     trainer.schedule.kind = (uint32_t)choice(flags.schedule, schedule_names);
     trainer.schedule.lr =
@@ -623,20 +673,30 @@ static int check_sizes(void)
     double params = (double)flags.vocab * (double)flags.channels +
                     (double)flags.positions * (double)flags.channels +
                     12.0 * (double)flags.layers * (double)flags.channels * (double)flags.channels;
-    double need = 16 * params * (double)flags.ranks; /* value, gradient, m, v */
+    const bool cpu = strcmp(flags.device, "cpu") == 0;
+    const double ranks = flags.ranks ? (double)flags.ranks : 1; /* a launcher may spread them */
+    double need = cpu ? 16 * params * ranks : 0;                /* value, gradient, m, v */
     double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     if (flags.channels % flags.heads)
         return BAD("--heads is %ld; it must divide --channels %ld", flags.heads, flags.channels);
     if (need > have)
-        return BAD("%ld ranks with %.3g parameters each need at least %.1f GiB; this machine has "
+        return BAD("%g ranks with %.3g parameters each need at least %.1f GiB; this machine has "
                    "%.1f GiB: use fewer --ranks "
                    "or a smaller model",
-                   flags.ranks, params, need / 1073741824.0, have / 1073741824.0);
+                   ranks, params, need / 1073741824.0, have / 1073741824.0);
     if (choice(flags.schedule, schedule_names) < 0)
         return BAD("--schedule is \"%s\"; it takes cosine, linear or constant", flags.schedule);
     if (choice(flags.lr_scaling, scaling_names) < 0)
         return BAD("--lr-scaling is \"%s\"; it takes none, linear or sqrt", flags.lr_scaling);
-    if (flags.deterministic && strcmp(dtrain_cpu_kernel_name(), "cblas") == 0)
+    if (choice(flags.precision, precision_names) < 0)
+        return BAD("--precision is \"%s\"; it takes fp32, tf32 or bf16", flags.precision);
+    if (cpu && strcmp(flags.precision, "tf32") == 0)
+        return BAD("--precision tf32 needs a GPU (--device cuda): the cpu has no such arithmetic");
+    if (cpu && (flags.graph || flags.tune))
+        return BAD("%s needs a GPU (--device cuda)", flags.graph ? "--graph" : "--tune");
+    if (flags.deterministic && flags.tune)
+        return BAD("--deterministic and --tune: timings choose the bits; use one of them");
+    if (flags.deterministic && cpu && strcmp(dtrain_cpu_kernel_name(), "cblas") == 0)
         return BAD("--deterministic: this build calls an external BLAS, whose bits may change from "
                    "run to run");
     return 0;
@@ -669,7 +729,15 @@ int main(int argc, char **argv)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (parse_flags(argc, argv) || apply_preset() || check_data() || check_sizes()) return 2;
     memset(&launch, 0, sizeof launch);
+    if (dtrain_device_ops_by_name(flags.device, &launch.device_ops) != DTRAIN_OK)
+        return BAD("--device: %s", dtrain_last_error());
+#ifdef DTRAIN_USE_NCCL
+    if (!launch.device_ops->host_memory) launch.comm_ops = dtrain_nccl_comm_ops();
+#endif
+    launch.tune = flags.tune != 0;
+    launch.math = strcmp(flags.precision, "tf32") == 0 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
     launch.rank_count = (uint32_t)flags.ranks;
+    launch.default_rank_count = launch.device_ops->host_memory ? 2 : 1;
     launch.threads_per_rank = (uint32_t)flags.threads;
     launch.timeout_ms = (uint32_t)flags.timeout * 1000;
     launch.mode = flags.thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;

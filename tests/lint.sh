@@ -13,7 +13,8 @@ for tag in $(echo "$tagged" | sed 's/[^0-9]//g' | awk '$1 < 20'); do
 done
 for m in M1 M2 M3 M4 M5 M6; do grep -q "^   \[$m\]" dtrain.h || complain "manual part [$m] is missing"; done
 
-for file in dtrain.h examples/*.c tests/*.[ch] bench/*.c; do
+SOURCES="dtrain.h dtrain_nccl.h dtrain_cuda.cu examples/*.c tests/*.[ch] tests/*.cpp tests/cuda_emulation/* tests/nccl_mock/* bench/*.c"
+for file in $SOURCES; do
     wide=$(awk 'length > 120 { print FILENAME ":" FNR; exit }' "$file")
     [ -z "$wide" ] || complain "$wide is wider than 120 columns"
     grep -n -E '\b(TODO|FIXME|XXX)\b' "$file" && complain "$file sounds unfinished"
@@ -24,10 +25,15 @@ awk 'length > 100 { n++; if (n < 4) print FILENAME ":" FNR } END { exit n > 0 }'
 # A function above 80 lines is a question to its author.
 awk '/^[a-zA-Z].*\)$/ || /^[a-zA-Z].*[a-zA-Z0-9_*]\($/ { name = $0 } /^\{/ { start = FNR }
      /^\}/ && start { if (FNR - start > 80) { print FILENAME ":" start ": " FNR - start " lines: " name; bad = 1 } start = 0 }
-     END { exit bad }' dtrain.h || complain "dtrain.h has functions above 80 lines"
+     END { exit bad }' dtrain.h dtrain_nccl.h dtrain_cuda.cu || complain "there are functions above 80 lines"
+
+# [Cnn] of the CUDA file: the list on top and the sections agree.
+listed=$(sed -n '/\[C01\] language/,/^$/p' dtrain_cuda.cu | grep -o '\[C[0-9][0-9]\]')
+tagged=$(grep -o '^ \* \[C[0-9][0-9]\]' dtrain_cuda.cu | grep -o '\[C[0-9][0-9]\]')
+[ "$(echo $listed)" = "$(echo $tagged)" ] || complain "dtrain_cuda.cu lists $(echo $listed) and has $(echo $tagged)"
 
 if command -v clang-format >/dev/null 2>&1; then
-    clang-format --dry-run --Werror dtrain.h examples/*.c tests/*.[ch] bench/*.c >/tmp/dtrain_lint.$$ 2>&1 || {
+    clang-format --dry-run --Werror $SOURCES >/tmp/dtrain_lint.$$ 2>&1 || {
         head -n 10 /tmp/dtrain_lint.$$; complain "clang-format (version 14) would change files"; }
     rm -f /tmp/dtrain_lint.$$
 else echo "lint: clang-format is not installed, formatting not checked"; fi

@@ -49,6 +49,26 @@ static dtrain_result naive_zero(dtrain_device *device, void *memory, size_t byte
     return DTRAIN_OK;
 }
 
+/* Element i of an array of activations, in any of their types (0 = F32). */
+static double naive_get(const void *x, dtrain_dtype dtype, int64_t i)
+{
+    float wide;
+    uint16_t bits = 0;
+    if (dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) {
+        memcpy(&bits, (const char *)x + i * 2, 2);
+        return (double)(dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits));
+    }
+    memcpy(&wide, (const char *)x + i * 4, 4);
+    return (double)wide;
+}
+static void naive_put(void *x, dtrain_dtype dtype, int64_t i, double value)
+{
+    float wide = (float)value;
+    uint16_t bits = dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(wide) : dtrain_f32_to_f16(wide);
+    if (dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) memcpy((char *)x + i * 2, &bits, 2);
+    else memcpy((char *)x + i * 4, &wide, 4);
+}
+
 static double naive_gelu(double x)
 {
     return 0.5 * x * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
@@ -63,27 +83,46 @@ static double naive_activation(uint32_t activation, double x)
     return activation == DTRAIN_ACT_RELU ? (x > 0 ? x : 0) : activation ? naive_gelu(x) : x;
 }
 
+static double naive_slope(uint32_t activation, double x)
+{
+    return activation == DTRAIN_ACT_RELU ? (x > 0) : activation ? naive_gelu_slope(x) : 1;
+}
+
+/* Element (i,k) of op(A), and (k,j) of op(B). */
+static double naive_a(const dtrain_gemm_args *g, int64_t i, int64_t k)
+{
+    return naive_get(g->a, g->a_dtype,
+                     g->flags & DTRAIN_GEMM_TRANS_A ? k * g->lda + i : i * g->lda + k);
+}
+static double naive_b(const dtrain_gemm_args *g, int64_t k, int64_t j)
+{
+    return naive_get(g->b, g->b_dtype,
+                     g->flags & DTRAIN_GEMM_TRANS_B ? j * g->ldb + k : k * g->ldb + j);
+}
+
 static dtrain_result naive_gemm(dtrain_device *device, const dtrain_gemm_args *g)
 {
-    const float *a = (const float *)g->a, *b = (const float *)g->b;
-    float *c = (float *)g->c;
+    const bool backward = (g->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    const bool of_c = g->bias_grad && (g->flags & DTRAIN_GEMM_BIAS_GRAD_C);
     (void)device;
-    if (g->a_dtype != DTRAIN_F32 || g->b_dtype != DTRAIN_F32 || g->c_dtype != DTRAIN_F32)
-        return DTRAIN_ERROR_UNSUPPORTED;
+    for (int64_t i = 0; g->bias_grad && !g->accumulate_bias_grad && i < (of_c ? g->n : g->m); i++)
+        g->bias_grad[i] = 0;
     for (int64_t i = 0; i < g->m; i++)
         for (int64_t j = 0; j < g->n; j++) {
+            const int64_t at = i * g->ldc + j;
             double sum = 0;
-            for (int64_t k = 0; k < g->k; k++)
-                sum += (double)(g->flags & DTRAIN_GEMM_TRANS_A ? a[k * g->lda + i]
-                                                               : a[i * g->lda + k]) *
-                       (double)(g->flags & DTRAIN_GEMM_TRANS_B ? b[j * g->ldb + k]
-                                                               : b[k * g->ldb + j]);
+            for (int64_t k = 0; k < g->k; k++) sum += naive_a(g, i, k) * naive_b(g, k, j);
             sum *= (double)g->alpha;
-            if (g->beta != 0) sum += (double)g->beta * (double)c[i * g->ldc + j];
+            if (g->beta != 0) sum += (double)g->beta * naive_get(g->c, g->c_dtype, at);
             if (g->bias) sum += (double)g->bias[j];
-            if (g->aux) g->aux[i * g->ldc + j] = (float)sum;
-            c[i * g->ldc + j] = (float)naive_activation(g->activation, sum);
+            if (backward) sum *= naive_slope(g->activation, naive_get(g->aux, g->c_dtype, at));
+            else if (g->aux) naive_put(g->aux, g->c_dtype, at, sum);
+            if (!backward) sum = naive_activation(g->activation, sum);
+            naive_put(g->c, g->c_dtype, at, sum);
+            if (of_c) g->bias_grad[j] += (float)sum;
         }
+    for (int64_t i = 0; g->bias_grad && !of_c && i < g->m; i++)
+        for (int64_t k = 0; k < g->k; k++) g->bias_grad[i] += (float)naive_a(g, i, k);
     return DTRAIN_OK;
 }
 
@@ -95,10 +134,9 @@ static dtrain_result naive_activation_backward(dtrain_device *device,
         double sum = 0;
         for (int64_t i = 0; i < a->rows; i++) {
             int64_t at = i * a->n + j;
-            double d = (double)a->d_out[at];
-            if (a->activation == DTRAIN_ACT_RELU) d = a->x[at] > 0 ? d : 0;
-            if (a->activation == DTRAIN_ACT_GELU) d *= naive_gelu_slope((double)a->x[at]);
-            if (a->activation || a->d_in != a->d_out) a->d_in[at] = (float)d;
+            double d = naive_get(a->d_out, a->dtype, at);
+            if (a->activation) d *= naive_slope(a->activation, naive_get(a->x, a->dtype, at));
+            if (a->activation || a->d_in != a->d_out) naive_put(a->d_in, a->dtype, at, d);
             sum += d;
         }
         if (a->d_bias) a->d_bias[j] = (float)(sum + (a->accumulate ? (double)a->d_bias[j] : 0));
@@ -108,20 +146,26 @@ static dtrain_result naive_activation_backward(dtrain_device *device,
 
 static dtrain_result naive_layernorm(dtrain_device *device, const dtrain_layernorm_args *a)
 {
+    double *x = (double *)malloc((size_t)(a->n + 1) * sizeof *x);
     (void)device;
     for (int64_t i = 0; i < a->rows; i++) {
-        const float *x = a->x + i * a->n;
         double mean = 0, variance = 0;
-        for (int64_t j = 0; j < a->n; j++) mean += (double)x[j] / (double)a->n;
-        for (int64_t j = 0; j < a->n; j++)
-            variance += ((double)x[j] - mean) * ((double)x[j] - mean) / (double)a->n;
+        for (int64_t j = 0; j < a->n; j++) {
+            x[j] = naive_get(a->x, a->x_dtype, i * a->n + j);
+            if (a->residual) x[j] += naive_get(a->residual, a->y_dtype, i * a->n + j);
+            if (a->residual) naive_put(a->sum, a->x_dtype, i * a->n + j, x[j]);
+        }
+        for (int64_t j = 0; j < a->n; j++) mean += x[j] / (double)a->n;
+        for (int64_t j = 0; j < a->n; j++) variance += (x[j] - mean) * (x[j] - mean) / (double)a->n;
         double rstd = 1 / sqrt(variance + (double)a->epsilon);
         for (int64_t j = 0; j < a->n; j++)
-            a->y[i * a->n + j] = (float)(((double)x[j] - mean) * rstd * (double)a->weight[j] +
-                                         (a->bias ? (double)a->bias[j] : 0));
+            naive_put(a->y, a->y_dtype, i * a->n + j,
+                      (x[j] - mean) * rstd * (double)a->weight[j] +
+                          (a->bias ? (double)a->bias[j] : 0));
         a->mean[i] = (float)mean;
         a->rstd[i] = (float)rstd;
     }
+    free(x);
     return DTRAIN_OK;
 }
 
@@ -137,18 +181,24 @@ static dtrain_result naive_layernorm_backward(dtrain_device *device,
     for (int64_t i = 0; i < a->rows; i++) {
         double mean_d = 0, mean_dh = 0;
         for (int64_t j = 0; j < n; j++) {
-            double hat = ((double)a->x[i * n + j] - (double)a->mean[i]) * (double)a->rstd[i];
-            double d_y = (double)a->d_y[i * n + j], d = d_y * (double)a->weight[j];
+            double x = naive_get(a->x, a->x_dtype, i * n + j),
+                   d_y = naive_get(a->d_y, a->y_dtype, i * n + j);
+            double hat = (x - (double)a->mean[i]) * (double)a->rstd[i],
+                   d = d_y * (double)a->weight[j];
             mean_d += d / (double)n;
             mean_dh += d * hat / (double)n;
             if (a->d_weight) a->d_weight[j] += (float)(d_y * hat);
             if (a->d_bias) a->d_bias[j] += (float)d_y;
         }
         for (int64_t j = 0; j < n && a->d_x; j++) {
-            double hat = ((double)a->x[i * n + j] - (double)a->mean[i]) * (double)a->rstd[i];
-            double d = (double)a->d_y[i * n + j] * (double)a->weight[j];
-            double old = a->accumulate_x ? (double)a->d_x[i * n + j] : 0;
-            a->d_x[i * n + j] = (float)(old + (d - mean_d - hat * mean_dh) * (double)a->rstd[i]);
+            double x = naive_get(a->x, a->x_dtype, i * n + j),
+                   d_y = naive_get(a->d_y, a->y_dtype, i * n + j);
+            double hat = (x - (double)a->mean[i]) * (double)a->rstd[i],
+                   d = d_y * (double)a->weight[j];
+            double old = a->accumulate_x ? naive_get(a->d_x, a->x_dtype, i * n + j) : 0;
+            double d_x = old + (d - mean_d - hat * mean_dh) * (double)a->rstd[i];
+            naive_put(a->d_x, a->x_dtype, i * n + j, d_x);
+            if (a->d_residual) naive_put(a->d_residual, a->y_dtype, i * n + j, d_x);
         }
     }
     return DTRAIN_OK;
@@ -160,8 +210,9 @@ static dtrain_result naive_embedding(dtrain_device *device, const dtrain_embeddi
     for (int64_t i = 0; i < a->rows; i++) {
         if (a->tokens[i] < 0 || a->tokens[i] >= a->vocab) return DTRAIN_ERROR_DATA;
         for (int64_t j = 0; j < a->n; j++)
-            a->y[i * a->n + j] =
-                a->wte[a->tokens[i] * a->n + j] + (a->wpe ? a->wpe[i % a->sequence * a->n + j] : 0);
+            naive_put(a->y, a->dtype, i * a->n + j,
+                      (double)(a->wte[a->tokens[i] * a->n + j] +
+                               (a->wpe ? a->wpe[i % a->sequence * a->n + j] : 0)));
     }
     return DTRAIN_OK;
 }
@@ -172,20 +223,22 @@ static dtrain_result naive_embedding_backward(dtrain_device *device,
     (void)device;
     for (int64_t i = 0; i < a->rows; i++)
         for (int64_t j = 0; j < a->n; j++) {
-            if (a->d_wte) a->d_wte[a->tokens[i] * a->n + j] += a->d_y[i * a->n + j];
-            if (a->d_wpe) a->d_wpe[i % a->sequence * a->n + j] += a->d_y[i * a->n + j];
+            float d_y = (float)naive_get(a->d_y, a->dtype, i * a->n + j);
+            if (a->d_wte) a->d_wte[a->tokens[i] * a->n + j] += d_y;
+            if (a->d_wpe) a->d_wpe[i % a->sequence * a->n + j] += d_y;
         }
     return DTRAIN_OK;
 }
 
 /* q . k of head h, positions t and u of sequence b */
-static double naive_score(const float *qkv, int64_t n, int64_t heads, int64_t row_t, int64_t row_u,
-                          int64_t h)
+static double naive_score(const void *qkv, dtrain_dtype dtype, int64_t n, int64_t heads,
+                          int64_t row_t, int64_t row_u, int64_t h)
 {
     int64_t d = n / heads;
     double sum = 0;
     for (int64_t j = 0; j < d; j++)
-        sum += (double)qkv[row_t * 3 * n + h * d + j] * (double)qkv[row_u * 3 * n + n + h * d + j];
+        sum += naive_get(qkv, dtype, row_t * 3 * n + h * d + j) *
+               naive_get(qkv, dtype, row_u * 3 * n + n + h * d + j);
     return sum / sqrt((double)d);
 }
 
@@ -199,14 +252,15 @@ static dtrain_result naive_attention(dtrain_device *device, const dtrain_attenti
                 const int64_t end = a->causal ? t + 1 : T, row = b * T + t;
                 double sum = 0;
                 for (int64_t u = 0; u < end; u++)
-                    sum += exp(naive_score(a->qkv, n, a->heads, row, b * T + u, h));
+                    sum += exp(naive_score(a->qkv, a->dtype, n, a->heads, row, b * T + u, h));
                 a->lse[(b * a->heads + h) * T + t] = (float)log(sum);
                 for (int64_t j = 0; j < d; j++) {
                     double y = 0;
                     for (int64_t u = 0; u < end; u++)
-                        y += exp(naive_score(a->qkv, n, a->heads, row, b * T + u, h)) / sum *
-                             (double)a->qkv[(b * T + u) * 3 * n + 2 * n + h * d + j];
-                    a->y[row * n + h * d + j] = (float)y;
+                        y += exp(naive_score(a->qkv, a->dtype, n, a->heads, row, b * T + u, h)) /
+                             sum *
+                             naive_get(a->qkv, a->dtype, (b * T + u) * 3 * n + 2 * n + h * d + j);
+                    naive_put(a->y, a->dtype, row * n + h * d + j, y);
                 }
             }
     return DTRAIN_OK;
@@ -217,83 +271,102 @@ static dtrain_result naive_attention_backward(dtrain_device *device,
 {
     const int64_t T = a->sequence, n = a->n, d = n / a->heads;
     (void)device;
-    memset(a->d_qkv, 0, (size_t)(a->batch * T * 3 * n) * sizeof(float));
+    const int64_t count = a->batch * T * 3 * n;
+    double *d_qkv = (double *)calloc((size_t)count + 1, sizeof *d_qkv);
     for (int64_t b = 0; b < a->batch; b++)
         for (int64_t h = 0; h < a->heads; h++)
             for (int64_t t = 0; t < T; t++) {
                 const int64_t row = b * T + t, end = a->causal ? t + 1 : T;
                 double dot = 0; /* d_y . y = sum over u of p d_p */
                 for (int64_t j = h * d; j < (h + 1) * d; j++)
-                    dot += (double)a->d_y[row * n + j] * (double)a->y[row * n + j];
+                    dot += naive_get(a->d_y, a->dtype, row * n + j) *
+                           naive_get(a->y, a->dtype, row * n + j);
                 for (int64_t u = 0; u < end; u++) {
                     const int64_t other = b * T + u;
-                    double d_p = 0, p = exp(naive_score(a->qkv, n, a->heads, row, other, h) -
-                                            (double)a->lse[(b * a->heads + h) * T + t]);
+                    double d_p = 0,
+                           p = exp(naive_score(a->qkv, a->dtype, n, a->heads, row, other, h) -
+                                   (double)a->lse[(b * a->heads + h) * T + t]);
                     for (int64_t j = h * d; j < (h + 1) * d; j++) {
-                        d_p +=
-                            (double)a->d_y[row * n + j] * (double)a->qkv[other * 3 * n + 2 * n + j];
-                        a->d_qkv[other * 3 * n + 2 * n + j] +=
-                            (float)(p * (double)a->d_y[row * n + j]);
+                        d_p += naive_get(a->d_y, a->dtype, row * n + j) *
+                               naive_get(a->qkv, a->dtype, other * 3 * n + 2 * n + j);
+                        d_qkv[other * 3 * n + 2 * n + j] +=
+                            (p * naive_get(a->d_y, a->dtype, row * n + j));
                     }
                     double d_score = p * (d_p - dot) / sqrt((double)d);
                     for (int64_t j = h * d; j < (h + 1) * d; j++) {
-                        a->d_qkv[row * 3 * n + j] +=
-                            (float)(d_score * (double)a->qkv[other * 3 * n + n + j]);
-                        a->d_qkv[other * 3 * n + n + j] +=
-                            (float)(d_score * (double)a->qkv[row * 3 * n + j]);
+                        d_qkv[row * 3 * n + j] +=
+                            (d_score * naive_get(a->qkv, a->dtype, other * 3 * n + n + j));
+                        d_qkv[other * 3 * n + n + j] +=
+                            (d_score * naive_get(a->qkv, a->dtype, row * 3 * n + j));
                     }
                 }
             }
-    return DTRAIN_OK;
-}
-
-static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cross_entropy_args *a)
-{
-    (void)device;
-    for (int64_t i = 0; i < a->rows; i++) {
-        double sum = 0, top = -INFINITY;
-        if (a->targets[i] < -1 || a->targets[i] >= a->n) return DTRAIN_ERROR_DATA;
-        for (int64_t j = 0; j < a->n; j++) top = fmax(top, (double)a->logits[i * a->n + j]);
-        for (int64_t j = 0; j < a->n; j++) sum += exp((double)a->logits[i * a->n + j] - top);
-        a->lse[i] = (float)(top + log(sum));
-        a->loss[i] = a->targets[i] < 0 ? 0 : a->lse[i] - a->logits[i * a->n + a->targets[i]];
-    }
+    for (int64_t i = 0; i < count; i++) naive_put(a->d_qkv, a->dtype, i, d_qkv[i]);
+    free(d_qkv);
     return DTRAIN_OK;
 }
 
 static dtrain_result naive_cross_entropy_backward(dtrain_device *device,
                                                   const dtrain_cross_entropy_backward_args *a)
 {
+    const double scale = (double)a->scale * (a->upstream ? (double)a->upstream[0] : 1);
     (void)device;
     for (int64_t i = 0; i < a->rows; i++)
         for (int64_t j = 0; j < a->n; j++) {
-            double p = exp((double)a->logits[i * a->n + j] - (double)a->lse[i]);
+            double p = exp(naive_get(a->logits, a->dtype, i * a->n + j) - (double)a->lse[i]);
             if (a->targets[i] == j) p -= 1;
-            a->d_logits[i * a->n + j] = a->targets[i] < 0 ? 0 : (float)(p * (double)a->scale);
+            naive_put(a->d_logits, a->dtype, i * a->n + j, a->targets[i] < 0 ? 0 : p * scale);
         }
     return DTRAIN_OK;
+}
+
+static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cross_entropy_args *a)
+{
+    for (int64_t i = 0; i < a->rows; i++) {
+        double sum = 0, top = -INFINITY;
+        if (a->targets[i] < -1 || a->targets[i] >= a->n) return DTRAIN_ERROR_DATA;
+        for (int64_t j = 0; j < a->n; j++)
+            top = fmax(top, naive_get(a->logits, a->dtype, i * a->n + j));
+        for (int64_t j = 0; j < a->n; j++)
+            sum += exp(naive_get(a->logits, a->dtype, i * a->n + j) - top);
+        a->lse[i] = a->targets[i] < 0 ? 0 : (float)(top + log(sum));
+        a->loss[i] = a->targets[i] < 0 ? 0
+                                       : a->lse[i] - (float)naive_get(a->logits, a->dtype,
+                                                                      i * a->n + a->targets[i]);
+    }
+    if (!a->d_logits) return DTRAIN_OK;
+    const dtrain_cross_entropy_backward_args backward = {
+        a->rows, a->n, a->scale, a->logits, a->targets, a->lse, a->d_logits, NULL, a->dtype};
+    return naive_cross_entropy_backward(device, &backward);
 }
 
 static dtrain_result naive_add(dtrain_device *device, const dtrain_add_args *a)
 {
     (void)device;
-    for (int64_t i = 0; i < a->count; i++) a->out[i] = a->x[i] + a->y[i];
+    for (int64_t i = 0; i < a->count; i++)
+        naive_put(a->out, a->x_dtype, i,
+                  (double)((float)naive_get(a->x, a->x_dtype, i) +
+                           (float)naive_get(a->y, a->y_dtype, i)));
     return DTRAIN_OK;
 }
 static dtrain_result naive_axpby(dtrain_device *device, const dtrain_axpby_args *a)
 {
     (void)device;
-    for (int64_t i = 0; i < a->count; i++)
-        a->y[i] = a->accumulate ? a->a * a->x[i] + a->b * a->y[i] : a->a * a->x[i];
+    for (int64_t i = 0; i < a->count; i++) {
+        double x = a->x ? naive_get(a->x, a->dtype, a->broadcast ? 0 : i) : 1;
+        double y = a->accumulate ? (double)a->b * naive_get(a->y, a->dtype, i) : 0;
+        naive_put(a->y, a->dtype, i, (double)a->a * x + y);
+    }
     return DTRAIN_OK;
 }
 static dtrain_result naive_dropout(dtrain_device *device, const dtrain_dropout_args *a)
 {
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
     (void)device;
     for (int64_t i = 0; i < a->count; i++) {
-        bool keep = dtrain_random_uniform(a->seed, a->stream, (uint64_t)i) >= a->probability;
-        float y = keep ? a->x[i] / (1 - a->probability) : 0;
-        a->y[i] = a->accumulate ? a->y[i] + y : y;
+        bool keep = dtrain_random_uniform(seed, a->stream, (uint64_t)i) >= a->probability;
+        double y = keep ? naive_get(a->x, a->dtype, i) / (1 - (double)a->probability) : 0;
+        naive_put(a->y, a->dtype, i, (a->accumulate ? naive_get(a->y, a->dtype, i) : 0) + y);
     }
     return DTRAIN_OK;
 }
@@ -301,79 +374,166 @@ static dtrain_result naive_sum(dtrain_device *device, const dtrain_sum_args *a)
 {
     double sum = 0;
     (void)device;
+    for (int64_t i = 0; i < a->count; i++) {
+        double x = naive_get(a->x, a->dtype, i);
+        sum += a->squares ? x * x : x;
+    }
+    sum = a->scale * sum + (a->accumulate ? a->total[0] : 0);
+    if (a->total) a->total[0] = sum;
+    if (a->out) a->out[0] = (float)sum;
+    return DTRAIN_OK;
+}
+static dtrain_result naive_clip(dtrain_device *device, const dtrain_clip_args *a)
+{
+    double norm = sqrt(a->sum_squares[0]) * (double)a->scalars->grad_scale;
+    (void)device;
+    a->norm[0] = (float)norm;
+    if (!isfinite(a->norm[0])) a->scalars->skip = 1;
+    else if (a->max_norm > 0 && (double)a->max_norm / (norm + 1e-6) < 1)
+        a->scalars->grad_scale =
+            (float)((double)a->scalars->grad_scale * (double)a->max_norm / (norm + 1e-6));
+    return DTRAIN_OK;
+}
+static dtrain_result naive_finite(dtrain_device *device, const dtrain_finite_args *a)
+{
+    (void)device;
     for (int64_t i = 0; i < a->count; i++)
-        sum += a->squares ? (double)a->x[i] * (double)a->x[i] : (double)a->x[i];
-    a->out[0] = a->scale * sum;
+        a->found[0] |= isfinite(naive_get(a->x, a->dtype, i)) ? 0u : 1u;
     return DTRAIN_OK;
 }
 static dtrain_result naive_convert(dtrain_device *device, const dtrain_convert_args *a)
 {
     (void)device;
-    if (a->x_dtype != DTRAIN_F32 || a->y_dtype != DTRAIN_F32) return DTRAIN_ERROR_UNSUPPORTED;
-    memmove(a->y, a->x, (size_t)a->count * sizeof(float));
+    for (int64_t i = 0; i < a->count; i++)
+        naive_put(a->y, a->y_dtype, i, naive_get(a->x, a->x_dtype, i));
     return DTRAIN_OK;
+}
+
+/* Rounds to nearest whatever was asked: tests of stochastic rounding look at its mean. */
+static void naive_low(const dtrain_optimizer_tensor *t, int64_t i)
+{
+    if (t->low) naive_put(t->low, t->low_dtype, i, (double)t->value[i]);
 }
 
 static dtrain_result naive_adamw(dtrain_device *device, const dtrain_adamw_args *a)
 {
+    dtrain_step_scalars now = {0, a->lr, a->correction1, a->correction2, a->grad_scale, 0, 0};
     (void)device;
-    for (int64_t i = 0; i < a->count; i++) {
-        double g = (double)a->grad[i] * (double)a->grad_scale;
-        double m = (double)a->beta1 * (double)a->m[i] + (1 - (double)a->beta1) * g;
-        double v = (double)a->beta2 * (double)a->v[i] + (1 - (double)a->beta2) * g * g;
-        double step =
-            m / (double)a->correction1 / (sqrt(v / (double)a->correction2) + (double)a->epsilon);
-        a->m[i] = (float)m;
-        a->v[i] = (float)v;
-        a->value[i] = (float)((double)a->value[i] * (1 - (double)a->lr * (double)a->weight_decay) -
-                              (double)a->lr * step);
-    }
+    if (a->scalars) now = *a->scalars;
+    for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
+        for (int64_t i = 0; i < a->tensors[k].count; i++) {
+            const dtrain_optimizer_tensor *t = &a->tensors[k];
+            double g = (double)t->grad[i] * (double)now.grad_scale;
+            double m = (double)a->beta1 * (double)t->m[i] + (1 - (double)a->beta1) * g;
+            double v = (double)a->beta2 * (double)t->v[i] + (1 - (double)a->beta2) * g * g;
+            double step = m / (double)now.correction1 /
+                          (sqrt(v / (double)now.correction2) + (double)a->epsilon);
+            t->m[i] = (float)m;
+            t->v[i] = (float)v;
+            t->value[i] =
+                (float)((double)t->value[i] * (1 - (double)now.lr * (double)t->weight_decay) -
+                        (double)now.lr * step);
+            naive_low(t, i);
+        }
     return DTRAIN_OK;
 }
 static dtrain_result naive_sgd(dtrain_device *device, const dtrain_sgd_args *a)
 {
+    dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
+    (void)device;
+    if (a->scalars) now = *a->scalars;
+    for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
+        for (int64_t i = 0; i < a->tensors[k].count; i++) {
+            const dtrain_optimizer_tensor *t = &a->tensors[k];
+            float g = t->grad[i] * now.grad_scale, step = g;
+            if (t->m) {
+                float buffer = a->first ? g : a->momentum * t->m[i] + g;
+                t->m[i] = buffer;
+                step = a->nesterov ? g + a->momentum * buffer : buffer;
+            }
+            t->value[i] = t->value[i] * (1 - now.lr * t->weight_decay) - now.lr * step;
+            naive_low(t, i);
+        }
+    return DTRAIN_OK;
+}
+
+/* k times the largest that is left; of equals the first. */
+static dtrain_result naive_topk(dtrain_device *device, const dtrain_topk_args *a)
+{
+    float *x = (float *)malloc((size_t)a->count * sizeof *x);
+    bool *taken = (bool *)calloc((size_t)a->count, sizeof *taken);
     (void)device;
     for (int64_t i = 0; i < a->count; i++) {
-        float g = a->grad[i] * a->grad_scale, step = g;
-        if (a->momentum_buffer) {
-            float buffer = a->first ? g : a->momentum * a->momentum_buffer[i] + g;
-            a->momentum_buffer[i] = buffer;
-            step = a->nesterov ? g + a->momentum * buffer : buffer;
+        if (a->residual) a->residual[i] += a->x[i];
+        x[i] = a->residual ? a->residual[i] : a->x[i];
+    }
+    for (int64_t j = 0; j < a->k; j++) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < a->count; i++) {
+            double m = isnan(x[i]) ? 2e300 : isinf(x[i]) ? 1e300 : fabs((double)x[i]);
+            double b = best < 0         ? -1
+                       : isnan(x[best]) ? 2e300
+                       : isinf(x[best]) ? 1e300
+                                        : fabs((double)x[best]);
+            if (!taken[i] && m > b) best = i;
         }
-        a->value[i] = a->value[i] * (1 - a->lr * a->weight_decay) - a->lr * step;
+        taken[best] = true;
+    }
+    int64_t j = 0;
+    for (int64_t i = 0; i < a->count; i++) {
+        if (!taken[i]) continue;
+        a->indices[j] = (int32_t)i;
+        a->values[j++] = x[i];
+        if (a->residual) a->residual[i] = 0;
+    }
+    free(x), free(taken);
+    return DTRAIN_OK;
+}
+static dtrain_result naive_scatter_add(dtrain_device *device, const dtrain_scatter_add_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->k; i++) {
+        if (a->indices[i] < 0 || a->indices[i] >= a->count) return DTRAIN_ERROR_DATA;
+        a->out[a->indices[i]] += a->scale * a->values[i];
     }
     return DTRAIN_OK;
 }
 
+/* These kernels and this memory; streams and events are the plan device's, which do nothing. */
 static inline const dtrain_device_ops *naive_device_ops(void)
 {
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "naive",
-                                          true,
-                                          naive_create,
-                                          naive_destroy,
-                                          naive_synchronize,
-                                          naive_alloc,
-                                          naive_free,
-                                          naive_copy,
-                                          naive_zero,
-                                          naive_gemm,
-                                          naive_activation_backward,
-                                          naive_layernorm,
-                                          naive_layernorm_backward,
-                                          naive_embedding,
-                                          naive_embedding_backward,
-                                          naive_attention,
-                                          naive_attention_backward,
-                                          naive_cross_entropy,
-                                          naive_cross_entropy_backward,
-                                          naive_add,
-                                          naive_axpby,
-                                          naive_dropout,
-                                          naive_sum,
-                                          naive_convert,
-                                          naive_adamw,
-                                          naive_sgd};
+    static dtrain_device_ops ops;
+    ops = *dtrain_plan_device_ops();
+    ops.name = "naive";
+    ops.host_memory = true;
+    ops.create = naive_create;
+    ops.destroy = naive_destroy;
+    ops.synchronize = naive_synchronize;
+    ops.alloc = naive_alloc;
+    ops.free = naive_free;
+    ops.copy = naive_copy;
+    ops.zero = naive_zero;
+    ops.gemm = naive_gemm;
+    ops.activation_backward = naive_activation_backward;
+    ops.layernorm = naive_layernorm;
+    ops.layernorm_backward = naive_layernorm_backward;
+    ops.embedding = naive_embedding;
+    ops.embedding_backward = naive_embedding_backward;
+    ops.attention = naive_attention;
+    ops.attention_backward = naive_attention_backward;
+    ops.cross_entropy = naive_cross_entropy;
+    ops.cross_entropy_backward = naive_cross_entropy_backward;
+    ops.add = naive_add;
+    ops.axpby = naive_axpby;
+    ops.dropout = naive_dropout;
+    ops.sum = naive_sum;
+    ops.clip = naive_clip;
+    ops.finite = naive_finite;
+    ops.convert = naive_convert;
+    ops.adamw = naive_adamw;
+    ops.sgd = naive_sgd;
+    ops.topk = naive_topk;
+    ops.scatter_add = naive_scatter_add;
     return &ops;
 }
 

@@ -1,5 +1,6 @@
 #!/bin/sh
 # The benchmarks run, check their own results and print what they say they print; no timing is judged.
+# Those of GPUs run on the emulated device, where it was built.
 build=${BUILD:-build}
 passed=0 failed=0
 check() { # check NAME PATTERN COMMAND...
@@ -16,5 +17,15 @@ check "bench_collectives --json" '^\{.*"busbw' "$build/bench/bench_collectives" 
 tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 4 --steps 60 --rounds 1"
 check "bench_train" "tokens/s" "$build/bench/bench_train" $tiny
 check "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train" $tiny --json
+check "bench_kernels" "attention_backward .* yes" "$build/bench/bench_kernels" --quick
+if [ -x "$build/emu/bench_kernels" ]; then
+    check "bench_kernels, emulated GPU" "attention_backward .* yes" "$build/emu/bench_kernels" --quick
+    check "bench_kernels, emulated GPU, --json" '^\{.*"kernel": "topk".*"correct": true' "$build/emu/bench_kernels" --quick --json
+    tiny="--device cuda --program $build/emu/train_gpt --model tiny --layers 1 --heads 2 --channels 32 --seq 16 --batch 2 --steps 20 --rounds 1 --gemm 64"
+    for precision in fp32 bf16; do
+        check "bench_train, emulated GPU, $precision" "1 GPU, $precision .* yes" "$build/emu/bench_train" $tiny --precision $precision
+    done
+else echo "  skip GPU benchmarks: no emulated GPU"; skipped=1; fi
+[ -z "$skipped" ] || { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; exit; }
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

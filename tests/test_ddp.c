@@ -1032,7 +1032,7 @@ static int failed_main(dtrain_world *world, void *user)
     first = dtrain_strategy_finish(ddp);
     CHECK_MSG(first == DTRAIN_ERROR_MISMATCH, "%s", dtrain_result_name(first));
     snprintf(text, sizeof text, "%s", dtrain_last_error());
-    dtrain__fail(DTRAIN_ERROR_ARGUMENT, "another one");
+    dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
     CHECK(dtrain_strategy_finish(ddp) == first && dtrain_strategy_verify(ddp, NULL) == first);
     CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_no_sync(ddp, true) == first);
@@ -1096,7 +1096,7 @@ static dtrain_result broken_copy(dtrain_device *device, void *to, const void *fr
                                  dtrain_copy_kind kind)
 {
     if (bytes == IN * HID * sizeof(float))
-        return dtrain__fail(DTRAIN_ERROR_SYSTEM, "the copy engine is on fire");
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the copy engine is on fire");
     return dtrain_cpu_device_ops()->copy(device, to, from, bytes, kind);
 }
 

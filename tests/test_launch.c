@@ -879,6 +879,132 @@ static void test_fast_start(void)
     CHECK_MSG(best < 2, "64 ranks took %.2f s", best);
 }
 
+/* ---- exchange, report, look ---- */
+
+/* Many exchanges in a row, of all sizes, while ranks are out of step: no post may be overwritten before
+ * the slowest rank has read it. */
+static int rank_exchanges(dtrain_world *world, void *user)
+{
+    static const size_t sizes[] = {0, 1, 7, 8, 129, DTRAIN_EXCHANGE_BYTES};
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    unsigned char mine[DTRAIN_EXCHANGE_BYTES], *all;
+    uint64_t seed = (uint64_t)rank + 1;
+    int round, i, wrong = 0;
+    (void)user;
+    all = (unsigned char *)malloc((size_t)size * DTRAIN_EXCHANGE_BYTES);
+    for (round = 0; round < 300; round++) {
+        const size_t bytes = sizes[round % 6];
+        size_t k;
+        for (k = 0; k < bytes; k++)
+            mine[k] = (unsigned char)ranks_mix((uint64_t)(round * 64 + rank) << 16 | k);
+        if (ranks_random(&seed, 16) == 0) ranks_sleep_us(500);
+        RANKS_TRY(dtrain_world_exchange(world, bytes ? mine : NULL, bytes, bytes ? all : NULL));
+        for (i = 0; i < size; i++)
+            for (k = 0; k < bytes; k++)
+                wrong += all[(size_t)i * bytes + k] !=
+                         (unsigned char)ranks_mix((uint64_t)(round * 64 + i) << 16 | k);
+    }
+    free(all);
+    CHECK_MSG(wrong == 0, "rank %d read %d wrong bytes", rank, wrong);
+    CHECK(dtrain_world_local_rank(world) == rank && dtrain_world_local_size(world) == size);
+    CHECK(dtrain_world_node(world) == 0 && dtrain_world_node_count(world) == 1);
+    CHECK(dtrain_world_look(world) == DTRAIN_OK);
+    return 0;
+}
+
+static void test_exchange(void)
+{
+    static const int counts[] = {1, 2, 3, 8};
+    int i;
+    for (i = 0; i < 4; i++) {
+        ranks_run(counts[i], PROCESSES, rank_exchanges, NULL);
+        ranks_run(counts[i], THREADS, rank_exchanges, NULL);
+    }
+}
+
+typedef enum trouble {
+    DIFFERENT_BYTES,
+    MISSING,
+    LEAVES,
+    DIES,
+    REPORTS,
+    REPORTS_TO_COMM,
+    REPORTS_TO_LOOK,
+    DIES_TO_LOOK,
+    LEAVES_TO_LOOK,
+    TROUBLES
+} trouble;
+
+/* Rank 1 makes trouble, all others must hear of it. */
+static int rank_in_trouble(dtrain_world *world, void *user)
+{
+    const trouble what = *(trouble *)user;
+    const int rank = dtrain_world_rank(world);
+    char mine[32] = "", all[32 * 3];
+    dtrain_result result = DTRAIN_OK, expected = DTRAIN_ERROR_PEER;
+    const double start = test_seconds();
+    RANKS_TRY(dtrain_world_exchange(world, mine, 32, all));
+    if (rank == 1) {
+        if (what == DIFFERENT_BYTES) (void)dtrain_world_exchange(world, mine, 31, all);
+        if (what == MISSING) ranks_sleep_us(800000);
+        if (what == LEAVES || what == LEAVES_TO_LOOK) return 0;
+        if (what == DIES || what == DIES_TO_LOOK) raise(SIGKILL);
+        if (what < REPORTS) return 0;
+        dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "the test device is lost");
+        dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "a second report");
+        CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER && says("device is lost"));
+        ranks_sleep_us(300000);
+        return 0;
+    }
+    if (what == REPORTS_TO_COMM) result = dtrain_barrier(dtrain_world_comm(world));
+    else if (what < REPORTS_TO_COMM) result = dtrain_world_exchange(world, mine, 32, all);
+    else
+        while (result == DTRAIN_OK && test_seconds() < start + 10)
+            result = dtrain_world_look(world);
+    if (what == DIFFERENT_BYTES && result == DTRAIN_ERROR_MISMATCH) expected = result;
+    if (what == MISSING && result == DTRAIN_ERROR_TIMEOUT) expected = result; /* whoever is first */
+    CHECK_MSG(result == expected && says_rank(1), "trouble %d: %s: %s", (int)what,
+              dtrain_result_name(result), dtrain_last_error());
+    if (what >= REPORTS && what <= REPORTS_TO_LOOK)
+        CHECK_MSG(says("the test device is lost") && says("DTRAIN_ERROR_SYSTEM"), "%s",
+                  dtrain_last_error());
+    if (what == DIFFERENT_BYTES) CHECK_MSG(says("31") && says("32"), "%s", dtrain_last_error());
+    if (what == LEAVES_TO_LOOK) CHECK(test_seconds() - start > 1.9);
+    else CHECK_MSG(test_seconds() - start < 2, "it took %.1f s", test_seconds() - start);
+    return 0;
+}
+
+static void test_exchange_trouble(void)
+{
+    trouble what;
+    uint32_t mode;
+    for (mode = PROCESSES; mode <= THREADS; mode++)
+        for (what = DIFFERENT_BYTES; what < TROUBLES; what = (trouble)(what + 1)) {
+            dtrain_launch_desc desc = ranks_desc(3, mode);
+            if (mode == THREADS && (what == DIES || what == DIES_TO_LOOK)) continue;
+            if (what == MISSING) desc.timeout_ms = 300;
+            (void)ranks_launch(&desc, rank_in_trouble, &what, NULL);
+        }
+}
+
+static int rank_misuses_exchange(dtrain_world *world, void *user)
+{
+    static char big[DTRAIN_EXCHANGE_BYTES + 1];
+    (void)user;
+    CHECK(dtrain_world_exchange(world, big, sizeof big, big) == DTRAIN_ERROR_ARGUMENT &&
+          says("4097"));
+    CHECK(dtrain_world_exchange(world, NULL, 1, big) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_world_exchange(world, big, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_world_exchange(NULL, big, 1, big) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_world_look(NULL) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_world_report(NULL, DTRAIN_ERROR_SYSTEM, "nobody");
+    CHECK(dtrain_world_look(world) == DTRAIN_OK);
+    CHECK(dtrain_world_local_rank(NULL) == -1 && dtrain_world_node(NULL) == -1);
+    return 0;
+}
+
+static void test_exchange_misuse(void) { ranks_run(1, PROCESSES, rank_misuses_exchange, NULL); }
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -902,6 +1028,9 @@ int main(int argc, char **argv)
     RUN(test_log);
     RUN(test_log_stderr);
     RUN(test_environment);
+    RUN(test_exchange);
+    RUN(test_exchange_trouble);
+    RUN(test_exchange_misuse);
     RUN(test_allocator_counts);
     RUN(test_allocator_failures);
     RUN(test_system_limits);

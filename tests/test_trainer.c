@@ -69,7 +69,7 @@ static dtrain_result next_batch(void *user)
         nanosleep(&nap, NULL);
     }
     if (step == s->r->fail_step)
-        return dtrain__fail(DTRAIN_ERROR_DATA, "the well has run dry at step %d", (int)step);
+        return dtrain_fail(DTRAIN_ERROR_DATA, "the well has run dry at step %d", (int)step);
     s->micro++;
     return DTRAIN_OK;
 }
@@ -305,7 +305,7 @@ static int seeds_rank(dtrain_world *world, void *user)
     for (trainer.rank = 0; trainer.rank < 2; trainer.rank++)
         for (trainer.step = 0; trainer.step < 4; trainer.step++)
             for (uint32_t micro = 0; micro < 3; micro++) {
-                seeds[count++] = dtrain__trainer_seed(&trainer, micro);
+                seeds[count++] = dtrain__step_seed(&trainer) + dtrain__micro_seed(micro);
                 for (int i = 0; i < count - 1; i++) CHECK(seeds[i] != seeds[count - 1]);
             }
     return 0;

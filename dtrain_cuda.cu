@@ -1,0 +1,5815 @@
+/* dtrain_cuda.cu: the CUDA device of dtrain, all GPU kernels. MIT license (file LICENSE).
+
+   Packages: CUDA Toolkit 12 or newer, cuBLAS. Compile it beside a program that includes dtrain.h:
+
+       nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt -o train
+
+   and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
+
+   [C01] language          what the kernels are written in: launch, types, warps, tensor cores
+   [C02] device            state, errors, memory, streams, events, graphs
+   [C03] elementwise       add, axpby, dropout, convert, activation backward
+   [C04] reductions        sum, clip, finite, column sums
+   [C05] optimizers        AdamW, SGD over many tensors
+   [C06] GEMM              cublasLt
+   [C07] layer norm        forward, backward, with residual
+   [C08] tokens            embedding, cross-entropy
+   [C09] attention         by batched GEMM and softmax
+   [C10] flash attention   tiles on tensor cores
+   [C11] sparse            top-k, scatter-add
+   [C12] table
+
+   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in [C12].
+   Results are a function of the inputs alone: no floating-point atomics anywhere.
+
+   The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
+   cublasLt.h (tests/cuda_emulation): that is how its kernels are tested where there is no GPU. */
+
+#include "dtrain.h"
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ================================================================================================
+ * [C01] Language
+ * ==============================================================================================*/
+
+/* One way to launch, with typed arguments and an error code. */
+template <typename... Parameters, typename... Arguments>
+static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                                      size_t shared_bytes, cudaStream_t stream,
+                                      Arguments... arguments)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    return dtrain_emulation_launch(kernel, dim3((unsigned)blocks), dim3((unsigned)threads),
+                                   shared_bytes, stream, (Parameters)arguments...);
+#else
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, (Parameters)arguments...);
+#endif
+}
+
+/* The dynamic shared memory of a block, 128-byte aligned. */
+#ifndef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_DYNAMIC_SHARED(type, name)                            \
+    extern __shared__ __align__(128) unsigned char dtrain_cuda_dynamic[]; \
+    type *name = reinterpret_cast<type *>(dtrain_cuda_dynamic)
+#endif
+
+#define DTRAIN_CUDA_TRY(call)                   \
+    do {                                        \
+        const dtrain_result tried_ = (call);    \
+        if (tried_ != DTRAIN_OK) return tried_; \
+    } while (0)
+
+#define DTRAIN_CUDA_WARP 32
+#define DTRAIN_CUDA_ALL_LANES 0xffffffffu
+
+/* ---- Half precision -----------------------------------------------------------------------------
+ *
+ * Storage only: kernels load, widen to fp32, compute, round once, store. */
+
+struct dtrain_cuda_bf16 {
+    uint16_t bits;
+};
+struct dtrain_cuda_f16 {
+    uint16_t bits;
+};
+
+static __device__ __forceinline__ float dtrain_cuda_widen(float x) { return x; }
+
+static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_bf16 x)
+{
+    return __uint_as_float((uint32_t)x.bits << 16);
+}
+
+static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
+{
+#ifdef __CUDA_ARCH__
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+#else
+    return dtrain_f16_to_f32(x.bits);
+#endif
+}
+
+static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
+
+/* Nearest, ties to even: the bits of dtrain_f32_to_bf16 and _f16, except that a NaN in fp16 has the
+ * one form the hardware gives it. */
+static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
+{
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = (uint16_t)(bits >> 16 | 0x40u);
+    else to.bits = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f16 &to)
+{
+#ifdef __CUDA_ARCH__
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#else
+    to.bits = dtrain_f32_to_f16(x);
+#endif
+}
+
+/* Calls function<T>(...) for the T that dtype names; `dtype` 0 is F32. */
+#define DTRAIN_CUDA_BY_DTYPE(dtype, call)             \
+    ((dtype) == DTRAIN_BF16  ? call<dtrain_cuda_bf16> \
+     : (dtype) == DTRAIN_F16 ? call<dtrain_cuda_f16>  \
+                             : call<float>)
+
+/* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
+ *
+ * A pack is 16 bytes of T: 4 floats or 8 halves. Pointers that are not 16-byte aligned take the
+ * scalar path of a kernel. */
+
+template <typename T> struct __align__(16) dtrain_cuda_pack
+{
+    static constexpr int width = 16 / (int)sizeof(T);
+    T at[width];
+};
+
+template <typename T>
+static __device__ __forceinline__ dtrain_cuda_pack<T> dtrain_cuda_load(const T *from)
+{
+    return *reinterpret_cast<const dtrain_cuda_pack<T> *>(from);
+}
+
+template <typename T>
+static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T> &pack)
+{
+    *reinterpret_cast<dtrain_cuda_pack<T> *>(to) = pack;
+}
+
+static inline bool dtrain_cuda_aligned(const void *memory)
+{
+    return ((uintptr_t)memory & 15u) == 0;
+}
+
+/* ---- Warps and blocks ---------------------------------------------------------------------------
+ *
+ * Butterflies add the same pairs in the same tree on every lane: one result, the same bits, for all.
+ * The block versions use `slots` (32 elements of shared memory), leave the result in every thread,
+ * and may be called again at once. blockDim.x is a multiple of 32. */
+
+template <typename T> static __device__ __forceinline__ T dtrain_cuda_warp_sum(T x)
+{
+    for (int distance = 16; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, x, distance);
+    return x;
+}
+
+static __device__ __forceinline__ float dtrain_cuda_warp_max(float x)
+{
+    for (int distance = 16; distance > 0; distance /= 2)
+        x = fmaxf(x, __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, x, distance));
+    return x;
+}
+
+template <typename T> static __device__ __forceinline__ T dtrain_cuda_block_sum(T x, T *slots)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int warps = blockDim.x / DTRAIN_CUDA_WARP;
+    x = dtrain_cuda_warp_sum(x);
+    __syncthreads(); /* the slots may still be read by the call before this one */
+    if (lane == 0) slots[warp] = x;
+    __syncthreads();
+    return dtrain_cuda_warp_sum(lane < warps ? slots[lane] : T(0));
+}
+
+static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *slots)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int warps = blockDim.x / DTRAIN_CUDA_WARP;
+    x = dtrain_cuda_warp_max(x);
+    __syncthreads();
+    if (lane == 0) slots[warp] = x;
+    __syncthreads();
+    return dtrain_cuda_warp_max(lane < warps ? slots[lane] : -INFINITY);
+}
+
+/* ================================================================================================
+ * [C02] Device
+ *
+ * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
+ * Streams are kept in a list besides, because synchronize waits for all of them.
+ *
+ * No call here blocks without bound. What would wait inside the driver (copies of pageable memory,
+ * and cudaFree, which waits for running kernels) is called only after the streams were polled until
+ * they were idle; while polling, device->while_waiting can give up.
+ * ==============================================================================================*/
+
+struct dtrain_stream {
+    cudaStream_t native;
+    dtrain_stream *next;
+};
+
+enum {
+    DTRAIN_CUDA_SPINS = 200,              /* looks before the first nap: some 200 us */
+    DTRAIN_CUDA_NAP_NS = 50000,           /* between later looks */
+    DTRAIN_CUDA_GRACE_S = 1,              /* to end what is queued, when a wait was given up */
+    DTRAIN_CUDA_PATIENCE_S = 3600,        /* the launch queue holds far less work than that */
+    DTRAIN_CUDA_STRIDE = 128,             /* kernels between two marks in the compute stream */
+    DTRAIN_CUDA_RETIRED_BLOCKS = 64,      /* each at least twice the one before: never full */
+    DTRAIN_CUDA_LT_BYTES_SM90 = 32 << 20, /* workspace that cublasLt's best kernels ask for */
+    DTRAIN_CUDA_LT_BYTES = 4 << 20
+};
+
+/* What a kernel that meets bad data leaves behind; the first one wins. Read at the next point where
+ * the host waits for the device. */
+enum dtrain_cuda_fault_kind {
+    DTRAIN_CUDA_NO_FAULT = 0,
+    DTRAIN_CUDA_BAD_TOKEN = 1,
+    DTRAIN_CUDA_BAD_TARGET = 2,
+    DTRAIN_CUDA_BAD_INDEX = 3
+};
+
+struct dtrain_cuda_fault {
+    unsigned kind; /* dtrain_cuda_fault_kind, set by atomicCAS from 0 */
+    unsigned reserved;
+    long long value, row, limit;
+};
+
+struct dtrain_cuda_gemm_cache; /* [C06] */
+
+struct dtrain_cuda_state {
+    dtrain_allocator allocator; /* of host memory */
+    int index, multiprocessors, major, minor;
+    size_t shared_limit;           /* dynamic shared memory a block may ask for */
+    uint32_t math;                 /* dtrain_math */
+    bool tune;                     /* time GEMM algorithms at their first use */
+    int spins;                     /* looks at a stream before the first nap */
+    cudaStream_t stream;           /* compute */
+    dtrain_stream *streams;        /* all others */
+    dtrain_cuda_fault *fault;      /* device memory */
+    dtrain_cuda_fault *host_fault; /* page-locked copy */
+    void *workspace;               /* of cublasLt */
+    size_t workspace_bytes;
+    cublasLtHandle_t lt;
+    dtrain_cuda_gemm_cache *gemm_cache;
+    void *scratch; /* of kernels: grows in the first step, is stable afterwards */
+    size_t scratch_bytes;
+    void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
+    int retired_count;
+    int64_t graph_count;  /* alive */
+    cudaEvent_t marks[2]; /* [C02] Room */
+    int64_t launches;
+    dtrain_result room;
+    bool stuck; /* it has not come to rest within the grace: it is not given one again */
+    bool capturing;
+};
+
+static inline dtrain_cuda_state *dtrain_cuda_state_of(dtrain_device *device)
+{
+    return (dtrain_cuda_state *)device->state;
+}
+
+static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what);
+static bool dtrain_cuda_make_room(dtrain_device *device);
+
+/* Launches on the compute stream; an error names the operation. */
+#define DTRAIN_CUDA_RUN(device, name, kernel, blocks, threads, shared_bytes, ...)      \
+    (!dtrain_cuda_make_room(device)                                                    \
+         ? dtrain_cuda_state_of(device)->room                                          \
+         : dtrain_cuda_check(dtrain_cuda_launch(kernel, blocks, threads, shared_bytes, \
+                                                dtrain_cuda_state_of(device)->stream,  \
+                                                __VA_ARGS__),                          \
+                             name))
+
+/* Blocks for a grid-stride loop over `items` work items of one thread each: at most a few waves. */
+static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t items, int threads)
+{
+    const int64_t needed = (items + threads - 1) / threads,
+                  most = (int64_t)state->multiprocessors * 16;
+    return needed < 1 ? 1 : needed < most ? needed : most;
+}
+
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* [C06]; no cache is legal */
+
+static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
+{
+    void *memory = allocator->alloc && allocator->free ? allocator->alloc(allocator->user, bytes)
+                                                       : malloc(bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+static void dtrain_cuda_host_give(const dtrain_allocator *allocator, void *memory, size_t bytes)
+{
+    if (!memory) return;
+    if (allocator->alloc && allocator->free) allocator->free(allocator->user, memory, bytes);
+    else free(memory);
+}
+
+/* ---- Errors -----------------------------------------------------------------------------------*/
+
+/* The context is gone for good: every call repeats the error. Asking is surer than a list of codes,
+ * which grows with each toolkit. */
+static bool dtrain_cuda_is_lost(void)
+{
+    size_t free_bytes, memory_bytes;
+    cudaGetLastError();
+    const cudaError_t error = cudaMemGetInfo(&free_bytes, &memory_bytes);
+    return error != cudaSuccess && error != cudaErrorMemoryAllocation;
+}
+
+/* Turns a CUDA error into a sentence and clears it where it can be cleared. `what` names the call. */
+static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess) return DTRAIN_OK;
+    const char *name = cudaGetErrorName(error), *text = cudaGetErrorString(error);
+    if (dtrain_cuda_is_lost())
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                           "%s: the device is lost (%s: %s), by this call or by a kernel before "
+                           "it. Nothing on it can be used any more: the process has to be started "
+                           "again; under compute-sanitizer it names the kernel",
+                           what, name, text);
+    if (error == cudaErrorMemoryAllocation)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "%s: the GPU (or page-locked host memory) is full: try a smaller batch, "
+                           "or see with nvidia-smi who else uses it",
+                           what);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: dtrain_cuda.cu was not compiled for this GPU (%s): compile it with "
+                           "nvcc -arch=native, or name the architecture, such as -arch=sm_90",
+                           what, name);
+    if (error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s cannot be part of the graph that is captured (%s: %s)", what, name,
+                           text);
+    if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s (%s)", what, name, text);
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
+}
+
+/* Nothing that waits or allocates can be recorded: refused here, because the driver would
+ * invalidate the whole capture. */
+static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char *what)
+{
+    if (!dtrain_cuda_state_of(device)->capturing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s is not possible while a graph is captured: only kernels, zero, "
+                       "copy_async and copies within the device are recorded",
+                       what);
+}
+
+/* ---- Waiting ----------------------------------------------------------------------------------*/
+
+/* Polls until the stream is idle. A kernel of this file always ends; one that waits for other ranks
+ * is a communicator's, which keeps its deadline in while_waiting. */
+static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream)
+{
+    const int spins = dtrain_cuda_state_of(device)->spins;
+    const double deadline = dtrain_seconds() + DTRAIN_CUDA_PATIENCE_S;
+    for (int look = 0;; look++) {
+        const cudaError_t error = cudaStreamQuery(stream);
+        if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
+        cudaGetLastError();
+        if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
+        if (dtrain_seconds() > deadline)
+            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                               "the GPU did not finish its work within %d seconds",
+                               (int)DTRAIN_CUDA_PATIENCE_S);
+        if (look >= spins) {
+            const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+            nanosleep(&nap, NULL);
+        }
+    }
+}
+
+/* The driver's queue holds about a thousand launches, and a launch that finds it full waits inside the
+ * driver: behind a collective that waits for a dead rank that is for ever. So every 128 kernels a mark goes
+ * into the stream, and there are never more than two marks ahead of the device. */
+static dtrain_result dtrain_cuda_mark(dtrain_device *device, cudaEvent_t mark)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    for (;;) {
+        const cudaError_t error = cudaEventQuery(mark);
+        if (error == cudaSuccess) break;
+        if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
+        cudaGetLastError();
+        if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
+        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+        nanosleep(&nap, NULL);
+    }
+    return dtrain_cuda_check(cudaEventRecord(mark, state->stream), "waiting for the GPU");
+}
+
+/* False: the reason is in state->room. What is captured is not queued. */
+static bool dtrain_cuda_make_room(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (state->capturing || ++state->launches % DTRAIN_CUDA_STRIDE) return true;
+    cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_STRIDE % 2];
+    state->room = dtrain_cuda_mark(device, mark);
+    return state->room == DTRAIN_OK;
+}
+
+/* One block, one thread. It is also the first kernel to run on a device: if the program has no code
+ * for its architecture, that shows here. */
+static __global__ void dtrain_cuda_clear_fault_kernel(dtrain_cuda_fault *fault)
+{
+    fault->kind = DTRAIN_CUDA_NO_FAULT;
+    fault->reserved = 0;
+    fault->value = fault->row = fault->limit = 0;
+}
+
+static dtrain_result dtrain_cuda_clear_fault(dtrain_device *device)
+{
+    return DTRAIN_CUDA_RUN(device, "the first kernel", dtrain_cuda_clear_fault_kernel, 1, 1, 0,
+                           dtrain_cuda_state_of(device)->fault);
+}
+
+static dtrain_result dtrain_cuda_report(const dtrain_cuda_fault *fault)
+{
+    switch (fault->kind) {
+    case DTRAIN_CUDA_NO_FAULT: return DTRAIN_OK;
+    case DTRAIN_CUDA_BAD_TOKEN:
+        return dtrain_fail(DTRAIN_ERROR_DATA, "token %lld at row %lld is outside [0, %lld)",
+                           fault->value, fault->row, fault->limit);
+    case DTRAIN_CUDA_BAD_TARGET:
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "target %lld at row %lld is outside [0, %lld) and not -1 (ignored)",
+                           fault->value, fault->row, fault->limit);
+    case DTRAIN_CUDA_BAD_INDEX:
+        return dtrain_fail(DTRAIN_ERROR_DATA, "index %lld at place %lld is outside [0, %lld)",
+                           fault->value, fault->row, fault->limit);
+    default:
+        return dtrain_fail(DTRAIN_ERROR_INTERNAL, "the GPU's fault record has the unknown kind %u",
+                           fault->kind);
+    }
+}
+
+/* Waits for the compute stream and reports what its kernels found wrong, once. The record's copy is
+ * queued before the wait: one wait serves both. */
+static dtrain_result dtrain_cuda_await(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMemcpyAsync(state->host_fault, state->fault, sizeof *state->fault,
+                                          cudaMemcpyDeviceToHost, state->stream),
+                          "waiting for the GPU"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_poll(device, state->stream));
+    if (state->host_fault->kind == DTRAIN_CUDA_NO_FAULT) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_clear_fault(device));
+    return dtrain_cuda_report(state->host_fault);
+}
+
+/* Waits for all streams; faults stay recorded. */
+static dtrain_result dtrain_cuda_drain(dtrain_device *device)
+{
+    for (dtrain_stream *stream = dtrain_cuda_state_of(device)->streams; stream;
+         stream = stream->next)
+        DTRAIN_CUDA_TRY(dtrain_cuda_poll(device, stream->native));
+    return dtrain_cuda_poll(device, dtrain_cuda_state_of(device)->stream);
+}
+
+static void dtrain_cuda_abandon_capture(dtrain_cuda_state *state)
+{
+    cudaGraph_t unfinished = NULL;
+    if (!state->capturing) return;
+    state->capturing = false;
+    if (cudaStreamEndCapture(state->stream, &unfinished) == cudaSuccess)
+        cudaGraphDestroy(unfinished);
+    cudaGetLastError();
+}
+
+static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
+{
+    bool running = cudaStreamQuery(state->stream) == cudaErrorNotReady;
+    for (const dtrain_stream *stream = state->streams; stream; stream = stream->next)
+        running = running || cudaStreamQuery(stream->native) == cudaErrorNotReady;
+    cudaGetLastError();
+    return running;
+}
+
+/* Whether memory can be given back: cudaFree waits for kernels, and one that is stuck never ends.
+ * Then memory is left to the end of the process. A lost device runs nothing. Who frees in the
+ * middle of a capture cleans up after an error: the capture ends there, and graph_end says so. */
+static bool dtrain_cuda_may_free(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (!state->stream) return true;
+    dtrain_cuda_abandon_capture(state);
+    if (dtrain_cuda_drain(device) == DTRAIN_OK) return true;
+    const double deadline = dtrain_seconds() + (state->stuck ? 0 : DTRAIN_CUDA_GRACE_S);
+    while (dtrain_cuda_is_running(state)) {
+        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+        state->stuck = dtrain_seconds() >= deadline;
+        if (state->stuck) return false;
+        nanosleep(&nap, NULL);
+    }
+    state->stuck = false;
+    return true;
+}
+
+static dtrain_result dtrain_cuda_synchronize(dtrain_device *device)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "synchronize"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_drain(device));
+    return dtrain_cuda_await(device);
+}
+
+/* ---- Create, destroy, query -------------------------------------------------------------------*/
+
+/* No driver at all is reported by CUDA as a driver that is too old; its version tells. */
+static dtrain_result dtrain_cuda_explain_opening(cudaError_t error)
+{
+    int driver = 0, runtime = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    cudaGetLastError();
+    if (error == cudaErrorNoDevice)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use the "
+                           "CPU device (device_ops NULL)");
+    if (error == cudaErrorInsufficientDriver && driver == 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this machine has no NVIDIA driver: install one (in a container, start "
+                           "it with --gpus), or use the CPU device (device_ops NULL)");
+    if (error == cudaErrorInsufficientDriver)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the NVIDIA driver supports CUDA %d.%d, the program was built with CUDA "
+                           "%d.%d: update the driver, or build with an older toolkit",
+                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    return dtrain_fail(error == cudaErrorMemoryAllocation ? DTRAIN_ERROR_MEMORY
+                                                          : DTRAIN_ERROR_SYSTEM,
+                       "the GPU cannot be opened: %s (%s). See with nvidia-smi who else uses it, "
+                       "perhaps alone, and whether the driver works",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute, int index)
+{
+    return dtrain_cuda_check(cudaDeviceGetAttribute(value, attribute, index),
+                             "asking for a property of the GPU");
+}
+
+/* A thread has one current device: that of its rank, from here on. */
+static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
+{
+    int count = 0, shared_limit = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count == 0) error = cudaErrorNoDevice;
+    if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
+    state->index = (int)(desc->device_index % (uint32_t)count);
+    error = cudaSetDevice(state->index);
+    if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
+    DTRAIN_CUDA_TRY(dtrain_cuda_attribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount,
+                                          state->index));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_attribute(&state->major, cudaDevAttrComputeCapabilityMajor, state->index));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_attribute(&state->minor, cudaDevAttrComputeCapabilityMinor, state->index));
+    DTRAIN_CUDA_TRY(dtrain_cuda_attribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                          state->index));
+    state->shared_limit = (size_t)shared_limit;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_make_stream(bool high_priority, cudaStream_t *out)
+{
+    int least = 0, greatest = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                                      "asking for stream priorities"));
+    return dtrain_cuda_check(
+        cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least),
+        "creating a stream");
+}
+
+static dtrain_result dtrain_cuda_open_lt(dtrain_cuda_state *state)
+{
+    state->workspace_bytes = state->major >= 9 ? DTRAIN_CUDA_LT_BYTES_SM90 : DTRAIN_CUDA_LT_BYTES;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaMalloc(&state->workspace, state->workspace_bytes),
+                                      "allocating the workspace of cublasLt"));
+    const cublasStatus_t status = cublasLtCreate(&state->lt);
+    if (status == CUBLAS_STATUS_SUCCESS) return DTRAIN_OK;
+    state->lt = NULL;
+    cudaGetLastError();
+    return dtrain_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DTRAIN_ERROR_MEMORY
+                                                            : DTRAIN_ERROR_SYSTEM,
+                       "cublasLtCreate failed with cuBLAS status %d: is the library that of the "
+                       "toolkit the program was built with?",
+                       (int)status);
+}
+
+static dtrain_result dtrain_cuda_open(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    DTRAIN_CUDA_TRY(dtrain_cuda_select(desc, state));
+    DTRAIN_CUDA_TRY(dtrain_cuda_make_stream(false, &state->stream));
+    for (cudaEvent_t &mark : state->marks)
+        DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming),
+                                          "creating an event"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaMalloc((void **)&state->fault, sizeof *state->fault),
+                                      "allocating the fault record"));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMallocHost((void **)&state->host_fault, sizeof *state->host_fault),
+                          "allocating the fault record"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_clear_fault(device));
+    DTRAIN_CUDA_TRY(dtrain_cuda_await(device));
+    return dtrain_cuda_open_lt(state);
+}
+
+static void dtrain_cuda_free_retired(dtrain_cuda_state *state)
+{
+    while (state->retired_count > 0) cudaFree(state->retired[--state->retired_count]);
+}
+
+/* Works on half-made and on lost devices too: what was not made is NULL, and errors no longer
+ * matter. */
+static void dtrain_cuda_destroy(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (!state) return;
+    const bool may_free = dtrain_cuda_may_free(device);
+    if (state->gemm_cache) dtrain_cuda_gemm_cache_free(state);
+    if (state->lt) cublasLtDestroy(state->lt);
+    if (may_free) {
+        dtrain_cuda_free_retired(state);
+        if (state->scratch) cudaFree(state->scratch);
+        if (state->workspace) cudaFree(state->workspace);
+        if (state->fault) cudaFree(state->fault);
+        if (state->host_fault) cudaFreeHost(state->host_fault);
+    }
+    while (state->streams) {
+        dtrain_stream *stream = state->streams;
+        state->streams = stream->next;
+        cudaStreamDestroy(stream->native);
+        dtrain_cuda_host_give(&state->allocator, stream, sizeof *stream);
+    }
+    for (cudaEvent_t mark : state->marks)
+        if (mark) cudaEventDestroy(mark);
+    if (state->stream) cudaStreamDestroy(state->stream);
+    cudaGetLastError();
+    const dtrain_allocator allocator = state->allocator;
+    dtrain_cuda_host_give(&allocator, state, sizeof *state);
+    device->state = NULL;
+}
+
+static dtrain_result dtrain_cuda_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    device->state = NULL;
+    if (desc->math > DTRAIN_MATH_BF16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "math is %u, which is not a dtrain_math",
+                           (unsigned)desc->math);
+    dtrain_cuda_state *state =
+        (dtrain_cuda_state *)dtrain_cuda_host_take(&desc->allocator, sizeof(dtrain_cuda_state));
+    if (!state) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the state of a GPU");
+    state->allocator = desc->allocator;
+    state->math = desc->math ? desc->math : (uint32_t)DTRAIN_MATH_FP32;
+    state->tune = desc->tune;
+    state->spins = desc->oversubscribed ? 0 : DTRAIN_CUDA_SPINS;
+    device->state = state;
+    const dtrain_result result = dtrain_cuda_open(desc, device);
+    if (result != DTRAIN_OK) dtrain_cuda_destroy(device);
+    return result;
+}
+
+/* The id is the UUID: slices of one GPU (MIG) share the PCI address, but not that. */
+static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info *info)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cudaDeviceProp properties;
+    size_t free_bytes = 0, memory_bytes = 0;
+    int count = 0;
+    memset(info, 0, sizeof *info);
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaGetDeviceProperties(&properties, state->index),
+                                      "cudaGetDeviceProperties"));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMemGetInfo(&free_bytes, &memory_bytes), "cudaMemGetInfo"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+    snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, properties.name);
+    memcpy(info->id, "GPU-", 4);
+    for (int i = 0; i < 16; i++)
+        snprintf(info->id + 4 + 2 * i, 3, "%02x",
+                 (unsigned)(unsigned char)properties.uuid.bytes[i]);
+    info->index = (uint32_t)state->index;
+    info->count = (uint32_t)count;
+    info->major = (uint32_t)state->major;
+    info->minor = (uint32_t)state->minor;
+    info->memory_bytes = memory_bytes;
+    info->free_bytes = free_bytes;
+    return DTRAIN_OK;
+}
+
+/* ---- Memory -----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_cuda_out_of_memory(const dtrain_device *device, size_t bytes)
+{
+    size_t free_bytes = 0, memory_bytes = 0;
+    cudaGetLastError();
+    cudaMemGetInfo(&free_bytes, &memory_bytes);
+    cudaGetLastError();
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "no memory for %llu bytes on the GPU: dtrain holds %llu, %llu of %llu are "
+                       "free. Try a smaller batch, or see with nvidia-smi who else uses it",
+                       (unsigned long long)bytes, (unsigned long long)device->allocated_bytes,
+                       (unsigned long long)free_bytes, (unsigned long long)memory_bytes);
+}
+
+static dtrain_result dtrain_cuda_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "alloc"));
+    const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1); /* NULL would mean failure */
+    if (error == cudaErrorMemoryAllocation) return dtrain_cuda_out_of_memory(device, bytes);
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "cudaMalloc"));
+    device->allocated_bytes += bytes;
+    if (device->allocated_bytes > device->peak_bytes) device->peak_bytes = device->allocated_bytes;
+    return DTRAIN_OK;
+}
+
+static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (!memory) return;
+    device->allocated_bytes -= bytes;
+    if (dtrain_cuda_may_free(device) && cudaFree(memory) != cudaSuccess) cudaGetLastError();
+}
+
+/* A captured graph holds the address of the scratch it was captured with: while there are graphs,
+ * the old block stays and the new one has at least twice its size. */
+static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    const bool keep = state->graph_count > 0 && state->scratch;
+    void *grown = NULL;
+    if (keep && bytes < 2 * state->scratch_bytes) bytes = 2 * state->scratch_bytes;
+    if (!keep) {
+        DTRAIN_CUDA_TRY(dtrain_cuda_drain(device));
+        dtrain_cuda_free_retired(state);
+        DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaFree(state->scratch), "cudaFree"));
+        state->scratch = NULL;
+        state->scratch_bytes = 0;
+    }
+    const cudaError_t error = cudaMalloc(&grown, bytes);
+    if (error == cudaErrorMemoryAllocation) return dtrain_cuda_out_of_memory(device, bytes);
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "cudaMalloc"));
+    if (keep) state->retired[state->retired_count++] = state->scratch;
+    state->scratch = grown;
+    state->scratch_bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* At least `bytes` of device scratch, 256-byte aligned; contents do not survive the operation. It
+ * cannot grow while a graph is captured. */
+static dtrain_result dtrain_cuda_scratch(dtrain_device *device, size_t bytes, void **memory)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    *memory = NULL;
+    if (bytes > state->scratch_bytes) {
+        if (state->capturing)
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "a kernel needs %llu bytes of scratch and has %llu, and a graph is "
+                               "being captured: run the step once before it is captured",
+                               (unsigned long long)bytes, (unsigned long long)state->scratch_bytes);
+        DTRAIN_CUDA_TRY(dtrain_cuda_grow_scratch(device, bytes));
+    }
+    *memory = state->scratch;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_copy_kind(dtrain_copy_kind kind, cudaMemcpyKind *out)
+{
+    *out = kind == DTRAIN_COPY_HOST_TO_DEVICE   ? cudaMemcpyHostToDevice
+           : kind == DTRAIN_COPY_DEVICE_TO_HOST ? cudaMemcpyDeviceToHost
+                                                : cudaMemcpyDeviceToDevice;
+    if (kind >= DTRAIN_COPY_HOST_TO_DEVICE && kind <= DTRAIN_COPY_DEVICE_TO_DEVICE)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "copy: %d is not a dtrain_copy_kind", (int)kind);
+}
+
+/* Between host and device the stream is idle before the copy, since the driver may stage pageable
+ * memory inside the call, and idle after it, since it may not. */
+static dtrain_result dtrain_cuda_copy(dtrain_device *device, void *to, const void *from,
+                                      size_t bytes, dtrain_copy_kind kind)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    const bool waits = kind != DTRAIN_COPY_DEVICE_TO_DEVICE;
+    cudaMemcpyKind native;
+    DTRAIN_CUDA_TRY(dtrain_cuda_copy_kind(kind, &native));
+    if (waits) {
+        DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "copy from or to host memory"));
+        DTRAIN_CUDA_TRY(dtrain_cuda_await(device));
+    }
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMemcpyAsync(to, from, bytes, native, state->stream), "copy"));
+    return waits ? dtrain_cuda_poll(device, state->stream) : DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (bytes == 0) return DTRAIN_OK;
+    return dtrain_cuda_check(
+        cudaMemsetAsync(memory, 0, bytes, dtrain_cuda_state_of(device)->stream), "zero");
+}
+
+static dtrain_result dtrain_cuda_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    char what[80];
+    *memory = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "host_alloc"));
+    snprintf(what, sizeof what, "page-locking %llu bytes", (unsigned long long)bytes);
+    return dtrain_cuda_check(cudaMallocHost(memory, bytes ? bytes : 1), what);
+}
+
+static void dtrain_cuda_host_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)bytes;
+    if (!memory || !dtrain_cuda_may_free(device)) return;
+    if (cudaFreeHost(memory) != cudaSuccess) cudaGetLastError();
+}
+
+static dtrain_result dtrain_cuda_host_register(dtrain_device *device, void *memory, size_t bytes)
+{
+    char what[80];
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "host_register"));
+    snprintf(what, sizeof what, "page-locking %llu bytes at %p", (unsigned long long)bytes, memory);
+    return dtrain_cuda_check(cudaHostRegister(memory, bytes, cudaHostRegisterDefault), what);
+}
+
+static void dtrain_cuda_host_unregister(dtrain_device *device, void *memory)
+{
+    if (!memory || !dtrain_cuda_may_free(device)) return;
+    if (cudaHostUnregister(memory) != cudaSuccess) cudaGetLastError();
+}
+
+static cudaMemoryType dtrain_cuda_memory_type(const void *memory)
+{
+    cudaPointerAttributes attributes;
+    memset(&attributes, 0, sizeof attributes);
+    if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) return attributes.type;
+    cudaGetLastError(); /* old drivers call foreign memory an error */
+    return cudaMemoryTypeUnregistered;
+}
+
+static bool dtrain_cuda_is_device_memory(dtrain_device *device, const void *memory)
+{
+    (void)device;
+    const cudaMemoryType type = dtrain_cuda_memory_type(memory);
+    return type == cudaMemoryTypeDevice || type == cudaMemoryTypeManaged;
+}
+
+/* ---- Streams and events -----------------------------------------------------------------------*/
+
+static cudaStream_t dtrain_cuda_native(dtrain_device *device, dtrain_stream *stream)
+{
+    return stream ? stream->native : dtrain_cuda_state_of(device)->stream;
+}
+
+/* Pageable memory is refused: the driver would wait inside the call until it has staged it. */
+static dtrain_result dtrain_cuda_copy_async(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes, dtrain_copy_kind kind,
+                                            dtrain_stream *stream)
+{
+    const void *host = kind == DTRAIN_COPY_HOST_TO_DEVICE   ? from
+                       : kind == DTRAIN_COPY_DEVICE_TO_HOST ? to
+                                                            : NULL;
+    cudaMemcpyKind native;
+    DTRAIN_CUDA_TRY(dtrain_cuda_copy_kind(kind, &native));
+    if (bytes == 0) return DTRAIN_OK;
+    if (host && dtrain_cuda_memory_type(host) != cudaMemoryTypeHost)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "copy_async: the host memory at %p is not page-locked: take it from "
+                           "host_alloc, give it to host_register, or use copy",
+                           host);
+    return dtrain_cuda_check(
+        cudaMemcpyAsync(to, from, bytes, native, dtrain_cuda_native(device, stream)), "copy_async");
+}
+
+static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_priority,
+                                               dtrain_stream **out)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    *out = NULL;
+    dtrain_stream *stream =
+        (dtrain_stream *)dtrain_cuda_host_take(&state->allocator, sizeof(dtrain_stream));
+    if (!stream) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a stream");
+    const dtrain_result result = dtrain_cuda_make_stream(high_priority, &stream->native);
+    if (result != DTRAIN_OK) {
+        dtrain_cuda_host_give(&state->allocator, stream, sizeof *stream);
+        return result;
+    }
+    stream->next = state->streams;
+    state->streams = stream;
+    *out = stream;
+    return DTRAIN_OK;
+}
+
+/* Work that is still queued on it runs to its end. */
+static void dtrain_cuda_stream_destroy(dtrain_device *device, dtrain_stream *stream)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (!stream) return;
+    for (dtrain_stream **link = &state->streams; *link; link = &(*link)->next)
+        if (*link == stream) {
+            *link = stream->next;
+            break;
+        }
+    if (cudaStreamDestroy(stream->native) != cudaSuccess) cudaGetLastError();
+    dtrain_cuda_host_give(&state->allocator, stream, sizeof *stream);
+}
+
+static void *dtrain_cuda_stream_native(dtrain_device *device, dtrain_stream *stream)
+{
+    return (void *)dtrain_cuda_native(device, stream);
+}
+
+static dtrain_result dtrain_cuda_event_create(dtrain_device *device, bool timing,
+                                              dtrain_event **out)
+{
+    cudaEvent_t event = NULL;
+    (void)device;
+    *out = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(
+        cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming),
+        "creating an event"));
+    *out = (dtrain_event *)event;
+    return DTRAIN_OK;
+}
+
+static void dtrain_cuda_event_destroy(dtrain_device *device, dtrain_event *event)
+{
+    (void)device;
+    if (event && cudaEventDestroy((cudaEvent_t)event) != cudaSuccess) cudaGetLastError();
+}
+
+static dtrain_result dtrain_cuda_event_record(dtrain_device *device, dtrain_event *event,
+                                              dtrain_stream *stream)
+{
+    return dtrain_cuda_check(
+        cudaEventRecord((cudaEvent_t)event, dtrain_cuda_native(device, stream)), "event_record");
+}
+
+static dtrain_result dtrain_cuda_event_wait(dtrain_device *device, dtrain_event *event,
+                                            dtrain_stream *stream)
+{
+    return dtrain_cuda_check(
+        cudaStreamWaitEvent(dtrain_cuda_native(device, stream), (cudaEvent_t)event, 0),
+        "event_wait");
+}
+
+static dtrain_result dtrain_cuda_event_query(dtrain_device *device, dtrain_event *event, bool *done)
+{
+    (void)device;
+    const cudaError_t error = cudaEventQuery((cudaEvent_t)event);
+    *done = error == cudaSuccess;
+    if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "event_query");
+    cudaGetLastError();
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_event_elapsed(dtrain_device *device, dtrain_event *begin,
+                                               dtrain_event *end, float *milliseconds)
+{
+    (void)device;
+    *milliseconds = 0;
+    const cudaError_t error =
+        cudaEventElapsedTime(milliseconds, (cudaEvent_t)begin, (cudaEvent_t)end);
+    if (error == cudaErrorNotReady || error == cudaErrorInvalidResourceHandle) {
+        cudaGetLastError();
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "event_elapsed: both events have to be created with timing, recorded, "
+                           "and done");
+    }
+    return dtrain_cuda_check(error, "event_elapsed");
+}
+
+/* ---- Graphs -----------------------------------------------------------------------------------
+ *
+ * Capture is of this thread only: another thread of the process (a watchdog that polls its events)
+ * neither breaks it nor is recorded. */
+
+static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "graph_begin"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(
+        cudaStreamBeginCapture(state->stream, cudaStreamCaptureModeThreadLocal), "graph_begin"));
+    state->capturing = true;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_graph_end(dtrain_device *device, dtrain_graph **out)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t executable = NULL;
+    *out = NULL;
+    if (!state->capturing)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "graph_end: no graph_begin came before it, or memory was freed since: that "
+            "cannot be recorded and ended the capture");
+    state->capturing = false;
+    cudaError_t error = cudaStreamEndCapture(state->stream, &graph);
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&executable, graph, 0);
+    if (graph) cudaGraphDestroy(graph);
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "graph_end"));
+    state->graph_count++;
+    *out = (dtrain_graph *)executable;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_graph_launch(dtrain_device *device, dtrain_graph *graph)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "graph_launch"));
+    return dtrain_cuda_check(
+        cudaGraphLaunch((cudaGraphExec_t)graph, dtrain_cuda_state_of(device)->stream),
+        "graph_launch");
+}
+
+static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph)
+{
+    if (!graph) return;
+    if (cudaGraphExecDestroy((cudaGraphExec_t)graph) != cudaSuccess) cudaGetLastError();
+    dtrain_cuda_state_of(device)->graph_count--;
+}
+
+/* ================================================================================================
+ * [C03] Elementwise
+ *
+ * Bandwidth is the limit. A thread takes groups of W neighbouring elements, W such that the widest
+ * type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two groups are loaded
+ * before the first is stored, because memory may be updated in place and the compiler would not
+ * move a load above a store. Where a pointer is not 16-byte aligned, and for the last elements, a
+ * group is one element; neighbouring threads still take neighbours.
+ *
+ * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0.
+ * ==============================================================================================*/
+
+#ifndef DTRAIN_CUDA_UNROLL
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_UNROLL
+#else
+#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#endif
+#endif
+
+template <typename T, int W> struct alignas(W * sizeof(T)) dtrain_cuda_group {
+    T at[W];
+};
+
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_get(const T *from, dtrain_cuda_group<T, W> &to)
+{
+    to = *reinterpret_cast<const dtrain_cuda_group<T, W> *>(from);
+}
+
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_put(T *to, const dtrain_cuda_group<T, W> &from)
+{
+    *reinterpret_cast<dtrain_cuda_group<T, W> *>(to) = from;
+}
+
+template <typename X, typename Y> static constexpr int dtrain_cuda_width()
+{
+    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+}
+
+enum { DTRAIN_CUDA_EACH_THREADS = 256 };
+
+template <typename Op>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
+    dtrain_cuda_each_kernel(const Op op, int64_t groups, int64_t count)
+{
+    constexpr int W = Op::width;
+    const int64_t threads = (int64_t)gridDim.x * blockDim.x;
+    const int64_t me = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t at = me;
+    for (; at + threads < groups; at += 2 * threads) {
+        typename Op::template group<W> near = {}, far = {};
+        op.load(at * W, near);
+        op.load((at + threads) * W, far);
+        op.store(at * W, near);
+        op.store((at + threads) * W, far);
+    }
+    if (at < groups) {
+        typename Op::template group<W> last = {};
+        op.load(at * W, last);
+        op.store(at * W, last);
+    }
+    for (int64_t i = groups * W + me; i < count; i += threads) {
+        typename Op::template group<1> single = {};
+        op.load(i, single);
+        op.store(i, single);
+    }
+}
+
+template <typename Op>
+static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, const Op &op,
+                                      int64_t count, bool aligned)
+{
+    if (count <= 0) return DTRAIN_OK;
+    const int64_t groups = aligned ? count / Op::width : 0;
+    const int64_t items = groups ? (groups + 1) / 2 : count;
+    const int64_t blocks =
+        dtrain_cuda_blocks(dtrain_cuda_state_of(device), items, DTRAIN_CUDA_EACH_THREADS);
+    return DTRAIN_CUDA_RUN(device, name, dtrain_cuda_each_kernel<Op>, blocks,
+                           DTRAIN_CUDA_EACH_THREADS, 0, op, groups, count);
+}
+
+/* F32, BF16, F16, or 0 for F32. */
+static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
+{
+    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 ||
+        dtype == DTRAIN_F16)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
+                       dtrain_dtype_name(dtype));
+}
+
+/* ---- add: x (count), y (count) -> out (count); two reads, one write ---------------------------*/
+
+template <typename X, typename Y> struct dtrain_cuda_add_op {
+    static constexpr int width = dtrain_cuda_width<X, Y>();
+    const X *x;
+    const Y *y;
+    X *out;
+
+    template <int W> struct group {
+        dtrain_cuda_group<X, W> x;
+        dtrain_cuda_group<Y, W> y;
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        dtrain_cuda_get(x + i, g.x);
+        dtrain_cuda_get(y + i, g.y);
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        dtrain_cuda_group<X, W> sum;
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++)
+            dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
+                               sum.at[j]);
+        dtrain_cuda_put(out + i, sum);
+    }
+};
+
+template <typename X, typename Y>
+static dtrain_result dtrain_cuda_add_as(dtrain_device *device, const dtrain_add_args *args)
+{
+    const dtrain_cuda_add_op<X, Y> op = {(const X *)args->x, (const Y *)args->y, (X *)args->out};
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y) &&
+                         dtrain_cuda_aligned(args->out);
+    return dtrain_cuda_each(device, "add", op, args->count, aligned);
+}
+
+template <typename X>
+static dtrain_result dtrain_cuda_add_to(dtrain_device *device, const dtrain_add_args *args)
+{
+    if (args->y_dtype == DTRAIN_BF16) return dtrain_cuda_add_as<X, dtrain_cuda_bf16>(device, args);
+    if (args->y_dtype == DTRAIN_F16) return dtrain_cuda_add_as<X, dtrain_cuda_f16>(device, args);
+    return dtrain_cuda_add_as<X, float>(device, args);
+}
+
+static dtrain_result dtrain_cuda_add(dtrain_device *device, const dtrain_add_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("add", args->x_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("add", args->y_dtype));
+    return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_add_to)(device, args);
+}
+
+/* ---- axpby: x (count), (1) or none, y (count); y is read only to be accumulated into ----------*/
+
+template <typename T> struct dtrain_cuda_axpby_op {
+    static constexpr int width = dtrain_cuda_width<T, T>();
+    const T *x;
+    T *y;
+    float a, b;
+    bool same, accumulate; /* same: one x for all */
+
+    template <int W> struct group {
+        dtrain_cuda_group<T, W> x, y;
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        if (!same) dtrain_cuda_get(x + i, g.x);
+        if (accumulate) dtrain_cuda_get(y + i, g.y);
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
+        dtrain_cuda_group<T, W> out;
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) {
+            const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
+            dtrain_cuda_narrow(accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j]))
+                                          : a * from,
+                               out.at[j]);
+        }
+        dtrain_cuda_put(y + i, out);
+    }
+};
+
+template <typename T>
+static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_axpby_args *args)
+{
+    const bool same = args->broadcast || !args->x;
+    const dtrain_cuda_axpby_op<T> op = {(const T *)args->x, (T *)args->y, args->a, args->b, same,
+                                        args->accumulate};
+    const bool aligned = (same || dtrain_cuda_aligned(args->x)) && dtrain_cuda_aligned(args->y);
+    return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
+}
+
+static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("axpby", args->dtype));
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
+}
+
+/* ---- dropout: x (count) -> y (count); one read (two to accumulate), one write ------------------
+ *
+ * The random word of element i is word i % 4 of Philox block i / 4, and its upper 24 bits are
+ * compared as integers: the bits of dtrain_random_uniform, and the mask of the CPU device. */
+
+/* dtrain_philox, see [S23]. */
+static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
+                                                          uint64_t counter, uint32_t out[4])
+{
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32);
+    uint32_t c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    DTRAIN_CUDA_UNROLL
+    for (int round = 0; round < 10; round++) {
+        const uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+/* The words of elements i .. i + W; i is a multiple of W, and W is 1, 4 or 8. */
+template <int W>
+static __device__ __forceinline__ void dtrain_cuda_random(uint64_t seed, uint64_t stream, int64_t i,
+                                                          uint32_t words[W])
+{
+    DTRAIN_CUDA_UNROLL
+    for (int j = 0; j < W; j += 4) {
+        uint32_t block[4];
+        dtrain_cuda_philox(seed, stream, (uint64_t)(i + j) / 4, block);
+        if (W == 1) {
+            const int word = (int)(i % 4);
+            words[0] = word < 2 ? (word ? block[1] : block[0]) : (word == 3 ? block[3] : block[2]);
+        } else {
+            DTRAIN_CUDA_UNROLL
+            for (int k = 0; k < 4 && j + k < W; k++) words[j + k] = block[k];
+        }
+    }
+}
+
+template <typename T> struct dtrain_cuda_dropout_op {
+    static constexpr int width = dtrain_cuda_width<T, T>();
+    const T *x;
+    T *y;
+    float scale;
+    uint32_t threshold; /* a 24-bit uniform below it is dropped */
+    uint64_t seed, stream;
+    const dtrain_step_scalars *scalars;
+    bool accumulate;
+
+    template <int W> struct group {
+        dtrain_cuda_group<T, W> x, y;
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        dtrain_cuda_get(x + i, g.x);
+        if (accumulate) dtrain_cuda_get(y + i, g.y);
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        uint32_t words[W];
+        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) {
+            const bool kept = words[j] >> 8 >= threshold;
+            const float value = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
+            dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
+                               out.at[j]);
+        }
+        dtrain_cuda_put(y + i, out);
+    }
+};
+
+template <typename T>
+static dtrain_result dtrain_cuda_dropout_as(dtrain_device *device, const dtrain_dropout_args *args)
+{
+    const double least = ceil((double)args->probability * 16777216.0);
+    const dtrain_cuda_dropout_op<T> op = {(const T *)args->x,
+                                          (T *)args->y,
+                                          args->probability < 1 ? 1 / (1 - args->probability) : 0,
+                                          least < 16777216.0 ? (uint32_t)least : 16777216u,
+                                          args->seed,
+                                          args->stream,
+                                          args->scalars,
+                                          args->accumulate};
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
+    return dtrain_cuda_each(device, "dropout", op, args->count, aligned);
+}
+
+static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dropout_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("dropout", args->dtype));
+    if (!(args->probability >= 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dropout: probability is %g, expected 0 to 1",
+                           (double)args->probability);
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_dropout_as)(device, args);
+}
+
+/* ---- convert: x (count) -> y (count), rounded to nearest --------------------------------------*/
+
+template <typename X, typename Y> struct dtrain_cuda_convert_op {
+    static constexpr int width = dtrain_cuda_width<X, Y>();
+    const X *x;
+    Y *y;
+
+    template <int W> using group = dtrain_cuda_group<X, W>;
+    template <int W> __device__ void load(int64_t i, dtrain_cuda_group<X, W> &g) const
+    {
+        dtrain_cuda_get(x + i, g);
+    }
+    template <int W> __device__ void store(int64_t i, const dtrain_cuda_group<X, W> &g) const
+    {
+        dtrain_cuda_group<Y, W> out;
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
+        dtrain_cuda_put(y + i, out);
+    }
+};
+
+template <typename X, typename Y>
+static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_convert_args *args)
+{
+    const dtrain_cuda_convert_op<X, Y> op = {(const X *)args->x, (Y *)args->y};
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
+    return dtrain_cuda_each(device, "convert", op, args->count, aligned);
+}
+
+/* Equal types are a copy of the bits: NaNs keep theirs. */
+static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
+{
+    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_F32;
+    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_F32;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", from));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", to));
+    if (from == to) {
+        if (args->x == args->y || args->count <= 0) return DTRAIN_OK;
+        return dtrain_cuda_copy(device, args->y, args->x,
+                                (size_t)args->count * dtrain_dtype_bytes(from),
+                                DTRAIN_COPY_DEVICE_TO_DEVICE);
+    }
+    if (from == DTRAIN_F32)
+        return to == DTRAIN_BF16 ? dtrain_cuda_convert_as<float, dtrain_cuda_bf16>(device, args)
+                                 : dtrain_cuda_convert_as<float, dtrain_cuda_f16>(device, args);
+    if (to == DTRAIN_F32)
+        return from == DTRAIN_BF16 ? dtrain_cuda_convert_as<dtrain_cuda_bf16, float>(device, args)
+                                   : dtrain_cuda_convert_as<dtrain_cuda_f16, float>(device, args);
+    return from == DTRAIN_BF16
+               ? dtrain_cuda_convert_as<dtrain_cuda_bf16, dtrain_cuda_f16>(device, args)
+               : dtrain_cuda_convert_as<dtrain_cuda_f16, dtrain_cuda_bf16>(device, args);
+}
+
+/* ---- activation backward: x, d_out (rows,n) -> d_in (rows,n) and d_bias (n) --------------------
+ *
+ * Two reads, one write. Without d_bias it is elementwise. With d_bias a block takes CHUNK rows of a
+ * strip of 32 groups of columns; each warp walks every 8th row with the sums in registers:
+ *
+ *          n columns                 1. warps: d_in, and the sums of their rows
+ *        +------+------+------+      2. block: the 8 warps' sums in order -> partial (chunks,n)
+ *  CHUNK |block0|block1|block2|      3. second kernel: the chunks' sums in order -> d_bias
+ *        +------+------+------+
+ *        |block3| ...                The cuts depend on the shape alone, and so do the bits. */
+
+enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
+
+/* With q = e^-2u and w = 1 / (1 + q), u = A (x + B x^3): dy/dx = w (1 + x q w 2u'). Outside +-10 it
+ * is 0 or 1; NaN passes the comparisons. */
+static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
+{
+    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
+    x = x > 10 ? 10.0f : x < -10 ? -10.0f : x;
+    const float q = expf(-2 * a * (x + b * (x * x * x)));
+    const float w = 1 / (1 + q);
+    return w * (1 + x * (2 * a + 6 * a * b * (x * x)) * (q * w));
+}
+
+/* The slope of relu at 0 is 0. */
+static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
+                                                               float d_out)
+{
+    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain_cuda_gelu_slope(x);
+    return activation == DTRAIN_ACT_RELU && !(x > 0) ? 0.0f : d_out;
+}
+
+template <typename T> struct dtrain_cuda_deactivate_op {
+    static constexpr int width = dtrain_cuda_width<T, T>();
+    const T *x, *d_out;
+    T *d_in;
+    uint32_t activation;
+
+    template <int W> struct group {
+        dtrain_cuda_group<T, W> x, d;
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        if (activation != DTRAIN_ACT_NONE) dtrain_cuda_get(x + i, g.x);
+        dtrain_cuda_get(d_out + i, g.d);
+    }
+    /* Leaves what it stored in `d`, in fp32. */
+    template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
+    {
+        dtrain_cuda_group<T, W> out;
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) {
+            const float from = activation == DTRAIN_ACT_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
+            d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
+            dtrain_cuda_narrow(d[j], out.at[j]);
+        }
+        if (activation != DTRAIN_ACT_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        float d[W];
+        finish<W>(i, g, d);
+    }
+};
+
+/* One block: chunk blockIdx / strips of the rows, strip blockIdx % strips of the columns. */
+template <typename T, int W>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_WARPS *DTRAIN_CUDA_WARP)
+    dtrain_cuda_deactivate_columns_kernel(const dtrain_cuda_deactivate_op<T> op, int64_t rows,
+                                          int64_t n, int64_t ld, float *partial)
+{
+    constexpr int strip_columns = W * DTRAIN_CUDA_WARP, step = DTRAIN_CUDA_COLUMN_WARPS;
+    __shared__ float sums[DTRAIN_CUDA_COLUMN_WARPS][W][DTRAIN_CUDA_WARP];
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int64_t strips = (n + strip_columns - 1) / strip_columns;
+    const int64_t chunk = blockIdx.x / strips, first = blockIdx.x % strips * strip_columns;
+    const int64_t begin = chunk * DTRAIN_CUDA_CHUNK_ROWS, column = first + lane * W;
+    const int64_t end =
+        begin + DTRAIN_CUDA_CHUNK_ROWS < rows ? begin + DTRAIN_CUDA_CHUNK_ROWS : rows;
+    float sum[W] = {0};
+    for (int64_t row = begin + warp; row < end && column < n;
+         row += step * DTRAIN_CUDA_ROWS_AT_ONCE) {
+        typename dtrain_cuda_deactivate_op<T>::template group<W> g[DTRAIN_CUDA_ROWS_AT_ONCE] = {};
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < DTRAIN_CUDA_ROWS_AT_ONCE; u++)
+            if (row + u * step < end) op.load((row + u * step) * ld + column, g[u]);
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < DTRAIN_CUDA_ROWS_AT_ONCE; u++) {
+            float d[W];
+            if (row + u * step >= end) break;
+            op.template finish<W>((row + u * step) * ld + column, g[u], d);
+            DTRAIN_CUDA_UNROLL
+            for (int j = 0; j < W; j++) sum[j] += d[j];
+        }
+    }
+    DTRAIN_CUDA_UNROLL
+    for (int j = 0; j < W; j++) sums[warp][j][lane] = sum[j];
+    __syncthreads();
+    for (int i = threadIdx.x; i < strip_columns && first + i < n; i += blockDim.x) {
+        float total = 0;
+        for (int w = 0; w < DTRAIN_CUDA_COLUMN_WARPS; w++) total += sums[w][i % W][i / W];
+        partial[chunk * n + first + i] = total;
+    }
+}
+
+/* out (n) = column sums of partial (chunks,n), a block for 32 columns: warp w adds chunks w,
+ * w + 32, ... and the warps' sums are added in order. */
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_finish_columns_kernel(const float *partial, int64_t chunks, int64_t n, float *out,
+                                      bool accumulate)
+{
+    __shared__ float sums[DTRAIN_CUDA_WARP][DTRAIN_CUDA_WARP];
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int64_t column = (int64_t)blockIdx.x * DTRAIN_CUDA_WARP + lane;
+    float sum = 0;
+    if (column < n) {
+        for (int64_t chunk = warp; chunk < chunks; chunk += DTRAIN_CUDA_WARP)
+            sum += partial[chunk * n + column];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < n) {
+        float total = accumulate ? out[column] : 0;
+        for (int w = 0; w < DTRAIN_CUDA_WARP; w++) total += sums[w][lane];
+        out[column] = total;
+    }
+}
+
+/* The rows of x, d_out and d_in are ld elements apart. */
+template <typename T>
+static dtrain_result dtrain_cuda_deactivate_columns(dtrain_device *device, const char *name,
+                                                    const dtrain_cuda_deactivate_op<T> &op,
+                                                    int64_t rows, int64_t n, int64_t ld, float *out,
+                                                    bool accumulate)
+{
+    constexpr int W = dtrain_cuda_deactivate_op<T>::width;
+    const bool aligned = n % W == 0 && ld % W == 0 && dtrain_cuda_aligned(op.x) &&
+                         dtrain_cuda_aligned(op.d_out) && dtrain_cuda_aligned(op.d_in);
+    const int64_t chunks =
+        rows > 0 ? (rows + DTRAIN_CUDA_CHUNK_ROWS - 1) / DTRAIN_CUDA_CHUNK_ROWS : 0;
+    const int64_t strip = DTRAIN_CUDA_WARP * (aligned ? W : 1);
+    const int64_t blocks = chunks * ((n + strip - 1) / strip);
+    const int threads = DTRAIN_CUDA_COLUMN_WARPS * DTRAIN_CUDA_WARP;
+    void *partial = NULL;
+    if (n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_scratch(device, (size_t)chunks * (size_t)n * sizeof(float), &partial));
+    if (blocks > 0 && aligned)
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, name, (dtrain_cuda_deactivate_columns_kernel<T, W>),
+                                        blocks, threads, 0, op, rows, n, ld, (float *)partial));
+    if (blocks > 0 && !aligned)
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, name, (dtrain_cuda_deactivate_columns_kernel<T, 1>),
+                                        blocks, threads, 0, op, rows, n, ld, (float *)partial));
+    return DTRAIN_CUDA_RUN(device, name, dtrain_cuda_finish_columns_kernel,
+                           (n + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP, 1024, 0,
+                           (const float *)partial, chunks, n, out, accumulate);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_activation_backward_as(dtrain_device *device,
+                                                        const dtrain_activation_backward_args *args)
+{
+    const dtrain_cuda_deactivate_op<T> op = {(const T *)args->x, (const T *)args->d_out,
+                                             (T *)args->d_in, args->activation};
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->d_out) &&
+                         dtrain_cuda_aligned(args->d_in);
+    if (args->d_bias)
+        return dtrain_cuda_deactivate_columns(device, "activation_backward", op, args->rows,
+                                              args->n, args->n, args->d_bias, args->accumulate);
+    if (args->activation == DTRAIN_ACT_NONE && args->d_in == args->d_out) return DTRAIN_OK;
+    return dtrain_cuda_each(device, "activation_backward", op, args->rows * args->n, aligned);
+}
+
+static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
+                                                     const dtrain_activation_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("activation_backward", args->dtype));
+    if (args->activation > DTRAIN_ACT_GELU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "activation_backward: activation is %u, which is not a "
+                           "dtrain_activation",
+                           (unsigned)args->activation);
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_activation_backward_as)(device, args);
+}
+
+/* ================================================================================================
+ * [C04] Reductions
+ *
+ * Two kernels: many blocks leave a partial result each, one block adds them in order. How many
+ * blocks, and who adds what, depends on the count alone: neither the GPU's size nor the address
+ * shows in the bits. One read of the input, 16 bytes a load.
+ * ==============================================================================================*/
+
+enum {
+    DTRAIN_CUDA_SUM_THREADS = 256,
+    DTRAIN_CUDA_SUM_BLOCKS = 2048, /* at most: two waves on a large GPU, 16 KiB of partial sums */
+    DTRAIN_CUDA_SUM_SHARE = 8192   /* elements that are worth a block */
+};
+
+/* Up to a pack of elements from i on, those at and behind `count` as zero. */
+template <typename T>
+static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t i, int64_t count,
+                                                             bool aligned, dtrain_cuda_pack<T> &to)
+{
+    if (aligned && i + dtrain_cuda_pack<T>::width <= count) {
+        to = dtrain_cuda_load(x + i);
+        return;
+    }
+    DTRAIN_CUDA_UNROLL
+    for (int j = 0; j < dtrain_cuda_pack<T>::width; j++)
+        if (i + j < count) to.at[j] = x[i + j];
+        else dtrain_cuda_narrow(0, to.at[j]);
+}
+
+/* ---- sum: x (count) -> one double, scaled; 4 (or 2) bytes read an element ---------------------*/
+
+/* partial[block] = sum of the packs block * threads + thread, + all threads, ... */
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
+    dtrain_cuda_sum_kernel(const T *x, int64_t count, bool squares, bool aligned, double *partial)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width, at_once = 4;
+    __shared__ double slots[DTRAIN_CUDA_WARP];
+    const int64_t step = (int64_t)gridDim.x * blockDim.x * width;
+    double sum = 0;
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; i < count;
+         i += at_once * step) {
+        dtrain_cuda_pack<T> packs[at_once];
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++)
+            dtrain_cuda_load_pack(x, i + u * step, count, aligned, packs[u]);
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++) DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < width; j++) {
+            const double value = (double)dtrain_cuda_widen(packs[u].at[j]);
+            sum += squares ? value * value : value;
+        }
+    }
+    sum = dtrain_cuda_block_sum(sum, slots);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+/* One block. */
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
+    dtrain_cuda_finish_sum_kernel(const double *partial, int count, double scale, bool accumulate,
+                                  double *total, float *out)
+{
+    __shared__ double slots[DTRAIN_CUDA_WARP];
+    double sum = 0;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
+    sum = scale * dtrain_cuda_block_sum(sum, slots);
+    if (threadIdx.x != 0) return;
+    if (accumulate) sum += total[0];
+    if (total) total[0] = sum;
+    if (out) out[0] = (float)sum;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_sum_as(dtrain_device *device, const dtrain_sum_args *args)
+{
+    const int64_t count = args->count > 0 ? args->count : 0;
+    const int64_t needed = (count + DTRAIN_CUDA_SUM_SHARE - 1) / DTRAIN_CUDA_SUM_SHARE;
+    const int64_t most = DTRAIN_CUDA_SUM_BLOCKS, blocks = needed < most ? needed : most;
+    void *partial;
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, DTRAIN_CUDA_SUM_BLOCKS * sizeof(double), &partial));
+    if (blocks > 0)
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "sum", dtrain_cuda_sum_kernel<T>, blocks,
+                                        DTRAIN_CUDA_SUM_THREADS, 0, (const T *)args->x, count,
+                                        args->squares, dtrain_cuda_aligned(args->x),
+                                        (double *)partial));
+    return DTRAIN_CUDA_RUN(device, "sum", dtrain_cuda_finish_sum_kernel, 1, DTRAIN_CUDA_SUM_THREADS,
+                           0, (const double *)partial, (int)blocks, args->scale, args->accumulate,
+                           args->total, args->out);
+}
+
+static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("sum", args->dtype));
+    if (args->accumulate && !args->total)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "sum: accumulate needs total, which is NULL");
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_sum_as)(device, args);
+}
+
+/* ---- clip: one thread ---------------------------------------------------------------------------
+ *
+ * In double. A norm that is not finite skips the step and leaves the scale alone. */
+
+static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
+{
+    const double norm = sqrt(args.sum_squares[0]) * (double)args.scalars->grad_scale;
+    const double factor = (double)args.max_norm / (norm + 1e-6);
+    args.norm[0] = (float)norm;
+    if ((__float_as_uint((float)norm) & 0x7f800000u) == 0x7f800000u) args.scalars->skip = 1;
+    else if (args.max_norm > 0 && factor < 1) args.scalars->grad_scale *= (float)factor;
+}
+
+static dtrain_result dtrain_cuda_clip(dtrain_device *device, const dtrain_clip_args *args)
+{
+    return DTRAIN_CUDA_RUN(device, "clip", dtrain_cuda_clip_kernel, 1, 1, 0, *args);
+}
+
+/* ---- finite: x (count) -> found[0] |= 1; 4 (or 2) bytes read an element -----------------------*/
+
+static __device__ __forceinline__ bool dtrain_cuda_is_wild(float x)
+{
+    return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+}
+static __device__ __forceinline__ bool dtrain_cuda_is_wild(dtrain_cuda_bf16 x)
+{
+    return (x.bits & 0x7f80u) == 0x7f80u;
+}
+static __device__ __forceinline__ bool dtrain_cuda_is_wild(dtrain_cuda_f16 x)
+{
+    return (x.bits & 0x7c00u) == 0x7c00u;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
+    dtrain_cuda_finite_kernel(const T *x, int64_t count, bool aligned, unsigned *found)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width, at_once = 4;
+    const int64_t step = (int64_t)gridDim.x * blockDim.x * width;
+    bool wild = false;
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; i < count;
+         i += at_once * step) {
+        dtrain_cuda_pack<T> packs[at_once];
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++)
+            dtrain_cuda_load_pack(x, i + u * step, count, aligned, packs[u]);
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++) DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < width; j++) wild |= dtrain_cuda_is_wild(packs[u].at[j]);
+    }
+    const int any = __syncthreads_or(wild);
+    if (threadIdx.x == 0 && any) atomicOr(found, 1u);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_finite_as(dtrain_device *device, const dtrain_finite_args *args)
+{
+    const int64_t packs =
+        (args->count + dtrain_cuda_pack<T>::width - 1) / dtrain_cuda_pack<T>::width;
+    if (args->count <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_RUN(
+        device, "finite", dtrain_cuda_finite_kernel<T>,
+        dtrain_cuda_blocks(dtrain_cuda_state_of(device), (packs + 3) / 4, DTRAIN_CUDA_SUM_THREADS),
+        DTRAIN_CUDA_SUM_THREADS, 0, (const T *)args->x, args->count, dtrain_cuda_aligned(args->x),
+        args->found);
+}
+
+static dtrain_result dtrain_cuda_finite(dtrain_device *device, const dtrain_finite_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("finite", args->dtype));
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_finite_as)(device, args);
+}
+
+/* ---- Column sums, for bias gradients: x (rows,n), rows ld elements apart -> out (n) ------------
+ *
+ * The activation's backward pass with no activation, in place. */
+
+template <typename T>
+static dtrain_result dtrain_cuda_column_sums_as(dtrain_device *device, const void *x, int64_t rows,
+                                                int64_t n, int64_t ld, float *out, bool accumulate)
+{
+    const dtrain_cuda_deactivate_op<T> op = {NULL, (const T *)x, (T *)x, DTRAIN_ACT_NONE};
+    return dtrain_cuda_deactivate_columns(device, "column sums", op, rows, n, ld, out, accumulate);
+}
+
+static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype dtype,
+                                             const void *x, int64_t rows, int64_t n, int64_t ld,
+                                             float *out, bool accumulate)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("column sums", dtype));
+    return DTRAIN_CUDA_BY_DTYPE(dtype, dtrain_cuda_column_sums_as)(device, x, rows, n, ld, out,
+                                                                   accumulate);
+}
+
+/* ================================================================================================
+ * [C05] Optimizers
+ *
+ * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
+ * (4 KiB), more take more launches. A block finds its tensor by its number and updates 8192
+ * elements of it:
+ *
+ *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
+ *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
+ *
+ * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28 (30 with a low copy);
+ * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them.
+ * ==============================================================================================*/
+
+enum {
+    DTRAIN_CUDA_TABLE_TENSORS = 60,
+    DTRAIN_CUDA_UPDATE_THREADS = 256,
+    DTRAIN_CUDA_UPDATE_ELEMENTS = 8192 /* of a block */
+};
+
+struct dtrain_cuda_tensor {
+    float *value;
+    const float *grad;
+    float *m, *v;
+    void *low;
+    int64_t count;
+    float weight_decay;
+    uint16_t low_dtype;
+    uint16_t aligned;     /* all pointers */
+    uint32_t first_block; /* of this launch */
+    uint32_t number;      /* in the caller's list: the stream of its random numbers */
+};
+
+struct dtrain_cuda_tensors {
+    int count;
+    uint32_t stochastic_rounding;
+    uint64_t seed;
+    const dtrain_step_scalars *scalars;
+    dtrain_cuda_tensor at[DTRAIN_CUDA_TABLE_TENSORS];
+};
+
+/* ---- Rules: what happens to one element -------------------------------------------------------*/
+
+struct dtrain_cuda_adamw_rule {
+    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars)
+    {
+        lr = scalars.lr;
+        correction1 = scalars.correction1;
+        correction2 = scalars.correction2;
+        grad_scale = scalars.grad_scale;
+    }
+    /* lr / correction1 is one factor, and v is scaled under the root. */
+    __device__ void step(float decay, float grad, float &value, float &m, float &v) const
+    {
+        const float g = grad * grad_scale;
+        m = __fmaf_rn(1 - beta1, g, beta1 * m);
+        v = __fmaf_rn((1 - beta2) * g, g, beta2 * v);
+        const float root = sqrtf(v * (1 / correction2)) + epsilon;
+        value = __fmaf_rn(value, decay, -((lr / correction1) * m / root));
+    }
+};
+
+struct dtrain_cuda_sgd_rule {
+    float lr, momentum, grad_scale;
+    bool nesterov, first;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars)
+    {
+        lr = scalars.lr;
+        grad_scale = scalars.grad_scale;
+    }
+    /* Without momentum `buffer` is 0 and forgotten. */
+    __device__ void step(float decay, float grad, float &value, float &buffer, float &) const
+    {
+        const float g = grad * grad_scale;
+        buffer = first ? g : __fmaf_rn(momentum, buffer, g);
+        value =
+            __fmaf_rn(value, decay, -(lr * (nesterov ? __fmaf_rn(momentum, buffer, g) : buffer)));
+    }
+};
+
+/* ---- Rounding of the low copy -------------------------------------------------------------------
+ *
+ * The fraction that rounding would discard, against as many random bits: up with exactly its
+ * probability, and the bits of the CPU device. fp16 discards 13 bits where it is normal; below that
+ * it rounds to nearest. */
+
+static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint32_t random,
+                                                                   dtrain_cuda_bf16 &to)
+{
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7f800000u) == 0x7f800000u) dtrain_cuda_narrow(x, to);
+    else to.bits = (uint16_t)((bits + (random & 0xffffu)) >> 16);
+}
+
+static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint32_t random,
+                                                                   dtrain_cuda_f16 &to)
+{
+    const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+    const bool to_nearest = magnitude < 0x38800000u || magnitude >= 0x7f800000u; /* 2^-14 */
+    const uint32_t raised = (bits + (random & 0x1fffu)) & ~0x1fffu;
+    dtrain_cuda_narrow(to_nearest ? x : __uint_as_float(raised), to);
+}
+
+/* ---- The kernel -------------------------------------------------------------------------------*/
+
+template <typename T, int W>
+static __device__ __forceinline__ void
+dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
+                      uint64_t seed, int64_t i, const dtrain_cuda_group<float, W> &value)
+{
+    dtrain_cuda_group<T, W> low;
+    uint32_t words[W];
+    if (tensors.stochastic_rounding) {
+        dtrain_cuda_random<W>(seed, tensor.number, i, words);
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) dtrain_cuda_narrow_randomly(value.at[j], words[j], low.at[j]);
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
+    }
+    dtrain_cuda_put((T *)tensor.low + i, low);
+}
+
+/* Elements i .. i + W. */
+template <int W, typename Rule>
+static __device__ __forceinline__ void
+dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
+                         const Rule &rule, uint64_t seed, float decay, int64_t i)
+{
+    dtrain_cuda_group<float, W> value, grad, m = {}, v = {};
+    dtrain_cuda_get(tensor.value + i, value);
+    dtrain_cuda_get(tensor.grad + i, grad);
+    if (tensor.m) dtrain_cuda_get(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_get(tensor.v + i, v);
+    DTRAIN_CUDA_UNROLL
+    for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
+    dtrain_cuda_put(tensor.value + i, value);
+    if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
+    if (!tensor.low) return;
+    if (tensor.low_dtype == DTRAIN_BF16)
+        dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
+    else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
+}
+
+/* The last tensor that starts at or before this block: every thread of the block finds the same. */
+static __device__ __forceinline__ int dtrain_cuda_find_tensor(const dtrain_cuda_tensors &tensors)
+{
+    int low = 0, high = tensors.count;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (tensors.at[middle].first_block <= blockIdx.x) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+template <typename Rule>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
+    dtrain_cuda_update_kernel(const dtrain_cuda_tensors tensors, Rule rule)
+{
+    constexpr int W = 4;
+    const dtrain_cuda_tensor &tensor = tensors.at[dtrain_cuda_find_tensor(tensors)];
+    const int64_t begin = (int64_t)(blockIdx.x - tensor.first_block) * DTRAIN_CUDA_UPDATE_ELEMENTS;
+    const int64_t end = begin + DTRAIN_CUDA_UPDATE_ELEMENTS < tensor.count
+                            ? begin + DTRAIN_CUDA_UPDATE_ELEMENTS
+                            : tensor.count;
+    const int64_t groups_end = tensor.aligned ? end - end % W : begin;
+    uint64_t seed = tensors.seed;
+    if (tensors.scalars) {
+        if (tensors.scalars->skip) return;
+        rule.resolve(*tensors.scalars);
+        seed += tensors.scalars->seed;
+    }
+    const float decay = __fmaf_rn(-rule.lr, tensor.weight_decay, 1.0f);
+    for (int64_t i = begin + (int64_t)threadIdx.x * W; i < groups_end; i += blockDim.x * W)
+        dtrain_cuda_update_group<W>(tensors, tensor, rule, seed, decay, i);
+    for (int64_t i = groups_end + threadIdx.x; i < end; i += blockDim.x)
+        dtrain_cuda_update_group<1>(tensors, tensor, rule, seed, decay, i);
+}
+
+/* ---- Launching --------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_cuda_check_tensor(const char *name, const dtrain_optimizer_tensor *from,
+                                              size_t number, bool needs_moments)
+{
+    if (from->low && from->low_dtype != DTRAIN_BF16 && from->low_dtype != DTRAIN_F16)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: tensor %llu has a low copy of data type %s, expected bf16 or f16",
+                           name, (unsigned long long)number, dtrain_dtype_name(from->low_dtype));
+    if (needs_moments && (!from->m || !from->v))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tensor %llu has no m or no v", name,
+                           (unsigned long long)number);
+    return DTRAIN_OK;
+}
+
+static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *from, size_t number,
+                                                int64_t first_block, bool needs_moments)
+{
+    dtrain_cuda_tensor to = {};
+    to.value = from->value;
+    to.grad = from->grad;
+    to.m = from->m;
+    to.v = needs_moments ? from->v : NULL;
+    to.low = from->low;
+    to.count = from->count;
+    to.weight_decay = from->weight_decay;
+    to.low_dtype = (uint16_t)from->low_dtype;
+    to.aligned = dtrain_cuda_aligned(to.value) && dtrain_cuda_aligned(to.grad) &&
+                 dtrain_cuda_aligned(to.m) && dtrain_cuda_aligned(to.v) &&
+                 dtrain_cuda_aligned(to.low);
+    to.first_block = (uint32_t)first_block;
+    to.number = (uint32_t)number;
+    return to;
+}
+
+/* `tensors` comes with everything but the table. All are checked before the first changes. */
+template <typename Rule>
+static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
+                                        const dtrain_optimizer_tensor *from, size_t count,
+                                        bool needs_moments, dtrain_cuda_tensors &tensors)
+{
+    static_assert(sizeof tensors + sizeof rule <= 4096, "kernel parameters are limited to 4 KiB");
+    int64_t blocks = 0;
+    for (size_t i = 0; i < count; i++)
+        DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &from[i], i, needs_moments));
+    for (size_t i = 0; i < count; i++) {
+        if (from[i].count > 0) {
+            tensors.at[tensors.count++] = dtrain_cuda_tensor_of(&from[i], i, blocks, needs_moments);
+            blocks +=
+                (from[i].count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;
+        }
+        if (tensors.count == 0 || (tensors.count < DTRAIN_CUDA_TABLE_TENSORS && i + 1 < count))
+            continue;
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, name, dtrain_cuda_update_kernel<Rule>, blocks,
+                                        DTRAIN_CUDA_UPDATE_THREADS, 0, tensors, rule));
+        tensors.count = 0;
+        blocks = 0;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw_args *args)
+{
+    const dtrain_cuda_adamw_rule rule = {args->lr,        args->beta1,       args->beta2,
+                                         args->epsilon,   args->correction1, args->correction2,
+                                         args->grad_scale};
+    dtrain_cuda_tensors tensors = {};
+    tensors.stochastic_rounding = args->stochastic_rounding;
+    tensors.seed = args->seed;
+    tensors.scalars = args->scalars;
+    return dtrain_cuda_update(device, "adamw", rule, args->tensors, args->tensor_count, true,
+                              tensors);
+}
+
+static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_args *args)
+{
+    const dtrain_cuda_sgd_rule rule = {args->lr, args->momentum, args->grad_scale, args->nesterov,
+                                       args->first};
+    dtrain_cuda_tensors tensors = {};
+    tensors.stochastic_rounding = args->stochastic_rounding;
+    tensors.seed = args->seed;
+    tensors.scalars = args->scalars;
+    return dtrain_cuda_update(device, "sgd", rule, args->tensors, args->tensor_count, false,
+                              tensors);
+}
+
+/* ================================================================================================
+ * [C06] GEMM
+ *
+ * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
+ * which is column-major, gets our B as its first operand and our A as its second; every matrix keeps
+ * its address and its ld, and no transposition changes:
+ *
+ *     here, row-major                     cublasLt, column-major
+ *     B (k,n), or (n,k) with TRANS_B      A (n,k) OP_N, or (k,n) OP_T
+ *     A (m,k), or (k,m) with TRANS_A      B (k,m) OP_N, or (m,k) OP_T
+ *     C (m,n)                             D (n,m): its bias, a number for each of its rows, is ours,
+ *                                         and its BGRADB is our row sums of op(A)
+ *
+ * Three ways, tried in this order:
+ *   fused     one call of cublasLt whose epilogue does all that is asked of C
+ *   in steps  cublasLt's bare product, then the epilogue kernel below
+ *   widened   the same with fp32 copies of A and B: operands of two types, or that cublasLt refuses
+ *
+ * RELU is never fused: whether cublasLt's keeps NaN is not documented, and what its backward pass
+ * wants in aux is a bit mask, not our values. GELU is not fused in exact fp32: the error of cublasLt's
+ * tanh is not documented.
+ *
+ * For each kind of product cublasLt proposes algorithms once. The first is taken, and every run
+ * computes the same; with desc->tune the first use times them and keeps the fastest: which one wins
+ * can depend on the run, and so can the last bit of a result.
+ * ==============================================================================================*/
+
+#define DTRAIN_CUDA_GEMM_CANDIDATES 8
+
+enum {
+    DTRAIN_CUDA_GEMM_TRIALS = 3,       /* timings of each candidate: the best counts */
+    DTRAIN_CUDA_GEMM_SLOTS = 512,      /* kinds of products remembered */
+    DTRAIN_CUDA_GEMM_PROBES = 8,       /* slots looked at for one kind */
+    DTRAIN_CUDA_GEMM_ASIDE = 64 << 20, /* bytes of scratch for a product that is not made in C */
+    DTRAIN_CUDA_GEMM_ROOM = 256 << 20, /* and at most for timing one with beta != 0 */
+    DTRAIN_CUDA_EPILOGUE_WIDTH = 4,    /* columns a thread takes */
+    DTRAIN_CUDA_EPILOGUE_THREADS = 128
+};
+
+/* What one call of cublasLt does, in row-major words: for i < batch,
+ * C_i = epilogue(alpha op(A_i) op(B_i) + beta C_i). */
+struct dtrain_cuda_product {
+    uint32_t flags; /* DTRAIN_GEMM_TRANS_A, _B */
+    int64_t m, n, k, batch;
+    float alpha, beta;
+    const void *a, *b;
+    void *c;
+    int64_t lda, ldb, ldc;
+    int64_t a_step, b_step, c_step; /* elements from one matrix of the batch to the next */
+    dtrain_dtype type, c_type;      /* of A and B, of C */
+    bool widened;                   /* A and B are fp32 copies of something narrower */
+    cublasLtEpilogue_t epilogue;
+    void *vector; /* bias (n), or what receives a bias gradient */
+    dtrain_dtype vector_type;
+    void *aux;  /* (m,n) with the ld and type of C */
+    void *room; /* as large as C: where products with beta != 0 are timed; NULL: they are not */
+};
+
+/* What an algorithm depends on. Without padding, so that memcmp compares it. */
+struct dtrain_cuda_gemm_key {
+    int64_t m, n, k, batch, lda, ldb, ldc, a_step, b_step, c_step;
+    uint32_t flags, epilogue, type, c_type, vector_type, compute;
+    uint32_t a_alignment, b_alignment, c_alignment, reserved;
+};
+
+struct dtrain_cuda_gemm_entry {
+    dtrain_cuda_gemm_key key;
+    bool used, works; /* works is false where cublasLt has no algorithm: not asked again */
+    cublasLtMatmulDesc_t operation;
+    cublasLtMatrixLayout_t a, b, c; /* of our A, B, C */
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+struct dtrain_cuda_gemm_cache {
+    dtrain_cuda_gemm_entry entries[DTRAIN_CUDA_GEMM_SLOTS];
+};
+
+static dtrain_result dtrain_cuda_lt_check(cublasStatus_t status, const char *what)
+{
+    if (status == CUBLAS_STATUS_SUCCESS) return DTRAIN_OK;
+    cudaGetLastError();
+    return dtrain_fail(status == CUBLAS_STATUS_ALLOC_FAILED    ? DTRAIN_ERROR_MEMORY
+                       : status == CUBLAS_STATUS_NOT_SUPPORTED ? DTRAIN_ERROR_UNSUPPORTED
+                                                               : DTRAIN_ERROR_SYSTEM,
+                       "%s failed: %s (%s)", what, cublasLtGetStatusName(status),
+                       cublasLtGetStatusString(status));
+}
+
+static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_BF16 ? CUDA_R_16BF : dtype == DTRAIN_F16 ? CUDA_R_16F : CUDA_R_32F;
+}
+
+/* bf16 arithmetic is for operands that were fp32: a widened fp16 has more bits than it keeps, TF32 keeps all. */
+static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
+                                                  const dtrain_cuda_product *product)
+{
+    if (product->type != DTRAIN_F32) return CUBLAS_COMPUTE_32F;
+    if (state->math == DTRAIN_MATH_TF32) return CUBLAS_COMPUTE_32F_FAST_TF32;
+    if (state->math != DTRAIN_MATH_BF16) return CUBLAS_COMPUTE_32F;
+    return product->widened ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F_FAST_16BF;
+}
+
+/* The power of two, at most 16 bytes, that divides the address of every matrix of the batch. */
+static uint32_t dtrain_cuda_lt_alignment(const void *memory, int64_t step, dtrain_dtype dtype)
+{
+    const uint64_t bits =
+        (uint64_t)(uintptr_t)memory | (uint64_t)step * dtrain_dtype_bytes(dtype) | 16u;
+    return (uint32_t)(bits & (~bits + 1));
+}
+
+/* ---- The cache --------------------------------------------------------------------------------*/
+
+static dtrain_cuda_gemm_key dtrain_cuda_gemm_key_of(const dtrain_cuda_state *state,
+                                                    const dtrain_cuda_product *product)
+{
+    dtrain_cuda_gemm_key key;
+    memset(&key, 0, sizeof key);
+    key.m = product->m, key.n = product->n, key.k = product->k, key.batch = product->batch;
+    key.lda = product->lda, key.ldb = product->ldb, key.ldc = product->ldc;
+    key.a_step = product->a_step, key.b_step = product->b_step, key.c_step = product->c_step;
+    key.flags = product->flags;
+    key.epilogue = (uint32_t)product->epilogue;
+    key.type = (uint32_t)product->type, key.c_type = (uint32_t)product->c_type;
+    key.vector_type = product->vector ? (uint32_t)product->vector_type : 0;
+    key.compute = (uint32_t)dtrain_cuda_lt_compute(state, product);
+    key.a_alignment = dtrain_cuda_lt_alignment(product->a, product->a_step, product->type);
+    key.b_alignment = dtrain_cuda_lt_alignment(product->b, product->b_step, product->type);
+    key.c_alignment = dtrain_cuda_lt_alignment(product->c, product->c_step, product->c_type);
+    return key;
+}
+
+static void dtrain_cuda_gemm_forget(dtrain_cuda_gemm_entry *entry)
+{
+    if (entry->c) cublasLtMatrixLayoutDestroy(entry->c);
+    if (entry->b) cublasLtMatrixLayoutDestroy(entry->b);
+    if (entry->a) cublasLtMatrixLayoutDestroy(entry->a);
+    if (entry->operation) cublasLtMatmulDescDestroy(entry->operation);
+    memset(entry, 0, sizeof *entry);
+}
+
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state)
+{
+    for (int i = 0; i < DTRAIN_CUDA_GEMM_SLOTS; i++)
+        dtrain_cuda_gemm_forget(&state->gemm_cache->entries[i]);
+    dtrain_cuda_host_give(&state->allocator, state->gemm_cache, sizeof *state->gemm_cache);
+    state->gemm_cache = NULL;
+}
+
+/* The entry of this key; else a free one among its slots; else the first of them, which is given up. */
+static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cache,
+                                                     const dtrain_cuda_gemm_key *key)
+{
+    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < sizeof *key; i++)
+        hash = (hash ^ ((const unsigned char *)key)[i]) * 1099511628211u;
+    dtrain_cuda_gemm_entry *first = &cache->entries[hash % DTRAIN_CUDA_GEMM_SLOTS];
+    for (uint64_t probe = 0; probe < DTRAIN_CUDA_GEMM_PROBES; probe++) {
+        dtrain_cuda_gemm_entry *entry = &cache->entries[(hash + probe) % DTRAIN_CUDA_GEMM_SLOTS];
+        if (!entry->used || memcmp(&entry->key, key, sizeof *key) == 0) return entry;
+    }
+    dtrain_cuda_gemm_forget(first);
+    return first;
+}
+
+/* ---- Descriptors ------------------------------------------------------------------------------*/
+
+/* A matrix stored as `rows` rows of `columns`: to cublasLt it is the other way round. */
+static dtrain_result dtrain_cuda_lt_layout(cublasLtMatrixLayout_t *layout, dtrain_dtype dtype,
+                                           int64_t rows, int64_t columns, int64_t ld, int64_t batch,
+                                           int64_t step)
+{
+    const int32_t count = (int32_t)batch;
+    cublasStatus_t status = cublasLtMatrixLayoutCreate(layout, dtrain_cuda_lt_type(dtype),
+                                                       (uint64_t)columns, (uint64_t)rows, ld);
+    if (status == CUBLAS_STATUS_SUCCESS && batch > 1)
+        status = cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+                                                  &count, sizeof count);
+    if (status == CUBLAS_STATUS_SUCCESS && batch > 1)
+        status = cublasLtMatrixLayoutSetAttribute(
+            *layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &step, sizeof step);
+    return dtrain_cuda_lt_check(status, "describing a matrix to cublasLt");
+}
+
+static dtrain_result dtrain_cuda_lt_set(dtrain_cuda_gemm_entry *entry,
+                                        cublasLtMatmulDescAttributes_t attribute, const void *value,
+                                        size_t bytes)
+{
+    return dtrain_cuda_lt_check(
+        cublasLtMatmulDescSetAttribute(entry->operation, attribute, value, bytes),
+        "describing a product to cublasLt");
+}
+
+/* The addresses that are part of the description: they change from call to call. */
+static dtrain_result dtrain_cuda_lt_point(dtrain_cuda_gemm_entry *entry,
+                                          const dtrain_cuda_product *product)
+{
+    if (product->vector)
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                           &product->vector, sizeof product->vector));
+    if (product->aux)
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
+                                           &product->aux, sizeof product->aux));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_lt_describe(const dtrain_cuda_product *x,
+                                             dtrain_cuda_gemm_entry *entry)
+{
+    const bool trans_a = (x->flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (x->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const int32_t first = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                  second = trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const int32_t vector_type = dtrain_cuda_lt_type(x->vector_type);
+    const uint32_t epilogue = (uint32_t)x->epilogue;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(
+        cublasLtMatmulDescCreate(&entry->operation, (cublasComputeType_t)entry->key.compute,
+                                 CUDA_R_32F),
+        "describing a product to cublasLt"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
+    if (x->vector)
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &vector_type,
+                                           sizeof vector_type));
+    if (x->aux)
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &x->ldc,
+                                           sizeof x->ldc));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_point(entry, x));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_layout(&entry->a, x->type, trans_a ? x->k : x->m,
+                                          trans_a ? x->m : x->k, x->lda, x->batch, x->a_step));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_layout(&entry->b, x->type, trans_b ? x->n : x->k,
+                                          trans_b ? x->k : x->n, x->ldb, x->batch, x->b_step));
+    return dtrain_cuda_lt_layout(&entry->c, x->c_type, x->m, x->n, x->ldc, x->batch, x->c_step);
+}
+
+/* ---- Algorithms -------------------------------------------------------------------------------*/
+
+static cublasStatus_t dtrain_cuda_lt_limit(cublasLtMatmulPreference_t limits,
+                                           cublasLtMatmulPreferenceAttributes_t attribute,
+                                           uint32_t value)
+{
+    return cublasLtMatmulPreferenceSetAttribute(limits, attribute, &value, sizeof value);
+}
+
+/* Asks for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are none. A product that is cut
+ * along k may add its parts in fp32 only, not in C's type. */
+static cublasStatus_t dtrain_cuda_lt_ask(const dtrain_cuda_state *state,
+                                         const dtrain_cuda_gemm_entry *entry,
+                                         cublasLtMatmulPreference_t limits,
+                                         cublasLtMatmulHeuristicResult_t *results, int *found)
+{
+    const uint64_t workspace = state->workspace_bytes;
+    const uint32_t alignment[4] = {entry->key.b_alignment, entry->key.a_alignment,
+                                   entry->key.c_alignment, entry->key.c_alignment};
+    const cublasLtMatmulPreferenceAttributes_t names[4] = {
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+    cublasStatus_t status = cublasLtMatmulPreferenceSetAttribute(
+        limits, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
+    for (int i = 0; i < 4 && status == CUBLAS_STATUS_SUCCESS; i++)
+        status = dtrain_cuda_lt_limit(limits, names[i], alignment[i]);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = dtrain_cuda_lt_limit(limits, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                      CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    *found = 0;
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    status = cublasLtMatmulAlgoGetHeuristic(state->lt, entry->operation, entry->b, entry->a,
+                                            entry->c, entry->c, limits, DTRAIN_CUDA_GEMM_CANDIDATES,
+                                            results, found);
+    if (status == CUBLAS_STATUS_SUCCESS) return status;
+    *found = 0;
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE
+               ? CUBLAS_STATUS_SUCCESS
+               : status;
+}
+
+static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
+                                         const dtrain_cuda_gemm_entry *entry,
+                                         const dtrain_cuda_product *x, void *out,
+                                         const cublasLtMatmulAlgo_t *algorithm)
+{
+    return cublasLtMatmul(state->lt, entry->operation, &x->alpha, x->b, entry->b, x->a, entry->a,
+                          &x->beta, x->c, entry->c, out, entry->c, algorithm, state->workspace,
+                          state->workspace_bytes, state->stream);
+}
+
+/* Best time of a candidate; infinite when it cannot run. With beta == 0 every run leaves the result in C, so C may
+ * hold the output of all of them; else C has to stay as it is, and they write aside. */
+static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
+                                         const dtrain_cuda_product *x,
+                                         const cublasLtMatmulAlgo_t *algorithm,
+                                         const cudaEvent_t events[2], float *best)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    *best = INFINITY;
+    for (int trial = 0; trial < DTRAIN_CUDA_GEMM_TRIALS; trial++) {
+        float milliseconds = 0;
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_check(cudaEventRecord(events[0], state->stream), "timing a product"));
+        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->room, algorithm) !=
+            CUBLAS_STATUS_SUCCESS) {
+            cudaGetLastError();
+            *best = INFINITY;
+            return DTRAIN_OK;
+        }
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_check(cudaEventRecord(events[1], state->stream), "timing a product"));
+        DTRAIN_CUDA_TRY(dtrain_cuda_poll(device, state->stream));
+        DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventElapsedTime(&milliseconds, events[0], events[1]),
+                                          "timing a product"));
+        if (milliseconds < *best) *best = milliseconds;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_lt_race(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
+                                         const dtrain_cuda_product *product,
+                                         const cublasLtMatmulHeuristicResult_t *results, int found)
+{
+    cudaEvent_t events[2] = {NULL, NULL};
+    float best = INFINITY;
+    dtrain_result result = DTRAIN_OK;
+    for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
+        result = dtrain_cuda_check(cudaEventCreate(&events[i]), "creating an event");
+    for (int i = 0; i < found && result == DTRAIN_OK; i++) {
+        float time = INFINITY;
+        result = dtrain_cuda_lt_time(device, entry, product, &results[i].algo, events, &time);
+        if (!(time < best)) continue;
+        best = time;
+        entry->algorithm = results[i].algo;
+        entry->works = true;
+    }
+    for (int i = 0; i < 2; i++)
+        if (events[i]) cudaEventDestroy(events[i]);
+    return result;
+}
+
+/* A graph that is being captured runs nothing, so nothing can be timed. */
+static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
+                                           const dtrain_cuda_product *product)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
+    cublasLtMatmulPreference_t limits = NULL;
+    int found = 0, good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
+                                         "asking cublasLt for algorithms"));
+    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
+    cublasLtMatmulPreferenceDestroy(limits);
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
+    for (int i = 0; i < found; i++)
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[good++] = results[i];
+    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->room))
+        return dtrain_cuda_lt_race(device, entry, product, results, good);
+    entry->works = good > 0;
+    if (good > 0) entry->algorithm = results[0].algo;
+    return DTRAIN_OK;
+}
+
+/* Dimensions are 32 bits inside cuBLAS. */
+static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
+{
+    const int64_t sizes[7] = {x->m, x->n, x->k, x->lda, x->ldb, x->ldc, x->batch};
+    for (int i = 0; i < 7; i++)
+        if (sizes[i] < 1 || sizes[i] > INT32_MAX)
+            return dtrain_fail(
+                sizes[i] < 1 ? DTRAIN_ERROR_ARGUMENT : DTRAIN_ERROR_UNSUPPORTED,
+                "gemm: %s is %lld, and cublasLt takes 1 to %d: cut the product into smaller ones",
+                i == 0   ? "m"
+                : i == 1 ? "n"
+                : i == 2 ? "k"
+                : i == 3 ? "lda"
+                : i == 4 ? "ldb"
+                : i == 5 ? "ldc"
+                         : "the batch",
+                (long long)sizes[i], INT32_MAX);
+    return DTRAIN_OK;
+}
+
+/* *out is NULL where cublasLt has no algorithm for such a product. */
+static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
+                                           const dtrain_cuda_product *product,
+                                           dtrain_cuda_gemm_entry **out)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    *out = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_fits(product));
+    if (!state->gemm_cache)
+        state->gemm_cache = (dtrain_cuda_gemm_cache *)dtrain_cuda_host_take(
+            &state->allocator, sizeof *state->gemm_cache);
+    if (!state->gemm_cache)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the GEMM algorithm cache");
+    const dtrain_cuda_gemm_key key = dtrain_cuda_gemm_key_of(state, product);
+    dtrain_cuda_gemm_entry *entry = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
+    if (!entry->used) {
+        entry->key = key;
+        dtrain_result result = dtrain_cuda_lt_describe(product, entry);
+        if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
+        if (result != DTRAIN_OK) {
+            dtrain_cuda_gemm_forget(entry);
+            return result;
+        }
+        entry->used = true;
+    }
+    if (entry->works) *out = entry;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
+                                          dtrain_cuda_gemm_entry *entry)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_point(entry, product));
+    return dtrain_cuda_lt_check(dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
+                                                   product->c, &entry->algorithm),
+                                "cublasLtMatmul");
+}
+
+static dtrain_result dtrain_cuda_gemm_refused(const dtrain_cuda_product *x)
+{
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "gemm: cublasLt has no algorithm for m %lld, n %lld, k %lld, lda %lld, ldb "
+                       "%lld, ldc %lld, batch %lld, operands %s, result %s: try dimensions that "
+                       "are multiples of 8",
+                       (long long)x->m, (long long)x->n, (long long)x->k, (long long)x->lda,
+                       (long long)x->ldb, (long long)x->ldc, (long long)x->batch,
+                       dtrain_dtype_name(x->type), dtrain_dtype_name(x->c_type));
+}
+
+/* Bare products of `batch` equal shapes, one step apart in memory; what attention is made of. Uses no scratch. */
+static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
+                                              const dtrain_cuda_product *product)
+{
+    dtrain_cuda_gemm_entry *entry = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, product, &entry));
+    return entry ? dtrain_cuda_gemm_run(device, product, entry) : dtrain_cuda_gemm_refused(product);
+}
+
+/* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
+ *
+ * What cublasLt did not do: x = product + beta C + bias; forward aux = x, C = act(x); backward C = x act'(aux). C is
+ * rounded once, because the product is fp32. Reads 4 bytes an element and, where asked, C and aux; writes C, aux.
+ *
+ * A thread keeps its columns, so it loads their bias once, and walks down the rows. */
+
+template <typename T> struct dtrain_cuda_epilogue {
+    int64_t rows, n, ld, ldc; /* ld of the product; ldc of C and aux */
+    const float *product;     /* NULL: all 0; it may be C itself */
+    float beta;
+    const float *bias; /* (n) or NULL */
+    T *c, *aux;        /* aux may be NULL */
+    uint32_t activation;
+    bool backward;
+};
+
+/* GELU is x / (1 + e^-2u), u = A (x + B x^3): no cancellation for negative x. Beyond +-9 the divisor is settled (1, or
+ * so large that 0 remains), and e^-2u is still finite there. */
+static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
+{
+    if (activation == DTRAIN_ACT_RELU) return x < 0 ? 0.0f : x;
+    if (activation != DTRAIN_ACT_GELU) return x;
+    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
+    const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
+    return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
+}
+
+template <typename T, int W>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
+    dtrain_cuda_epilogue_kernel(const dtrain_cuda_epilogue<T> args)
+{
+    const int64_t strips = (args.n + W * blockDim.x - 1) / (W * blockDim.x);
+    const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
+    const bool reads_aux = args.backward && args.activation != DTRAIN_ACT_NONE;
+    const bool writes_aux = args.aux && !args.backward;
+    dtrain_cuda_group<float, W> bias = {};
+    if (column >= args.n) return;
+    if (args.bias) dtrain_cuda_get(args.bias + column, bias);
+    for (int64_t row = blockIdx.x / strips; row < args.rows; row += gridDim.x / strips) {
+        const int64_t at = row * args.ldc + column;
+        dtrain_cuda_group<float, W> x = {};
+        dtrain_cuda_group<T, W> c = {}, aux = {};
+        if (args.product) dtrain_cuda_get(args.product + row * args.ld + column, x);
+        if (args.beta != 0) dtrain_cuda_get(args.c + at, c);
+        if (reads_aux) dtrain_cuda_get(args.aux + at, aux);
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i++) {
+            float value = x.at[i] + bias.at[i];
+            if (args.beta != 0) value += args.beta * dtrain_cuda_widen(c.at[i]);
+            if (reads_aux)
+                value =
+                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), value);
+            if (writes_aux) dtrain_cuda_narrow(value, aux.at[i]);
+            dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
+                               c.at[i]);
+        }
+        if (writes_aux) dtrain_cuda_put(args.aux + at, aux);
+        dtrain_cuda_put(args.c + at, c);
+    }
+}
+
+/* Rows [row, row + rows) of C. */
+template <typename T>
+static dtrain_result dtrain_cuda_epilogue_as(dtrain_device *device, const dtrain_gemm_args *args,
+                                             int64_t row, int64_t rows, const float *product,
+                                             int64_t ld, float beta)
+{
+    constexpr int W = DTRAIN_CUDA_EPILOGUE_WIDTH;
+    T *const c = (T *)args->c + row * args->ldc;
+    T *const aux = args->aux ? (T *)args->aux + row * args->ldc : NULL;
+    const dtrain_cuda_epilogue<T> x = {rows,
+                                       args->n,
+                                       ld,
+                                       args->ldc,
+                                       product,
+                                       beta,
+                                       args->bias,
+                                       c,
+                                       aux,
+                                       args->activation,
+                                       (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0};
+    const bool wide = args->n % W == 0 && args->ldc % W == 0 && ld % W == 0 &&
+                      dtrain_cuda_aligned(c) && dtrain_cuda_aligned(aux) &&
+                      dtrain_cuda_aligned(product) && dtrain_cuda_aligned(args->bias);
+    const int64_t span = (int64_t)DTRAIN_CUDA_EPILOGUE_THREADS * (wide ? W : 1);
+    const int64_t strips = (args->n + span - 1) / span;
+    const int64_t deep = (int64_t)dtrain_cuda_state_of(device)->multiprocessors * 16 / strips + 1;
+    const int64_t blocks = strips * (rows < deep ? rows : deep);
+    if (wide)
+        return DTRAIN_CUDA_RUN(device, "gemm epilogue", (dtrain_cuda_epilogue_kernel<T, W>), blocks,
+                               DTRAIN_CUDA_EPILOGUE_THREADS, 0, x);
+    return DTRAIN_CUDA_RUN(device, "gemm epilogue", (dtrain_cuda_epilogue_kernel<T, 1>), blocks,
+                           DTRAIN_CUDA_EPILOGUE_THREADS, 0, x);
+}
+
+/* ---- fp32 copy: x (rows,n) with ld -> y (rows,n) with to_ld -----------------------------------*/
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
+    dtrain_cuda_widen_kernel(const T *x, int64_t rows, int64_t n, int64_t ld, float *y,
+                             int64_t to_ld)
+{
+    const int64_t strips = (n + blockDim.x - 1) / blockDim.x;
+    const int64_t column = blockIdx.x % strips * blockDim.x + threadIdx.x;
+    if (column >= n) return;
+    for (int64_t row = blockIdx.x / strips; row < rows; row += gridDim.x / strips)
+        y[row * to_ld + column] = dtrain_cuda_widen(x[row * ld + column]);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_widen_as(dtrain_device *device, const void *x, int64_t rows,
+                                          int64_t n, int64_t ld, float *y, int64_t to_ld)
+{
+    const int64_t strips = (n + DTRAIN_CUDA_EPILOGUE_THREADS - 1) / DTRAIN_CUDA_EPILOGUE_THREADS;
+    const int64_t deep = (int64_t)dtrain_cuda_state_of(device)->multiprocessors * 16 / strips + 1;
+    return DTRAIN_CUDA_RUN(device, "gemm operand", dtrain_cuda_widen_kernel<T>,
+                           strips * (rows < deep ? rows : deep), DTRAIN_CUDA_EPILOGUE_THREADS, 0,
+                           (const T *)x, rows, n, ld, y, to_ld);
+}
+
+/* ---- Bias gradient: column sums of C (m,n), or row sums of op(A) (m,k) --------------------------
+ *
+ * The usual one is d_y' (m,k), that is, the column sums of what is stored. Row sums proper: a warp a row. */
+
+enum { DTRAIN_CUDA_ROW_SUM_WARPS = 8 };
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_SUM_WARPS *DTRAIN_CUDA_WARP)
+    dtrain_cuda_row_sums_kernel(const T *x, int64_t rows, int64_t n, int64_t ld, float *out,
+                                bool accumulate)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t row =
+        (int64_t)blockIdx.x * DTRAIN_CUDA_ROW_SUM_WARPS + threadIdx.x / DTRAIN_CUDA_WARP;
+    float sum = 0;
+    if (row < rows)
+        for (int64_t i = lane; i < n; i += DTRAIN_CUDA_WARP)
+            sum += dtrain_cuda_widen(x[row * ld + i]);
+    sum = dtrain_cuda_warp_sum(sum);
+    if (lane == 0 && row < rows) out[row] = accumulate ? out[row] + sum : sum;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_row_sums_as(dtrain_device *device, const void *x, int64_t rows,
+                                             int64_t n, int64_t ld, float *out, bool accumulate)
+{
+    const int64_t blocks = (rows + DTRAIN_CUDA_ROW_SUM_WARPS - 1) / DTRAIN_CUDA_ROW_SUM_WARPS;
+    return DTRAIN_CUDA_RUN(device, "gemm bias gradient", dtrain_cuda_row_sums_kernel<T>, blocks,
+                           DTRAIN_CUDA_ROW_SUM_WARPS * DTRAIN_CUDA_WARP, 0, (const T *)x, rows, n,
+                           ld, out, accumulate);
+}
+
+static dtrain_result dtrain_cuda_gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
+{
+    if (args->flags & DTRAIN_GEMM_BIAS_GRAD_C)
+        return dtrain_cuda_column_sums(device, args->c_dtype, args->c, args->m, args->n, args->ldc,
+                                       args->bias_grad, args->accumulate_bias_grad);
+    if (args->flags & DTRAIN_GEMM_TRANS_A)
+        return dtrain_cuda_column_sums(device, args->a_dtype, args->a, args->k, args->m, args->lda,
+                                       args->bias_grad, args->accumulate_bias_grad);
+    return DTRAIN_CUDA_BY_DTYPE(args->a_dtype, dtrain_cuda_row_sums_as)(
+        device, args->a, args->m, args->k, args->lda, args->bias_grad, args->accumulate_bias_grad);
+}
+
+/* ---- Fused ------------------------------------------------------------------------------------*/
+
+static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
+{
+    dtrain_cuda_product product;
+    memset(&product, 0, sizeof product);
+    product.flags = args->flags & (DTRAIN_GEMM_TRANS_A | DTRAIN_GEMM_TRANS_B);
+    product.m = args->m, product.n = args->n, product.k = args->k, product.batch = 1;
+    product.alpha = args->alpha, product.beta = args->beta;
+    product.a = args->a, product.b = args->b, product.c = args->c;
+    product.lda = args->lda, product.ldb = args->ldb, product.ldc = args->ldc;
+    product.type = args->a_dtype, product.c_type = args->c_dtype;
+    product.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    return product;
+}
+
+static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
+
+/* Bytes of C if its product has to be timed aside and that is small enough; else 0. */
+static size_t dtrain_cuda_gemm_room(const dtrain_cuda_state *state, const dtrain_gemm_args *args)
+{
+    const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
+    const size_t element = dtrain_dtype_bytes(args->c_dtype);
+    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_ROOM / element) return 0;
+    return (size_t)count * element;
+}
+
+/* The epilogue that does all that is asked of C (bias gradients apart); false: there is none. */
+static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
+                                      cublasLtEpilogue_t *out)
+{
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    if (args->activation == DTRAIN_ACT_NONE) {
+        *out = args->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+        return backward || !args->aux;
+    }
+    if (backward) *out = CUBLASLT_EPILOGUE_DGELU;
+    else if (args->aux)
+        *out = args->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    else *out = args->bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    return args->activation == DTRAIN_ACT_GELU && args->aux != args->c &&
+           dtrain_cuda_aligned(args->aux) && (!args->aux || args->ldc % 8 == 0) &&
+           !(args->a_dtype == DTRAIN_F32 && state->math == DTRAIN_MATH_FP32);
+}
+
+/* The ways to spend one call, best first; returns how many. `vector` is scratch for a bias in C's type or for a bias
+ * gradient that is added to. Bias gradients are fp32, which cublasLt may refuse where C is not; then column sums are
+ * made of C. A bias in C's type is rounded a little earlier than C itself would be. */
+static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilogue_t epilogue,
+                                     void *vector, dtrain_cuda_product variants[3])
+{
+    dtrain_cuda_product product = dtrain_cuda_product_of(args);
+    const bool of_c = (args->flags & DTRAIN_GEMM_BIAS_GRAD_C) != 0;
+    void *const grad = args->accumulate_bias_grad ? vector : (void *)args->bias_grad;
+    int count = 0;
+    product.epilogue = epilogue;
+    product.aux = args->activation != DTRAIN_ACT_NONE ? args->aux : NULL;
+    product.vector_type = DTRAIN_F32;
+    if (args->bias_grad && dtrain_cuda_aligned(grad) &&
+        epilogue == (of_c ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT)) {
+        variants[count] = product;
+        variants[count].epilogue = of_c ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_BGRADB;
+        variants[count++].vector = grad;
+    }
+    if (!args->bias) {
+        variants[count++] = product;
+        return count;
+    }
+    if (dtrain_cuda_aligned(args->bias)) {
+        variants[count] = product;
+        variants[count++].vector = (void *)(uintptr_t)args->bias;
+    }
+    if (args->c_dtype != DTRAIN_F32) {
+        variants[count] = product;
+        variants[count].vector_type = args->c_dtype;
+        variants[count++].vector = vector;
+    }
+    return count;
+}
+
+/* The chosen call, and what belongs to it before and after. */
+static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
+                                                const dtrain_cuda_product *product,
+                                                dtrain_cuda_gemm_entry *entry)
+{
+    const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
+                            product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (product->vector && product->vector_type != DTRAIN_F32) {
+        const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_F32,
+                                          product->vector_type};
+        DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
+    }
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
+    if (!args->bias_grad) return DTRAIN_OK;
+    if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
+    if (!args->accumulate_bias_grad) return DTRAIN_OK;
+    const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
+    return dtrain_cuda_column_sums(device, DTRAIN_F32, product->vector, 1, count, count,
+                                   args->bias_grad, true);
+}
+
+static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_gemm_args *args,
+                                            bool *done)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    dtrain_cuda_product variants[3];
+    cublasLtEpilogue_t epilogue;
+    char *scratch = NULL;
+    if (!dtrain_cuda_gemm_epilogue(state, args, &epilogue)) return DTRAIN_OK;
+    const int64_t longest = args->m > args->n ? args->m : args->n;
+    const size_t vector_bytes =
+        args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
+    const size_t room_bytes = dtrain_cuda_gemm_room(state, args);
+    if (vector_bytes + room_bytes > 0)
+        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, vector_bytes + room_bytes, (void **)&scratch));
+    const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
+    for (int i = 0; i < count && !*done; i++) {
+        dtrain_cuda_gemm_entry *entry = NULL;
+        variants[i].room = room_bytes ? scratch + vector_bytes : NULL;
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
+        if (!entry) continue;
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
+        *done = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- In steps ---------------------------------------------------------------------------------*/
+
+/* Where the pieces of a product in steps lie. */
+struct dtrain_cuda_gemm_steps {
+    bool empty;                   /* no product at all: alpha or k is 0 */
+    bool widen;                   /* A and B are copied as fp32 */
+    bool aside;                   /* the product is made in scratch, `rows` rows of C at a time */
+    bool finish;                  /* the epilogue kernel has something to do */
+    int64_t rows, ld, a_ld, b_ld; /* ld: of the product */
+    size_t a_bytes, b_bytes, c_bytes; /* of scratch */
+};
+
+static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *state,
+                                                    const dtrain_gemm_args *args, bool widen)
+{
+    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    const bool touches =
+        args->bias || args->activation != DTRAIN_ACT_NONE || (args->aux && !backward);
+    const dtrain_dtype type = widen ? DTRAIN_F32 : args->a_dtype;
+    dtrain_cuda_gemm_steps steps = {};
+    steps.empty = args->alpha == 0 || args->k == 0;
+    steps.widen = widen && !steps.empty;
+    steps.aside =
+        !steps.empty && ((args->c_dtype != DTRAIN_F32 && (touches || args->c_dtype != type)) ||
+                         (touches && args->aux == args->c));
+    steps.finish = touches || steps.aside || steps.empty;
+    steps.rows = args->m;
+    steps.ld = args->ldc;
+    if (steps.widen) {
+        steps.a_ld = ((trans_a ? args->m : args->k) + 3) / 4 * 4;
+        steps.b_ld = ((trans_b ? args->k : args->n) + 3) / 4 * 4;
+        steps.a_bytes =
+            dtrain_cuda_round_256((size_t)steps.a_ld * (size_t)(trans_a ? args->k : args->m) * 4);
+        steps.b_bytes =
+            dtrain_cuda_round_256((size_t)steps.b_ld * (size_t)(trans_b ? args->n : args->k) * 4);
+    }
+    if (steps.aside) {
+        steps.ld = (args->n + 3) / 4 * 4;
+        const int64_t most = DTRAIN_CUDA_GEMM_ASIDE / (steps.ld * 4);
+        steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
+        steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
+    } else if (!steps.empty) {
+        steps.c_bytes = dtrain_cuda_gemm_room(state, args);
+    }
+    return steps;
+}
+
+/* The bare product of all rows, with A and B where they will be read. */
+static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtrain_gemm_args *args,
+                                               const dtrain_cuda_gemm_steps *steps, char *scratch,
+                                               dtrain_cuda_product *product)
+{
+    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    *product = dtrain_cuda_product_of(args);
+    if (!steps->widen) return DTRAIN_OK;
+    float *const a = (float *)scratch, *const b = (float *)(scratch + steps->a_bytes);
+    product->type = DTRAIN_F32;
+    product->widened = args->a_dtype != DTRAIN_F32 || args->b_dtype != DTRAIN_F32;
+    product->a = a, product->lda = steps->a_ld;
+    product->b = b, product->ldb = steps->b_ld;
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(args->a_dtype, dtrain_cuda_widen_as)(
+        device, args->a, trans_a ? args->k : args->m, trans_a ? args->m : args->k, args->lda, a,
+        steps->a_ld));
+    return DTRAIN_CUDA_BY_DTYPE(args->b_dtype, dtrain_cuda_widen_as)(
+        device, args->b, trans_b ? args->n : args->k, trans_b ? args->k : args->n, args->ldb, b,
+        steps->b_ld);
+}
+
+/* Rows [row, row + product->m) of C. */
+static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain_gemm_args *args,
+                                             const dtrain_cuda_gemm_steps *steps,
+                                             const dtrain_cuda_product *product, int64_t row)
+{
+    if (!steps->finish) return DTRAIN_OK;
+    const float *const made = steps->empty ? NULL : (const float *)product->c;
+    const float beta = steps->aside || steps->empty ? args->beta : 0;
+    return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(
+        device, args, row, product->m, made, steps->ld, beta);
+}
+
+static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtrain_gemm_args *args,
+                                               bool widen, bool *done)
+{
+    const dtrain_cuda_gemm_steps steps =
+        dtrain_cuda_gemm_plan(dtrain_cuda_state_of(device), args, widen);
+    const int64_t a_row =
+        args->flags & DTRAIN_GEMM_TRANS_A ? 1 : (steps.widen ? steps.a_ld : args->lda);
+    dtrain_cuda_product product;
+    char *scratch = NULL;
+    const size_t bytes = steps.a_bytes + steps.b_bytes + steps.c_bytes;
+    if (bytes > 0) DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, (void **)&scratch));
+    char *const spare = steps.c_bytes ? scratch + steps.a_bytes + steps.b_bytes : NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_operands(device, args, &steps, scratch, &product));
+    const char *const a = (const char *)product.a;
+    for (int64_t row = 0; row < args->m; row += steps.rows) {
+        dtrain_cuda_gemm_entry *entry = NULL;
+        product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
+        product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
+        product.room = spare;
+        if (steps.aside) {
+            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_F32;
+            product.beta = 0;
+        }
+        if (!steps.empty) {
+            DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
+            if (!entry) return widen ? dtrain_cuda_gemm_refused(&product) : DTRAIN_OK;
+            DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
+        }
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
+    }
+    *done = true;
+    return args->bias_grad ? dtrain_cuda_gemm_bias_grad(device, args) : DTRAIN_OK;
+}
+
+/* ---- Entry ------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_cuda_gemm_check(const dtrain_gemm_args *args)
+{
+    const uint32_t known = DTRAIN_GEMM_TRANS_A | DTRAIN_GEMM_TRANS_B | DTRAIN_GEMM_ACT_BACKWARD |
+                           DTRAIN_GEMM_BIAS_GRAD_C;
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("gemm", args->a_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("gemm", args->b_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("gemm", args->c_dtype));
+    if (args->flags & ~known)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "gemm: the flags 0x%x contain an unknown one",
+                           (unsigned)args->flags);
+    if (args->activation > DTRAIN_ACT_GELU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: activation is %u, which is not a dtrain_activation",
+                           (unsigned)args->activation);
+    if (backward && args->bias)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: DTRAIN_GEMM_ACT_BACKWARD does not take a bias: give NULL");
+    if (backward && args->activation != DTRAIN_ACT_NONE && !args->aux)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "gemm: DTRAIN_GEMM_ACT_BACKWARD needs in aux "
+                                                  "what the forward product left there, found "
+                                                  "NULL");
+    if (args->k < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "gemm: k is %lld, below 0", (long long)args->k);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_args *given)
+{
+    dtrain_gemm_args args = *given;
+    bool done = false;
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_check(given));
+    if (args.m <= 0 || args.n <= 0) return DTRAIN_OK;
+    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_F32;
+    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_F32;
+    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_F32;
+    const bool mixed = args.a_dtype != args.b_dtype, empty = args.alpha == 0 || args.k == 0;
+    if (!mixed && !empty && (args.c_dtype == DTRAIN_F32 || args.c_dtype == args.a_dtype))
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_fused(device, &args, &done));
+    if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, mixed, &done));
+    if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, true, &done));
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * [C07] Layer norm
+ *
+ * A row is kept in registers by a power of two of warps, so that it is read once: one warp each for
+ * narrow rows, several rows a block; one block for wide ones. The statistics are two-pass (mean,
+ * then squares of the distances from it) over what the registers hold: nothing cancels. Rows that
+ * are too wide for registers take the "long" kernels, which read them again.
+ * ==============================================================================================*/
+
+/* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
+template <typename T, int WIDTH>
+struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) dtrain_cuda_chunk {
+    T at[WIDTH];
+};
+
+template <int WIDTH, typename T>
+static __device__ __forceinline__ dtrain_cuda_chunk<T, WIDTH> dtrain_cuda_load_chunk(const T *from)
+{
+    return *reinterpret_cast<const dtrain_cuda_chunk<T, WIDTH> *>(from);
+}
+
+template <int WIDTH, typename T>
+static __device__ __forceinline__ void
+dtrain_cuda_store_chunk(T *to, const dtrain_cuda_chunk<T, WIDTH> &chunk)
+{
+    *reinterpret_cast<dtrain_cuda_chunk<T, WIDTH> *>(to) = chunk;
+}
+
+/* The chunk that is 16 bytes of the narrower type. */
+template <typename X, typename Y>
+static constexpr int dtrain_cuda_wide =
+    dtrain_cuda_pack<X>::width > dtrain_cuda_pack<Y>::width ? dtrain_cuda_pack<X>::width
+                                                            : dtrain_cuda_pack<Y>::width;
+
+/* Who works on a row: `warps` of a block that has `at_a_time` rows at a time. A thread has the chunks
+ * thread, thread + 32 warps, ... of its row, `kept` elements in all. */
+#define DTRAIN_CUDA_ROW_THREADS 512 /* at most, of a block: 128 registers each */
+
+/* At most. Single elements have an address each, which takes registers too. */
+static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
+{
+    return width == 1 ? 16 : 32;
+}
+
+struct dtrain_cuda_row_plan {
+    int warps, threads /* of the block */, at_a_time, kept;
+    int64_t blocks; /* that would take every row once */
+    bool fits;      /* into registers */
+};
+
+static dtrain_cuda_row_plan dtrain_cuda_plan_rows(int64_t rows, int64_t n, int width)
+{
+    dtrain_cuda_row_plan plan = {1, 256, 1, 0, rows, false};
+    const int most = dtrain_cuda_row_kept(width) * DTRAIN_CUDA_WARP; /* of a warp */
+    while (plan.warps * DTRAIN_CUDA_WARP < DTRAIN_CUDA_ROW_THREADS && plan.warps * most < n)
+        plan.warps *= 2;
+    const int of_row = plan.warps * DTRAIN_CUDA_WARP;
+    if (plan.warps * most < n) return plan;
+    plan.fits = true;
+    if (plan.threads < of_row) plan.threads = of_row;
+    plan.at_a_time = plan.threads / of_row;
+    plan.kept = (int)((n + of_row * width - 1) / (of_row * width)) * width;
+    plan.blocks = (rows + plan.at_a_time - 1) / plan.at_a_time;
+    return plan;
+}
+
+/* Sum over the warps of a row, in every thread of the row. Consecutive calls alternate between two
+ * arrays of slots: the barrier in one call separates the uses of the other array. */
+static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slots, int warps)
+{
+    x = dtrain_cuda_warp_sum(x);
+    if (warps == 1) return x;
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    if (lane == 0) slots[warp] = x;
+    __syncthreads();
+    return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
+}
+
+/* Elements of any type, for the long kernels: the type is known at run time and the same for all. */
+static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
+{
+    if (dtype == DTRAIN_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    return ((const float *)from)[at];
+}
+
+static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
+{
+    if (dtype == DTRAIN_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    else ((float *)to)[at] = x;
+}
+
+/* ---- Forward ------------------------------------------------------------------------------------
+ *
+ * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
+ * residual, one write of sum and of y; weight and bias stay in cache.
+ *
+ * s is rounded to the type of sum before it is normalised: y, mean and rstd belong to the s that
+ * backward reads, and fusing the addition changes no bit. */
+
+template <typename X, typename Y, int WIDTH>
+static __device__ __forceinline__ dtrain_cuda_chunk<X, WIDTH>
+dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
+{
+    dtrain_cuda_chunk<X, WIDTH> s = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + at);
+    if (!args.residual) return s;
+    const dtrain_cuda_chunk<Y, WIDTH> residual =
+        dtrain_cuda_load_chunk<WIDTH>((const Y *)args.residual + at);
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++)
+        dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
+    dtrain_cuda_store_chunk<WIDTH>((X *)args.sum + at, s);
+    return s;
+}
+
+template <typename Y, int WIDTH>
+static __device__ __forceinline__ void
+dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int64_t column,
+                             const float (&s)[WIDTH], float mean, float rstd)
+{
+    const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
+    dtrain_cuda_chunk<float, WIDTH> bias = {};
+    if (args.bias) bias = dtrain_cuda_load_chunk<WIDTH>(args.bias + column);
+    dtrain_cuda_chunk<Y, WIDTH> y;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++)
+        dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
+    dtrain_cuda_store_chunk<WIDTH>((Y *)args.y + row * args.n + column, y);
+}
+
+template <typename X, typename Y, int WIDTH>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
+    dtrain_cuda_layernorm_kernel(dtrain_layernorm_args args, dtrain_cuda_row_plan plan)
+{
+    constexpr int chunks = dtrain_cuda_row_kept(WIDTH) / WIDTH; /* of a thread */
+    __shared__ float slots[2][DTRAIN_CUDA_WARP];
+    const int threads = plan.warps * DTRAIN_CUDA_WARP, thread = threadIdx.x % threads;
+    const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
+    for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
+        const int64_t row = first + threadIdx.x / threads;
+        const int n = row < args.rows
+                          ? (int)args.n
+                          : 0; /* a row too many: it only meets the others in the sums */
+        float s[chunks][WIDTH], sum = 0, squares = 0;
+        DTRAIN_CUDA_UNROLL
+        for (int c = 0; c < chunks; c++) {
+            const int column = (c * threads + thread) * WIDTH;
+            if (column < n) {
+                const auto in =
+                    dtrain_cuda_layernorm_input<X, Y, WIDTH>(args, row * args.n + column);
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < WIDTH; e++) sum += s[c][e] = dtrain_cuda_widen(in.at[e]);
+            }
+        }
+        const float mean = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
+
+        DTRAIN_CUDA_UNROLL
+        for (int c = 0; c < chunks; c++)
+            if ((c * threads + thread) * WIDTH < n) {
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < WIDTH; e++) squares += (s[c][e] - mean) * (s[c][e] - mean);
+            }
+        const float variance = dtrain_cuda_row_sum(squares, slots[1], plan.warps) / (float)args.n;
+        const float rstd = 1 / sqrtf(variance + args.epsilon);
+
+        DTRAIN_CUDA_UNROLL
+        for (int c = 0; c < chunks; c++) {
+            const int column = (c * threads + thread) * WIDTH;
+            if (column < n)
+                dtrain_cuda_layernorm_output<Y, WIDTH>(args, row, column, s[c], mean, rstd);
+        }
+        if (n > 0 && thread == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+    }
+}
+
+/* One block a row; x is read three times (with residual: once, and sum twice). */
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_layernorm_long_kernel(dtrain_layernorm_args args)
+{
+    __shared__ float slots[DTRAIN_CUDA_WARP];
+    const void *s = args.residual ? args.sum : args.x;
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const int64_t begin = row * args.n;
+        float sum = 0, squares = 0;
+        for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
+            if (args.residual)
+                dtrain_cuda_put_any(
+                    args.sum, args.x_dtype, begin + j,
+                    dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) +
+                        dtrain_cuda_get_any(args.residual, args.y_dtype, begin + j));
+            sum +=
+                dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* what this thread has written */
+        }
+        const float mean = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
+        for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
+            const float distance = dtrain_cuda_get_any(s, args.x_dtype, begin + j) - mean;
+            squares += distance * distance;
+        }
+        const float rstd =
+            1 / sqrtf(dtrain_cuda_block_sum(squares, slots) / (float)args.n + args.epsilon);
+        for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x)
+            dtrain_cuda_put_any(args.y, args.y_dtype, begin + j,
+                                (dtrain_cuda_get_any(s, args.x_dtype, begin + j) - mean) * rstd *
+                                        args.weight[j] +
+                                    (args.bias ? args.bias[j] : 0));
+        if (threadIdx.x == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+    }
+}
+
+template <typename X, typename Y>
+static dtrain_result dtrain_cuda_layernorm_run(dtrain_device *device,
+                                               const dtrain_layernorm_args *args)
+{
+    constexpr int width = dtrain_cuda_wide<X, Y>;
+    const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
+                      dtrain_cuda_aligned(args->y) && dtrain_cuda_aligned(args->weight) &&
+                      dtrain_cuda_aligned(args->bias) && dtrain_cuda_aligned(args->residual) &&
+                      dtrain_cuda_aligned(args->sum);
+    const dtrain_cuda_row_plan plan = dtrain_cuda_plan_rows(args->rows, args->n, wide ? width : 1);
+    const int64_t blocks = plan.blocks < INT32_MAX ? plan.blocks : INT32_MAX;
+    if (!plan.fits)
+        return DTRAIN_CUDA_RUN(device, "layernorm", dtrain_cuda_layernorm_long_kernel, blocks, 1024,
+                               0, *args);
+    void (*const kernel)(dtrain_layernorm_args, dtrain_cuda_row_plan) =
+        wide ? dtrain_cuda_layernorm_kernel<X, Y, width> : dtrain_cuda_layernorm_kernel<X, Y, 1>;
+    return DTRAIN_CUDA_RUN(device, "layernorm", kernel, blocks, plan.threads, 0, *args, plan);
+}
+
+template <typename X>
+static dtrain_result dtrain_cuda_layernorm_of(dtrain_device *device,
+                                              const dtrain_layernorm_args *args)
+{
+    if (args->y_dtype == DTRAIN_BF16)
+        return dtrain_cuda_layernorm_run<X, dtrain_cuda_bf16>(device, args);
+    if (args->y_dtype == DTRAIN_F16)
+        return dtrain_cuda_layernorm_run<X, dtrain_cuda_f16>(device, args);
+    return dtrain_cuda_layernorm_run<X, float>(device, args);
+}
+
+static dtrain_result dtrain_cuda_layernorm(dtrain_device *device, const dtrain_layernorm_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("layernorm, x_dtype", args->x_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("layernorm, y_dtype", args->y_dtype));
+    if (!args->residual != !args->sum)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "layernorm: residual and sum are given together, found only %s",
+                           args->sum ? "sum" : "residual");
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_layernorm_of)(device, args);
+}
+
+/* ---- Backward -----------------------------------------------------------------------------------
+ *
+ * With hat = (x - mean) rstd and d = d_y weight:
+ *
+ *     d_x = (d - average(d) - hat average(d hat)) rstd        averages over the row
+ *     d_weight = sum of d_y hat, d_bias = sum of d_y          over the rows
+ *
+ * x, d_y, d_x, d_residual (rows,n). Bytes: one read of x and d_y, one write of d_x and d_residual
+ * (and a read of d_x to accumulate). A block takes many rows; each thread adds its own columns in
+ * shared memory, one sum for every thread, so without a barrier and without bank conflicts. Then
+ *
+ *     sums of a block's row groups, in order -> partials (blocks, 2, n) -> columns kernel -> d_weight, d_bias
+ *
+ * which are 8 n bytes written and read for each of at most 2 blocks a multiprocessor. */
+
+template <typename X, typename Y, int WIDTH>
+static __device__ __forceinline__ void
+dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args, int64_t at,
+                                      const float (&d)[WIDTH], const float (&hat)[WIDTH],
+                                      float d_average, float d_hat_average, float rstd)
+{
+    dtrain_cuda_chunk<X, WIDTH> d_x = {};
+    dtrain_cuda_chunk<Y, WIDTH> d_residual;
+    if (args.accumulate_x) d_x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.d_x + at);
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) {
+        const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
+        dtrain_cuda_narrow(args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh,
+                           d_x.at[e]);
+        dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
+    }
+    dtrain_cuda_store_chunk<WIDTH>((X *)args.d_x + at, d_x);
+    if (args.d_residual) dtrain_cuda_store_chunk<WIDTH>((Y *)args.d_residual + at, d_residual);
+}
+
+/* The sums of a block's row groups -> its partials. */
+static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
+                                                      const float *bias_sums, int64_t n,
+                                                      const dtrain_cuda_row_plan &plan, int width,
+                                                      float *partials)
+{
+    const int threads = plan.warps * DTRAIN_CUDA_WARP;
+    __syncthreads();
+    if ((int)threadIdx.x >= threads) return; /* the first group adds up all */
+    for (int i = 0; i < plan.kept; i++) {
+        const int64_t column = ((int64_t)(i / width) * threads + threadIdx.x) * width + i % width;
+        if (column >= n) continue;
+        float weight_sum = 0, bias_sum = 0;
+        for (int group = 0; group < plan.at_a_time; group++) {
+            weight_sum += weight_sums[i * blockDim.x + group * threads];
+            bias_sum += bias_sums[i * blockDim.x + group * threads];
+        }
+        partials[(2 * (int64_t)blockIdx.x + 0) * n + column] = weight_sum;
+        partials[(2 * (int64_t)blockIdx.x + 1) * n + column] = bias_sum;
+    }
+}
+
+/* partials NULL: only d_x is wanted. */
+template <typename X, typename Y, int WIDTH>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
+    dtrain_cuda_layernorm_backward_kernel(dtrain_layernorm_backward_args args,
+                                          dtrain_cuda_row_plan plan, float *partials)
+{
+    constexpr int chunks = dtrain_cuda_row_kept(WIDTH) / WIDTH;
+    __shared__ float slots[2][DTRAIN_CUDA_WARP];
+    DTRAIN_CUDA_DYNAMIC_SHARED(float, sums); /* (2, plan.kept, blockDim.x): of d_y hat, of d_y */
+    float *const weight_sums = sums + threadIdx.x, *const bias_sums =
+                                                       weight_sums + plan.kept * blockDim.x;
+    for (int i = 0; partials && i < plan.kept; i++)
+        weight_sums[i * blockDim.x] = 0, bias_sums[i * blockDim.x] = 0;
+
+    const int threads = plan.warps * DTRAIN_CUDA_WARP, thread = threadIdx.x % threads;
+    const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
+    for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
+        const int64_t row = first + threadIdx.x / threads;
+        const int n = row < args.rows
+                          ? (int)args.n
+                          : 0; /* a row too many: it only meets the others in the sums */
+        const float mean = n ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
+        float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
+        DTRAIN_CUDA_UNROLL
+        for (int c = 0; c < chunks; c++) {
+            const int column = (c * threads + thread) * WIDTH;
+            if (column >= n) continue;
+            const auto x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + row * args.n + column);
+            const auto d_y =
+                dtrain_cuda_load_chunk<WIDTH>((const Y *)args.d_y + row * args.n + column);
+            const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < WIDTH; e++) {
+                const float dy = dtrain_cuda_widen(d_y.at[e]);
+                hat[c][e] = (dtrain_cuda_widen(x.at[e]) - mean) * rstd;
+                d[c][e] = dy * weight.at[e];
+                d_sum += d[c][e];
+                d_hat_sum += d[c][e] * hat[c][e];
+                if (!partials) continue;
+                weight_sums[(c * WIDTH + e) * blockDim.x] += dy * hat[c][e];
+                bias_sums[(c * WIDTH + e) * blockDim.x] += dy;
+            }
+        }
+        const float d_average = dtrain_cuda_row_sum(d_sum, slots[0], plan.warps) / (float)args.n;
+        const float d_hat_average =
+            dtrain_cuda_row_sum(d_hat_sum, slots[1], plan.warps) / (float)args.n;
+
+        DTRAIN_CUDA_UNROLL
+        for (int c = 0; c < chunks; c++) {
+            const int column = (c * threads + thread) * WIDTH;
+            if (column < n && args.d_x)
+                dtrain_cuda_layernorm_backward_output<X, Y, WIDTH>(
+                    args, row * args.n + column, d[c], hat[c], d_average, d_hat_average, rstd);
+        }
+    }
+    if (partials)
+        dtrain_cuda_layernorm_partials(weight_sums, bias_sums, args.n, plan, WIDTH, partials);
+}
+
+/* partials (count, 2, n) -> d_weight (n), d_bias (n): even blocks make one, odd blocks the other. A
+ * block has 32 columns and 16 warps, which take every 16th partial; their 16 sums are added in order. */
+static __global__ void __launch_bounds__(512)
+    dtrain_cuda_layernorm_columns_kernel(dtrain_layernorm_backward_args args, const float *partials,
+                                         int64_t count)
+{
+    __shared__ float sums[16][DTRAIN_CUDA_WARP];
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int64_t which = blockIdx.x % 2,
+                  column = (int64_t)(blockIdx.x / 2) * DTRAIN_CUDA_WARP + lane;
+    float sum = 0;
+    if (column < args.n)
+        for (int64_t p = warp; p < count; p += 16)
+            sum += partials[(2 * p + which) * args.n + column];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    float *const out = which ? args.d_bias : args.d_weight;
+    if (warp != 0 || column >= args.n || !out) return;
+    sum = 0;
+    for (int w = 0; w < 16; w++) sum += sums[w][lane];
+    out[column] = args.accumulate_params ? out[column] + sum : sum;
+}
+
+/* One block a row, which is read twice. */
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_layernorm_backward_long_kernel(dtrain_layernorm_backward_args args)
+{
+    __shared__ float slots[DTRAIN_CUDA_WARP];
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const int64_t begin = row * args.n;
+        const float mean = args.mean[row], rstd = args.rstd[row];
+        float d_sum = 0, d_hat_sum = 0;
+        for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
+            const float d = dtrain_cuda_get_any(args.d_y, args.y_dtype, begin + j) * args.weight[j];
+            d_sum += d;
+            d_hat_sum += d * (dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) - mean) * rstd;
+        }
+        const float d_average = dtrain_cuda_block_sum(d_sum, slots) / (float)args.n;
+        const float d_hat_average = dtrain_cuda_block_sum(d_hat_sum, slots) / (float)args.n;
+        for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
+            const float d = dtrain_cuda_get_any(args.d_y, args.y_dtype, begin + j) * args.weight[j];
+            const float hat = (dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) - mean) * rstd;
+            float d_x = (d - d_average - hat * d_hat_average) * rstd;
+            if (args.accumulate_x)
+                d_x = dtrain_cuda_get_any(args.d_x, args.x_dtype, begin + j) + d_x;
+            dtrain_cuda_put_any(args.d_x, args.x_dtype, begin + j, d_x);
+            if (args.d_residual)
+                dtrain_cuda_put_any(args.d_residual, args.y_dtype, begin + j,
+                                    dtrain_cuda_get_any(args.d_x, args.x_dtype, begin + j));
+        }
+    }
+}
+
+/* Rows slab, slab + slabs, ... of 256 columns a block -> partials (slabs, 2, n). */
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_layernorm_slabs_kernel(dtrain_layernorm_backward_args args, float *partials,
+                                       int64_t slabs)
+{
+    const int64_t slab = blockIdx.x % slabs, column = blockIdx.x / slabs * blockDim.x + threadIdx.x;
+    if (column >= args.n) return;
+    float weight_sum = 0, bias_sum = 0;
+    for (int64_t row = slab; row < args.rows; row += slabs) {
+        const float d_y = dtrain_cuda_get_any(args.d_y, args.y_dtype, row * args.n + column);
+        const float x = dtrain_cuda_get_any(args.x, args.x_dtype, row * args.n + column);
+        weight_sum += d_y * (x - args.mean[row]) * args.rstd[row];
+        bias_sum += d_y;
+    }
+    partials[(2 * slab + 0) * args.n + column] = weight_sum;
+    partials[(2 * slab + 1) * args.n + column] = bias_sum;
+}
+
+static dtrain_result dtrain_cuda_layernorm_columns(dtrain_device *device,
+                                                   const dtrain_layernorm_backward_args *args,
+                                                   const float *partials, int64_t count)
+{
+    return DTRAIN_CUDA_RUN(
+        device, "layernorm_backward, columns", dtrain_cuda_layernorm_columns_kernel,
+        (args->n + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * 2, 512, 0, *args, partials, count);
+}
+
+/* The parameters first: d_x may be d_y. */
+static dtrain_result dtrain_cuda_layernorm_backward_long(dtrain_device *device,
+                                                         const dtrain_layernorm_backward_args *args)
+{
+    if (args->d_weight || args->d_bias) {
+        const int64_t slabs = args->rows < 32 ? args->rows : 32;
+        void *partials;
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_scratch(device, (size_t)(slabs * 2 * args->n) * sizeof(float), &partials));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(
+            device, "layernorm_backward", dtrain_cuda_layernorm_slabs_kernel,
+            (args->n + 255) / 256 * slabs, 256, 0, *args, (float *)partials, slabs));
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_layernorm_columns(device, args, (const float *)partials, slabs));
+    }
+    if (!args->d_x) return DTRAIN_OK;
+    return DTRAIN_CUDA_RUN(device, "layernorm_backward", dtrain_cuda_layernorm_backward_long_kernel,
+                           args->rows < INT32_MAX ? args->rows : INT32_MAX, 1024, 0, *args);
+}
+
+template <typename X, typename Y>
+static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
+                                                        const dtrain_layernorm_backward_args *args)
+{
+    constexpr int width = dtrain_cuda_wide<X, Y>;
+    const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
+                      dtrain_cuda_aligned(args->d_y) && dtrain_cuda_aligned(args->weight) &&
+                      dtrain_cuda_aligned(args->d_x) && dtrain_cuda_aligned(args->d_residual);
+    const bool params = args->d_weight || args->d_bias;
+    const dtrain_cuda_state *const state = dtrain_cuda_state_of(device);
+    const dtrain_cuda_row_plan plan = dtrain_cuda_plan_rows(args->rows, args->n, wide ? width : 1);
+    const size_t shared_bytes = params ? (size_t)(2 * plan.kept * plan.threads) * sizeof(float) : 0;
+    if (!plan.fits || shared_bytes > state->shared_limit)
+        return dtrain_cuda_layernorm_backward_long(device, args);
+
+    void (*const kernel)(dtrain_layernorm_backward_args, dtrain_cuda_row_plan, float *) =
+        wide ? dtrain_cuda_layernorm_backward_kernel<X, Y, width>
+             : dtrain_cuda_layernorm_backward_kernel<X, Y, 1>;
+    const int64_t most = (int64_t)state->multiprocessors * (DTRAIN_CUDA_ROW_THREADS / plan.threads);
+    const int64_t blocks = plan.blocks < most ? plan.blocks : most;
+    void *partials = NULL;
+    if (params)
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_scratch(device, (size_t)(blocks * 2 * args->n) * sizeof(float), &partials));
+    if (shared_bytes > 48 * 1024) /* what a kernel has without asking */
+        DTRAIN_CUDA_TRY(dtrain_cuda_check(
+            cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 (int)shared_bytes),
+            "layernorm_backward, shared memory"));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "layernorm_backward", kernel, blocks, plan.threads,
+                                    shared_bytes, *args, plan, (float *)partials));
+    return params ? dtrain_cuda_layernorm_columns(device, args, (const float *)partials, blocks)
+                  : DTRAIN_OK;
+}
+
+template <typename X>
+static dtrain_result dtrain_cuda_layernorm_backward_of(dtrain_device *device,
+                                                       const dtrain_layernorm_backward_args *args)
+{
+    if (args->y_dtype == DTRAIN_BF16)
+        return dtrain_cuda_layernorm_backward_run<X, dtrain_cuda_bf16>(device, args);
+    if (args->y_dtype == DTRAIN_F16)
+        return dtrain_cuda_layernorm_backward_run<X, dtrain_cuda_f16>(device, args);
+    return dtrain_cuda_layernorm_backward_run<X, float>(device, args);
+}
+
+static dtrain_result dtrain_cuda_layernorm_backward(dtrain_device *device,
+                                                    const dtrain_layernorm_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("layernorm_backward, x_dtype", args->x_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("layernorm_backward, y_dtype", args->y_dtype));
+    if (args->d_residual && !args->d_x)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "layernorm_backward: d_residual is a copy of d_x, found d_x = NULL");
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_layernorm_backward_of)(device, args);
+}
+
+/* ================================================================================================
+ * [C08] Tokens
+ *
+ * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary.
+ * ==============================================================================================*/
+
+/* The first fault is kept until the host has read it. */
+static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned kind, int64_t value,
+                                             int64_t row, int64_t limit)
+{
+    if (atomicCAS(&fault->kind, (unsigned)DTRAIN_CUDA_NO_FAULT, kind) != DTRAIN_CUDA_NO_FAULT)
+        return;
+    fault->value = value;
+    fault->row = row;
+    fault->limit = limit;
+}
+
+/* The token of a row; instead of a bad one token 0, which exists. */
+static __device__ int32_t dtrain_cuda_token(const int32_t *tokens, int64_t row, int64_t vocab,
+                                            dtrain_cuda_fault *fault)
+{
+    const int32_t token = tokens[row];
+    if (token >= 0 && token < vocab) return token;
+    dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TOKEN, token, row, vocab);
+    return 0;
+}
+
+/* ---- Embedding forward --------------------------------------------------------------------------
+ *
+ * wte (vocab,n), wpe (sequence,n), y (rows,n). One warp a row. Bytes: one read of a row of wte and
+ * one write of y for each token; wpe stays in cache. */
+
+template <typename T, int WIDTH>
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_embedding_kernel(dtrain_embedding_args args, dtrain_cuda_fault *fault)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t warps = (int64_t)gridDim.x * (blockDim.x / DTRAIN_CUDA_WARP);
+    for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
+         row < args.rows; row += warps) {
+        const float *const word =
+            args.wte + dtrain_cuda_token(args.tokens, row, args.vocab, fault) * args.n;
+        const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
+        T *const y = (T *)args.y + row * args.n;
+        for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
+            const dtrain_cuda_chunk<float, WIDTH> a = dtrain_cuda_load_chunk<WIDTH>(word + column);
+            dtrain_cuda_chunk<float, WIDTH> b = {};
+            if (place) b = dtrain_cuda_load_chunk<WIDTH>(place + column);
+            dtrain_cuda_chunk<T, WIDTH> out;
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < WIDTH; e++)
+                dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
+            dtrain_cuda_store_chunk<WIDTH>(y + column, out);
+        }
+    }
+}
+
+/* `positions` is wpe or d_wpe; without it sequence is not looked at. */
+static dtrain_result dtrain_cuda_check_tokens(const char *what, int64_t vocab, int64_t sequence,
+                                              const float *positions)
+{
+    if (vocab >= 1 && (sequence >= 1 || !positions)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: vocab and sequence are at least 1, found vocab %lld, sequence %lld",
+                       what, (long long)vocab, (long long)sequence);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_embedding_of(dtrain_device *device,
+                                              const dtrain_embedding_args *args)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    const dtrain_cuda_state *const state = dtrain_cuda_state_of(device);
+    const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->wte) &&
+                      dtrain_cuda_aligned(args->wpe) && dtrain_cuda_aligned(args->y);
+    void (*const kernel)(dtrain_embedding_args, dtrain_cuda_fault *) =
+        wide ? dtrain_cuda_embedding_kernel<T, width> : dtrain_cuda_embedding_kernel<T, 1>;
+    return DTRAIN_CUDA_RUN(device, "embedding", kernel,
+                           dtrain_cuda_blocks(state, args->rows * DTRAIN_CUDA_WARP, 256), 256, 0,
+                           *args, state->fault);
+}
+
+static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_embedding_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding", args->vocab, args->sequence, args->wpe));
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_of)(device, args);
+}
+
+/* ---- Embedding backward -------------------------------------------------------------------------
+ *
+ * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe, in
+ * row order. Rows of one token must therefore be found in order:
+ *
+ *   1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes for
+ *      up to 65536 tokens. A pass counts digits in tiles of rows, makes the counts positions (one
+ *      block), and moves the keys; one warp works through a tile in order, which keeps it stable.
+ *   2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
+ *      what d_wte holds: the very additions of a loop over rows.
+ *
+ * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of the
+ * touched rows of d_wte, and 40 bytes a row and pass. */
+
+#define DTRAIN_CUDA_DIGITS 256
+#define DTRAIN_CUDA_SORT_TILES 256 /* at most */
+
+struct dtrain_cuda_sort {
+    int64_t rows, tile;    /* rows of a tile: a multiple of 32 */
+    int tiles, shift;      /* of the digit within the key */
+    const int32_t *tokens; /* (rows), or NULL after the first pass */
+    int64_t vocab;
+    const uint64_t *from; /* (rows): token << 32 | row */
+    uint64_t *to;
+    unsigned *counts; /* (DTRAIN_CUDA_DIGITS, tiles) */
+    dtrain_cuda_fault *fault;
+};
+
+static __device__ __forceinline__ uint64_t dtrain_cuda_sort_key(const dtrain_cuda_sort &sort,
+                                                                int64_t row)
+{
+    if (!sort.tokens) return sort.from[row];
+    return (uint64_t)dtrain_cuda_token(sort.tokens, row, sort.vocab, sort.fault) << 32 |
+           (uint64_t)row;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
+    dtrain_cuda_sort_count_kernel(dtrain_cuda_sort sort)
+{
+    __shared__ unsigned counts[DTRAIN_CUDA_DIGITS];
+    const int lane = threadIdx.x;
+    for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP) counts[digit] = 0;
+    __syncwarp();
+    const int64_t begin = blockIdx.x * sort.tile,
+                  end = begin + sort.tile < sort.rows ? begin + sort.tile : sort.rows;
+    for (int64_t row = begin + lane; row < end; row += DTRAIN_CUDA_WARP)
+        atomicAdd(&counts[dtrain_cuda_sort_key(sort, row) >> sort.shift & (DTRAIN_CUDA_DIGITS - 1)],
+                  1u);
+    __syncwarp();
+    for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP)
+        sort.counts[(int64_t)digit * sort.tiles + blockIdx.x] = counts[digit];
+}
+
+/* Sum of x over the threads before this one; `total`, of all. slots: 32 elements of shared memory. */
+static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, unsigned *slots,
+                                                                  unsigned *total)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int warps = blockDim.x / DTRAIN_CUDA_WARP;
+    unsigned sum = x; /* up to and with this lane */
+    for (int distance = 1; distance < DTRAIN_CUDA_WARP; distance *= 2) {
+        const unsigned below = __shfl_up_sync(DTRAIN_CUDA_ALL_LANES, sum, distance);
+        if (lane >= distance) sum += below;
+    }
+    __syncthreads(); /* the slots may still be read by the call before this one */
+    if (lane == DTRAIN_CUDA_WARP - 1) slots[warp] = sum;
+    __syncthreads();
+    const unsigned of_warp = lane < warps ? slots[lane] : 0;
+    *total = dtrain_cuda_warp_sum(of_warp);
+    return sum - x + dtrain_cuda_warp_sum(lane < warp ? of_warp : 0);
+}
+
+/* counts -> sums of all counts before them, in place, by one block. */
+static __device__ __forceinline__ void dtrain_cuda_scan_counts(unsigned *counts, int64_t count,
+                                                               unsigned *slots)
+{
+    const int64_t share = (count + blockDim.x - 1) / blockDim.x, begin = share * threadIdx.x;
+    const int64_t end = begin + share < count ? begin + share : count;
+    unsigned sum = 0, total;
+    for (int64_t i = begin; i < end; i++)
+        sum += __ldcg(counts + i); /* maybe another block's, of the same launch */
+    sum = dtrain_cuda_block_scan(sum, slots, &total);
+    for (int64_t i = begin; i < end; i++) {
+        const unsigned own = __ldcg(counts + i);
+        counts[i] = sum;
+        sum += own;
+    }
+}
+
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_scan_kernel(unsigned *counts, int64_t count)
+{
+    __shared__ unsigned slots[DTRAIN_CUDA_WARP];
+    dtrain_cuda_scan_counts(counts, count, slots);
+}
+
+/* Lanes whose `digit` (8 bits) is this lane's, among those that take part. */
+static __device__ __forceinline__ unsigned dtrain_cuda_same_digit(unsigned digit, bool takes_part)
+{
+    unsigned same = __ballot_sync(DTRAIN_CUDA_ALL_LANES, takes_part);
+    for (int bit = 0; bit < 8; bit++) {
+        const unsigned set = __ballot_sync(DTRAIN_CUDA_ALL_LANES, digit >> bit & 1);
+        same &= digit >> bit & 1 ? set : ~set;
+    }
+    return same;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
+    dtrain_cuda_sort_move_kernel(dtrain_cuda_sort sort)
+{
+    __shared__ unsigned next[DTRAIN_CUDA_DIGITS]; /* where the tile's next key of a digit goes */
+    const int lane = threadIdx.x;
+    for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP)
+        next[digit] = sort.counts[(int64_t)digit * sort.tiles + blockIdx.x];
+    __syncwarp();
+    const int64_t begin = blockIdx.x * sort.tile,
+                  end = begin + sort.tile < sort.rows ? begin + sort.tile : sort.rows;
+    for (int64_t first = begin; first < end; first += DTRAIN_CUDA_WARP) {
+        const bool exists = first + lane < end;
+        const uint64_t key = exists ? dtrain_cuda_sort_key(sort, first + lane) : 0;
+        const unsigned digit = key >> sort.shift & (DTRAIN_CUDA_DIGITS - 1);
+        const unsigned same = dtrain_cuda_same_digit(digit, exists),
+                       before = same & ((1u << lane) - 1);
+        if (exists) sort.to[next[digit] + __popc(before)] = key;
+        __syncwarp();
+        if (exists && before == 0) next[digit] += __popc(same);
+        __syncwarp();
+    }
+}
+
+/* A warp for each key and each slice of 32 chunks of columns; it works if the key is the first of
+ * its token. Rows are loaded DTRAIN_CUDA_ROWS_AHEAD at a time, so that a frequent token is not a
+ * chain of memory latencies, and added one by one. */
+#define DTRAIN_CUDA_ROWS_AHEAD 8
+
+template <typename T, int WIDTH>
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_embedding_backward_kernel(dtrain_embedding_backward_args args, const uint64_t *keys,
+                                          int64_t slices)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t warp = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
+    const int64_t head = warp / slices, column = (warp % slices * DTRAIN_CUDA_WARP + lane) * WIDTH;
+    if (head >= args.rows) return; /* whole warps, as below */
+    const uint64_t token = keys[head] >> 32;
+    if (head > 0 && keys[head - 1] >> 32 == token) return;
+
+    const bool exists = column < args.n;
+    const T *const d_y = (const T *)args.d_y + column;
+    float *const out = args.d_wte + (int64_t)token * args.n + column;
+    dtrain_cuda_chunk<float, WIDTH> sum = {};
+    if (exists) sum = dtrain_cuda_load_chunk<WIDTH>(out);
+    int count = DTRAIN_CUDA_WARP; /* of the 32 keys from `first` on, how many are the token's */
+    for (int64_t first = head; count == DTRAIN_CUDA_WARP; first += DTRAIN_CUDA_WARP) {
+        const uint64_t key = first + lane < args.rows ? keys[first + lane] : ~(uint64_t)0;
+        count = __popc(__ballot_sync(DTRAIN_CUDA_ALL_LANES, key >> 32 == token));
+        for (int i = 0; i < count; i += DTRAIN_CUDA_ROWS_AHEAD) {
+            dtrain_cuda_chunk<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
+                const int64_t row =
+                    (int64_t)__shfl_sync(DTRAIN_CUDA_ALL_LANES, (unsigned)key, i + r);
+                if (exists && i + r < count)
+                    ahead[r] = dtrain_cuda_load_chunk<WIDTH>(d_y + row * args.n);
+            }
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
+                if (!exists || i + r >= count) continue;
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
+            }
+        }
+    }
+    if (exists) dtrain_cuda_store_chunk<WIDTH>(out, sum);
+}
+
+/* d_wpe[place] += d_y[place] + d_y[place + sequence] + ...: a thread for each place and chunk. */
+template <typename T, int WIDTH>
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_positions_backward_kernel(dtrain_embedding_backward_args args)
+{
+    const int64_t chunks = args.n / WIDTH,
+                  places = args.sequence < args.rows ? args.sequence : args.rows;
+    for (int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; item < places * chunks;
+         item += (int64_t)gridDim.x * blockDim.x) {
+        const int64_t place = item / chunks, column = item % chunks * WIDTH;
+        const T *const d_y = (const T *)args.d_y + column;
+        float *const out = args.d_wpe + place * args.n + column;
+        dtrain_cuda_chunk<float, WIDTH> sum = dtrain_cuda_load_chunk<WIDTH>(out);
+        for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
+            dtrain_cuda_chunk<T, WIDTH> ahead[4];
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < 4; r++)
+                if (first + r * args.sequence < args.rows)
+                    ahead[r] =
+                        dtrain_cuda_load_chunk<WIDTH>(d_y + (first + r * args.sequence) * args.n);
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < 4; r++) {
+                if (first + r * args.sequence >= args.rows) continue;
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
+            }
+        }
+        dtrain_cuda_store_chunk<WIDTH>(out, sum);
+    }
+}
+
+/* The rows in order of their tokens; the keys stay in the device's scratch. */
+static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
+                                           const dtrain_embedding_backward_args *args,
+                                           const uint64_t **keys)
+{
+    const int64_t rows = args->rows, least = 512;
+    dtrain_cuda_sort sort = {};
+    sort.rows = rows;
+    sort.tile = (rows + DTRAIN_CUDA_SORT_TILES - 1) / DTRAIN_CUDA_SORT_TILES;
+    sort.tile = sort.tile < least
+                    ? least
+                    : (sort.tile + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * DTRAIN_CUDA_WARP;
+    sort.tiles = (int)((rows + sort.tile - 1) / sort.tile);
+    sort.tokens = args->tokens;
+    sort.vocab = args->vocab;
+    sort.fault = dtrain_cuda_state_of(device)->fault;
+
+    const int64_t count = (int64_t)DTRAIN_CUDA_DIGITS * sort.tiles;
+    void *scratch;
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
+        device, (size_t)rows * 16 + (size_t)count * sizeof(unsigned), &scratch));
+    uint64_t *halves[2] = {(uint64_t *)scratch, (uint64_t *)scratch + rows};
+    sort.counts = (unsigned *)((uint64_t *)scratch + 2 * rows);
+    int pass = 0;
+    do { /* once at least: it makes the keys */
+        sort.shift = 32 + 8 * pass;
+        sort.to = halves[pass % 2];
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, count",
+                                        dtrain_cuda_sort_count_kernel, sort.tiles, DTRAIN_CUDA_WARP,
+                                        0, sort));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, scan", dtrain_cuda_scan_kernel,
+                                        1, 1024, 0, sort.counts, count));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, move",
+                                        dtrain_cuda_sort_move_kernel, sort.tiles, DTRAIN_CUDA_WARP,
+                                        0, sort));
+        sort.tokens = NULL;
+        sort.from = sort.to;
+        pass++;
+    } while (pass < 4 && (args->vocab - 1) >> (8 * pass) > 0);
+    *keys = sort.from;
+    return DTRAIN_OK;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_embedding_backward_of(dtrain_device *device,
+                                                       const dtrain_embedding_backward_args *args)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->d_y) &&
+                      dtrain_cuda_aligned(args->d_wte) && dtrain_cuda_aligned(args->d_wpe);
+    const int64_t chunks = wide ? args->n / width : args->n,
+                  slices = (chunks + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP;
+    if (args->d_wte) {
+        void (*const kernel)(dtrain_embedding_backward_args, const uint64_t *, int64_t) =
+            wide ? dtrain_cuda_embedding_backward_kernel<T, width>
+                 : dtrain_cuda_embedding_backward_kernel<T, 1>;
+        const uint64_t *keys;
+        DTRAIN_CUDA_TRY(dtrain_cuda_sort_rows(device, args, &keys));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward", kernel,
+                                        (args->rows * slices + 7) / 8, 256, 0, *args, keys,
+                                        slices));
+    }
+    if (!args->d_wpe) return DTRAIN_OK;
+    const int64_t places = args->sequence < args->rows ? args->sequence : args->rows;
+    void (*const kernel)(dtrain_embedding_backward_args) =
+        wide ? dtrain_cuda_positions_backward_kernel<T, width>
+             : dtrain_cuda_positions_backward_kernel<T, 1>;
+    return DTRAIN_CUDA_RUN(device, "embedding_backward, positions", kernel,
+                           dtrain_cuda_blocks(dtrain_cuda_state_of(device), places * chunks, 256),
+                           256, 0, *args);
+}
+
+static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
+                                                    const dtrain_embedding_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding_backward", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check_tokens("embedding_backward", args->vocab, args->sequence, args->d_wpe));
+    if (args->rows > INT32_MAX || args->vocab > (int64_t)INT32_MAX + 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "embedding_backward: rows and token ids are below 2^31, found %lld rows "
+                           "and a vocabulary of %lld: use "
+                           "smaller micro-batches",
+                           (long long)args->rows, (long long)args->vocab);
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_backward_of)(device, args);
+}
+
+/* ---- Cross-entropy ------------------------------------------------------------------------------
+ *
+ * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor for
+ * large n. Bytes: one read of logits; with d_logits one write of it besides, for then the row is read
+ * again at once, last elements first, from the caches.
+ *
+ * The maximum and the sum of exponentials come from one pass (online softmax): when the maximum
+ * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may begin
+ * anywhere:
+ *
+ *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
+ *
+ * If logits and d_logits are not aligned alike, everything is head. */
+
+struct dtrain_cuda_span {
+    int64_t head, packs, tail; /* elements of the head, number of packs, where the tail begins */
+};
+
+template <typename T>
+static __device__ dtrain_cuda_span dtrain_cuda_span_of(const T *row, const T *other, int64_t n)
+{
+    const uintptr_t address = (uintptr_t)row;
+    dtrain_cuda_span span;
+    span.head = (int64_t)((16 - address % 16) % 16 / sizeof(T));
+    if (span.head > n || (address ^ (uintptr_t)other) % 16 != 0) span.head = n;
+    span.packs = (n - span.head) / dtrain_cuda_pack<T>::width;
+    span.tail = span.head + span.packs * dtrain_cuda_pack<T>::width;
+    return span;
+}
+
+/* sum = sum of exp(x - anchor), where anchor = top unless that is -infinity: then nothing has been
+ * seen but masked logits, which add exp(-infinity - 0) = 0. NaN is not a maximum, but is in the sum. */
+struct dtrain_cuda_softmax {
+    float top, sum;
+};
+
+static __device__ __forceinline__ float dtrain_cuda_softmax_anchor(float top)
+{
+    return top > -INFINITY ? top : 0;
+}
+
+template <int WIDTH, typename T>
+static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
+                                                               const T *from)
+{
+    const dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from);
+    float top = softmax.top;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) top = fmaxf(top, dtrain_cuda_widen(x.at[e]));
+    const float anchor = dtrain_cuda_softmax_anchor(top);
+    softmax.sum *= __expf(softmax.top - anchor);
+    softmax.top = top;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) softmax.sum += __expf(dtrain_cuda_widen(x.at[e]) - anchor);
+}
+
+/* Log of the sum of exponentials of a row, in every thread. */
+template <typename T>
+static __device__ __forceinline__ float
+dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    dtrain_cuda_softmax softmax = {-INFINITY, 0};
+    for (int64_t j = threadIdx.x; j < span.head; j += blockDim.x)
+        dtrain_cuda_softmax_add<1>(softmax, row + j);
+    for (int64_t p = threadIdx.x; p < span.packs; p += blockDim.x)
+        dtrain_cuda_softmax_add<width>(softmax, row + span.head + p * width);
+    for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
+        dtrain_cuda_softmax_add<1>(softmax, row + j);
+
+    const float anchor = dtrain_cuda_softmax_anchor(dtrain_cuda_block_max(softmax.top, slots));
+    return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
+}
+
+/* What a row's gradient is made of; target -1: zeros. */
+struct dtrain_cuda_row_gradient {
+    int64_t target;
+    float lse, scale;
+};
+
+template <int WIDTH, typename T>
+static __device__ __forceinline__ void
+dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
+                         int64_t column)
+{
+    dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from + column);
+    const int64_t hit =
+        gradient.target -
+        column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) {
+        const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
+        const float d = (hit == e ? p - 1 : p) * gradient.scale;
+        dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
+    }
+    dtrain_cuda_store_chunk<WIDTH>(to + column, x);
+}
+
+/* Each element is read and written by one thread: `to` may be `from`. */
+template <typename T>
+static __device__ __forceinline__ void
+dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
+                             const dtrain_cuda_span &span, int64_t n)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
+        dtrain_cuda_gradient_put<1>(gradient, from, to, j);
+    for (int64_t p = span.packs - 1 - threadIdx.x; p >= 0; p -= blockDim.x)
+        dtrain_cuda_gradient_put<width>(gradient, from, to, span.head + p * width);
+    for (int64_t j = threadIdx.x; j < span.head; j += blockDim.x)
+        dtrain_cuda_gradient_put<1>(gradient, from, to, j);
+}
+
+/* The target of a row, -1 for one to ignore; a bad one is reported and ignored. */
+static __device__ int64_t dtrain_cuda_target(const int32_t *targets, int64_t row, int64_t n,
+                                             dtrain_cuda_fault *fault)
+{
+    const int64_t target = targets[row];
+    if (target >= -1 && target < n) return target;
+    if (threadIdx.x == 0) dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TARGET, target, row, n);
+    return -1;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_cross_entropy_kernel(dtrain_cross_entropy_args args, dtrain_cuda_fault *fault)
+{
+    __shared__ float slots[DTRAIN_CUDA_WARP];
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const T *const logits = (const T *)args.logits + row * args.n;
+        T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
+        const dtrain_cuda_span span =
+            dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.n);
+        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args.targets, row, args.n, fault),
+                                             0, args.scale};
+        if (gradient.target >= 0) { /* the same for the whole block */
+            /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
+            const float of_target = dtrain_cuda_widen(logits[gradient.target]);
+            gradient.lse = dtrain_cuda_row_lse(logits, span, args.n, slots);
+            if (threadIdx.x == 0)
+                args.loss[row] = gradient.lse - of_target, args.lse[row] = gradient.lse;
+        } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
+        if (d_logits) dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.n);
+    }
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_cross_entropy_backward_kernel(dtrain_cross_entropy_backward_args args,
+                                              dtrain_cuda_fault *fault)
+{
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const T *const logits = (const T *)args.logits + row * args.n;
+        T *const d_logits = (T *)args.d_logits + row * args.n;
+        const dtrain_cuda_row_gradient gradient = {
+            dtrain_cuda_target(args.targets, row, args.n, fault), args.lse[row],
+            args.upstream ? args.scale * args.upstream[0] : args.scale};
+        dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
+                                     dtrain_cuda_span_of<T>(logits, d_logits, args.n), args.n);
+    }
+}
+
+/* A pack or two for each thread at least. */
+static int dtrain_cuda_row_threads(int64_t n)
+{
+    int threads = DTRAIN_CUDA_WARP;
+    while (threads < 1024 && threads * 16 < n) threads *= 2;
+    return threads;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_cross_entropy_of(dtrain_device *device,
+                                                  const dtrain_cross_entropy_args *args)
+{
+    return DTRAIN_CUDA_RUN(device, "cross_entropy", dtrain_cuda_cross_entropy_kernel<T>,
+                           args->rows < INT32_MAX ? args->rows : INT32_MAX,
+                           dtrain_cuda_row_threads(args->n), 0, *args,
+                           dtrain_cuda_state_of(device)->fault);
+}
+
+static dtrain_result dtrain_cuda_cross_entropy(dtrain_device *device,
+                                               const dtrain_cross_entropy_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_of)(device, args);
+}
+
+template <typename T>
+static dtrain_result
+dtrain_cuda_cross_entropy_backward_of(dtrain_device *device,
+                                      const dtrain_cross_entropy_backward_args *args)
+{
+    return DTRAIN_CUDA_RUN(
+        device, "cross_entropy_backward", dtrain_cuda_cross_entropy_backward_kernel<T>,
+        args->rows < INT32_MAX ? args->rows : INT32_MAX, dtrain_cuda_row_threads(args->n), 0, *args,
+        dtrain_cuda_state_of(device)->fault);
+}
+
+static dtrain_result
+dtrain_cuda_cross_entropy_backward(dtrain_device *device,
+                                   const dtrain_cross_entropy_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_backward_of)(device, args);
+}
+
+/* ================================================================================================
+ * [C09] Attention by batched GEMM and softmax
+ *
+ * For what the tiles of [C10] do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
+ * their oracle as well. T = sequence, d = head size; `together` heads of one batch element at a time:
+ *
+ *     forward    S = scale Q K'    P = softmax(S)                               Y = P V
+ *     backward   S = scale Q K'    P = e^(S - lse)           G = dY V'
+ *                D = rows of dY . Y                          dS = P (G - D)
+ *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
+ *
+ * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv so: rows 3n
+ * apart, heads d apart. Nothing is permuted.
+ *
+ * Scratch holds S, and G in backward: (together,T,ld) fp32, ld = T rounded up to 8, within 32 MiB,
+ * which the L2 cache of a large GPU holds too, unless a single head needs more. Scores are fp32 for
+ * any dtype: their absolute error is the relative error of P. P and dS have the dtype of qkv, which the
+ * next product needs, and take the place of S and G: row i of a half P fills the first half of the
+ * fp32 row i, so its ld is 2 ld.
+ *
+ * Masked scores are neither read nor kept: P and dS are 0 there. (But 0 times a NaN of V is NaN: a
+ * NaN reaches all rows of its head here, not only the later ones.)
+ * ==============================================================================================*/
+
+enum {
+    DTRAIN_CUDA_SCORE_BYTES = 32 << 20,
+    DTRAIN_CUDA_SOFTMAX_WARPS = 8,
+    DTRAIN_CUDA_SOFTMAX_STEP = 4 * DTRAIN_CUDA_WARP /* columns a warp takes at once */
+};
+
+/* Some heads, [first, first + count), of batch element `batch`. */
+struct dtrain_cuda_heads {
+    int64_t sequence, n, size, batch, first, count;
+    dtrain_dtype dtype;
+    float scale;
+};
+
+/* One matrix per head: rows ld, heads step elements apart. */
+struct dtrain_cuda_head_matrix {
+    void *data;
+    int64_t ld, step;
+};
+
+/* The (T,d) that begin at column `column` of (batch*T,width). */
+static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads *x,
+                                                        const void *data, int64_t width,
+                                                        int64_t column)
+{
+    const int64_t offset = x->batch * x->sequence * width + column + x->first * x->size;
+    char *const at = (char *)(uintptr_t)data + offset * (int64_t)dtrain_dtype_bytes(x->dtype);
+    const dtrain_cuda_head_matrix matrix = {at, width, x->size};
+    return matrix;
+}
+
+/* Scores (T,T) as the products write them (fp32), and P or dS as the kernels leave them (dtype). */
+static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_cuda_heads *x, float *scores,
+                                                       int64_t ld, dtrain_dtype dtype)
+{
+    const int64_t per_float = (int64_t)(sizeof(float) / dtrain_dtype_bytes(dtype));
+    const dtrain_cuda_head_matrix matrix = {scores, ld * per_float, x->sequence * ld * per_float};
+    return matrix;
+}
+
+/* C (T,n) = alpha op(A) (T,k) op(B) (k,n) for each head. */
+static dtrain_result dtrain_cuda_head_multiply(dtrain_device *device, const dtrain_cuda_heads *x,
+                                               uint32_t flags, float alpha,
+                                               dtrain_cuda_head_matrix a, dtrain_cuda_head_matrix b,
+                                               dtrain_cuda_head_matrix c, int64_t n, int64_t k,
+                                               dtrain_dtype c_type)
+{
+    dtrain_cuda_product product;
+    memset(&product, 0, sizeof product);
+    product.flags = flags;
+    product.m = x->sequence, product.n = n, product.k = k, product.batch = x->count;
+    product.alpha = alpha;
+    product.a = a.data, product.lda = a.ld, product.a_step = a.step;
+    product.b = b.data, product.ldb = b.ld, product.b_step = b.step;
+    product.c = c.data, product.ldc = c.ld, product.c_step = c.step;
+    product.type = x->dtype, product.c_type = c_type;
+    product.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    return dtrain_cuda_gemm_batched(device, &product);
+}
+
+/* ---- Softmax: S (rows,T) -> P (rows,T) in place, lse (rows) -------------------------------------
+ *
+ * rows = heads * T; row r is query r % T. A warp a row, three walks over it: maximum, sum, P. The first reads 4
+ * bytes a score from memory (2 with a causal mask), the others find them in cache; the third writes P's T elements.
+ *
+ * In place although P may be narrower: a walk takes 128 scores at a time, all lanes read theirs before one writes, and
+ * what is written lies at or before what was read. */
+
+struct dtrain_cuda_head_softmax {
+    int64_t rows, sequence, ld;
+    bool causal;
+    float *scores, *lse;
+};
+
+static __device__ __forceinline__ float dtrain_cuda_score_row_max(const float *row, int64_t limit,
+                                                                  int lane)
+{
+    float most = -INFINITY;
+    for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < 4; i++)
+            if (j + i < limit) most = fmaxf(most, x.at[i]);
+    }
+    return dtrain_cuda_warp_max(most);
+}
+
+static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const float *row, int64_t limit,
+                                                                  int lane, float most)
+{
+    float sum = 0;
+    for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < 4; i++)
+            if (j + i < limit) sum += expf(x.at[i] - most);
+    }
+    return dtrain_cuda_warp_sum(sum);
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_WARP)
+    dtrain_cuda_head_softmax_kernel(const dtrain_cuda_head_softmax args)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t r =
+        (int64_t)blockIdx.x * DTRAIN_CUDA_SOFTMAX_WARPS + threadIdx.x / DTRAIN_CUDA_WARP;
+    if (r >= args.rows) return; /* the whole warp */
+    const int64_t limit = args.causal ? r % args.sequence + 1 : args.sequence;
+    float *const row = args.scores + r * args.ld;
+    T *const out = (T *)row;
+    const float most = dtrain_cuda_score_row_max(row, limit, lane);
+    const float lse = most + logf(dtrain_cuda_score_row_sum(row, limit, lane, most));
+    if (lane == 0) args.lse[r] = lse;
+    for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
+        const int64_t j = base + lane * 4;
+        dtrain_cuda_pack<float> x = {};
+        dtrain_cuda_group<T, 4> p;
+        if (j < limit) x = dtrain_cuda_load(row + j);
+        __syncwarp();
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < 4; i++)
+            dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
+        if (j < args.sequence) dtrain_cuda_put(out + j, p);
+    }
+}
+
+/* ---- Slope: S, G (rows,T), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------------------
+ *
+ * Head r / T owns columns [r / T * size, ...) of Y and dY. Reads 8 bytes a score (half of them with a causal mask) and
+ * writes P and dS. */
+
+struct dtrain_cuda_head_softmax_backward {
+    int64_t rows, sequence, ld, n, size;
+    bool causal;
+    float *scores, *grads;
+    const float *lse;
+    const void *y, *d_y;
+};
+
+template <typename T>
+static __device__ __forceinline__ float dtrain_cuda_score_row_dot(const T *x, const T *y,
+                                                                  int64_t count, int lane)
+{
+    float sum = 0;
+    for (int64_t i = lane; i < count; i += DTRAIN_CUDA_WARP)
+        sum += dtrain_cuda_widen(x[i]) * dtrain_cuda_widen(y[i]);
+    return dtrain_cuda_warp_sum(sum);
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_WARP)
+    dtrain_cuda_head_softmax_backward_kernel(const dtrain_cuda_head_softmax_backward args)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t r =
+        (int64_t)blockIdx.x * DTRAIN_CUDA_SOFTMAX_WARPS + threadIdx.x / DTRAIN_CUDA_WARP;
+    if (r >= args.rows) return; /* the whole warp */
+    const int64_t query = r % args.sequence, head = r / args.sequence,
+                  limit = args.causal ? query + 1 : args.sequence;
+    const int64_t at = query * args.n + head * args.size;
+    const float mean = dtrain_cuda_score_row_dot((const T *)args.y + at, (const T *)args.d_y + at,
+                                                 args.size, lane);
+    const float lse = args.lse[r];
+    float *const row = args.scores + r * args.ld, *const grads = args.grads + r * args.ld;
+    T *const p_out = (T *)row, *const d_out = (T *)grads;
+    for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
+        const int64_t j = base + lane * 4;
+        dtrain_cuda_pack<float> x = {}, g = {};
+        dtrain_cuda_group<T, 4> p, d;
+        if (j < limit) x = dtrain_cuda_load(row + j), g = dtrain_cuda_load(grads + j);
+        __syncwarp();
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const bool seen = j + i < limit;
+            const float weight = seen ? expf(x.at[i] - lse) : 0.0f;
+            dtrain_cuda_narrow(weight, p.at[i]);
+            dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
+        }
+        if (j >= args.sequence) continue;
+        dtrain_cuda_put(p_out + j, p);
+        dtrain_cuda_put(d_out + j, d);
+    }
+}
+
+/* ---- Passes -----------------------------------------------------------------------------------*/
+
+template <typename T>
+static dtrain_result dtrain_cuda_head_softmax_as(dtrain_device *device,
+                                                 const dtrain_cuda_head_softmax *x)
+{
+    return DTRAIN_CUDA_RUN(device, "softmax", dtrain_cuda_head_softmax_kernel<T>,
+                           (x->rows + DTRAIN_CUDA_SOFTMAX_WARPS - 1) / DTRAIN_CUDA_SOFTMAX_WARPS,
+                           DTRAIN_CUDA_SOFTMAX_WARPS * DTRAIN_CUDA_WARP, 0, *x);
+}
+
+template <typename T>
+static dtrain_result
+dtrain_cuda_head_softmax_backward_as(dtrain_device *device,
+                                     const dtrain_cuda_head_softmax_backward *x)
+{
+    return DTRAIN_CUDA_RUN(device, "softmax backward", dtrain_cuda_head_softmax_backward_kernel<T>,
+                           (x->rows + DTRAIN_CUDA_SOFTMAX_WARPS - 1) / DTRAIN_CUDA_SOFTMAX_WARPS,
+                           DTRAIN_CUDA_SOFTMAX_WARPS * DTRAIN_CUDA_WARP, 0, *x);
+}
+
+static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
+                                                const dtrain_attention_args *args,
+                                                const dtrain_cuda_heads *x, float *scores,
+                                                int64_t ld)
+{
+    const int64_t T = x->sequence, n = x->n, d = x->size;
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 0);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
+    float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
+    const dtrain_cuda_head_softmax softmax = {x->count * T, T, ld, args->causal, scores, lse};
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, DTRAIN_GEMM_TRANS_B, x->scale, q, k, s, T,
+                                              d, DTRAIN_F32));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_as)(device, &softmax));
+    return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, d, T, x->dtype);
+}
+
+static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
+                                                         const dtrain_attention_backward_args *args,
+                                                         const dtrain_cuda_heads *x, float *scores,
+                                                         float *grads, int64_t ld)
+{
+    const int64_t T = x->sequence, n = x->n, d = x->size;
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 0);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix d_q = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 0);
+    const dtrain_cuda_head_matrix d_k = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, n);
+    const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
+    const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_columns(x, args->d_y, n, 0);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(x, grads, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
+    const dtrain_cuda_head_matrix d_s = dtrain_cuda_head_scores(x, grads, ld, x->dtype);
+    const float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
+    const dtrain_cuda_head_softmax_backward softmax = {
+        x->count * T, T, ld, n, d, args->causal, scores, grads, lse, y.data, d_y.data};
+    const uint32_t trans_a = DTRAIN_GEMM_TRANS_A, trans_b = DTRAIN_GEMM_TRANS_B;
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, d, DTRAIN_F32));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_F32));
+    DTRAIN_CUDA_TRY(
+        DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_backward_as)(device, &softmax));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, 0, x->scale, d_s, k, d_q, d, T, x->dtype));
+    return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
+}
+
+/* Fills in what all passes share; Args is that of forward or backward. */
+template <typename Args>
+static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("attention", args->dtype));
+    if (args->heads < 1 || args->n < 1 || args->n % args->heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: n is %lld, which %lld heads cannot share equally",
+                           (long long)args->n, (long long)args->heads);
+    memset(x, 0, sizeof *x);
+    x->sequence = args->sequence;
+    x->n = args->n;
+    x->size = args->n / args->heads;
+    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_F32 : args->dtype;
+    x->scale = 1 / sqrtf((float)x->size);
+    return DTRAIN_OK;
+}
+
+/* How many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each, evened out over
+ * the passes. */
+static int64_t dtrain_cuda_heads_together(int64_t heads, int64_t sequence, int64_t ld,
+                                          int64_t matrices)
+{
+    const int64_t fit = DTRAIN_CUDA_SCORE_BYTES / (int64_t)sizeof(float) / matrices / ld / sequence;
+    const int64_t passes = fit < 1 ? heads : (heads + fit - 1) / fit;
+    return (heads + passes - 1) / passes;
+}
+
+/* ---- Entry ------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_cuda_attention_gemm(dtrain_device *device,
+                                                const dtrain_attention_args *args)
+{
+    const int64_t T = args->sequence, ld = (T + 7) / 8 * 8;
+    dtrain_cuda_heads x;
+    void *scores = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
+    if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
+    const int64_t together = dtrain_cuda_heads_together(args->heads, T, ld, 1);
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_scratch(device, (size_t)(together * T * ld) * sizeof(float), &scores));
+    for (x.batch = 0; x.batch < args->batch; x.batch++)
+        for (x.first = 0; x.first < args->heads; x.first += together) {
+            x.count = args->heads - x.first < together ? args->heads - x.first : together;
+            DTRAIN_CUDA_TRY(dtrain_cuda_attention_pass(device, args, &x, (float *)scores, ld));
+        }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
+                                                         const dtrain_attention_backward_args *args)
+{
+    const int64_t T = args->sequence, ld = (T + 7) / 8 * 8;
+    dtrain_cuda_heads x;
+    void *scores = NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
+    if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
+    const int64_t together = dtrain_cuda_heads_together(args->heads, T, ld, 2);
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_scratch(device, (size_t)(2 * together * T * ld) * sizeof(float), &scores));
+    float *const grads = (float *)scores + together * T * ld;
+    for (x.batch = 0; x.batch < args->batch; x.batch++)
+        for (x.first = 0; x.first < args->heads; x.first += together) {
+            x.count = args->heads - x.first < together ? args->heads - x.first : together;
+            DTRAIN_CUDA_TRY(
+                dtrain_cuda_attention_backward_pass(device, args, &x, (float *)scores, grads, ld));
+        }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * [C10] Flash attention
+ *
+ * softmax(Q K^T / sqrt(head)) V without a matrix of sequence x sequence in memory (Dao,
+ * FlashAttention-2, 2023), on tensor cores, for head sizes 32, 64, 80, 96 and 128. Per (batch, head)
+ * and T = sequence: forward 2 products of 2 T T head flops each, backward 7; half of it when causal.
+ * Bytes moved: each of q, k, v, y once from memory, and once per tile from the L2 cache.
+ *
+ * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them per warp, and streams
+ * tiles of the other side past them. Everything of sequence x sequence stays in registers: the
+ * accumulators of a product have just the layout that the A operand of the next one needs.
+ *
+ *                    own rows     streamed       in registers, per warp
+ *     forward        Q            K, V           S = Q K^T       y  += P V
+ *     backward, 1    K, V         Q, dY          S^T = K Q^T     dV += P^T dY,   dK += dS^T Q
+ *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
+ *
+ * with P = softmax(S) and dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels are
+ * one template, read by columns and by rows. S and dP are computed in both: 7 products where a single
+ * kernel would need 5, but that one has to add up dQ across blocks, by floating-point atomics whose
+ * order changes from run to run, or through T / 64 partial sums of dQ in memory. Determinism costs at
+ * most 7/5 of the backward arithmetic.
+ *
+ * Why 32 rows per warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds two mma
+ * per 16 rows, which take 3.2 cycles of a Hopper SM's four tensor cores. With 16 rows the loads are the
+ * limit; with 32 they are half of it. Registers of a thread (limit 255, two blocks per SM):
+ *
+ *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
+ *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
+ *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows per warp: 32 would need 256 sums
+ *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
+ *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
+ *
+ * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper.
+ * ==============================================================================================*/
+
+#define DTRAIN_CUDA_FLASH_WARPS 4
+#define DTRAIN_CUDA_FLASH_THREADS (DTRAIN_CUDA_FLASH_WARPS * DTRAIN_CUDA_WARP)
+#define DTRAIN_CUDA_FLASH_KEYS 64 /* of a streamed tile in the forward pass */
+#define DTRAIN_CUDA_LOG2_E 1.4426950408889634f
+
+/* ---- PTX ----------------------------------------------------------------------------------------
+ *
+ * With g = lane / 4 and t = lane % 4, a register holding two neighbours of a row:
+ *
+ *     A (16,16)   a[0] row g, columns 2t   a[1] row g+8, 2t   a[2] row g, 2t+8   a[3] row g+8, 2t+8
+ *     B (16,8)    b[0] column g, rows 2t   b[1] column g, rows 2t+8
+ *     D (16,8)    d[0..1] row g, columns 2t and 2t+1   d[2..3] row g+8
+ *
+ * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and gets
+ * row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1. */
+
+static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
+                                                       const uint32_t b[2], dtrain_cuda_bf16)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_mma_16816(d, a, b, true);
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
+                                                       const uint32_t b[2], dtrain_cuda_f16)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_mma_16816(d, a, b, false);
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/* volatile: what they read is changed by copies that the compiler does not see. */
+static __device__ __forceinline__ void dtrain_cuda_ldmatrix(uint32_t to[4], const void *row)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_ldmatrix(to, 4, false, row);
+#else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void dtrain_cuda_ldmatrix_transposed(uint32_t to[4],
+                                                                       const void *row)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_ldmatrix(to, 4, true, row);
+#else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+#endif
+}
+
+/* Copies 16 bytes, or writes 16 zero bytes and does not read. */
+static __device__ __forceinline__ void dtrain_cuda_copy_async(void *shared, const void *global,
+                                                              bool read)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_cp_async_16(shared, global, read ? 16 : 0);
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(global), "r"(read ? 16 : 0)
+                 : "memory");
+#endif
+}
+
+/* All copies of this thread so far; a barrier must follow before other threads read them. */
+static __device__ __forceinline__ void dtrain_cuda_copy_wait(void)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_cp_async_commit();
+    dtrain_emulation_cp_async_wait(0);
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+/* Two halves in a register, `low` in the lower bits: the neighbour with the smaller index. */
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_bf16 kind)
+{
+#ifdef __CUDA_ARCH__
+    uint32_t pair;
+    (void)kind;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    dtrain_cuda_bf16 upper;
+    dtrain_cuda_narrow(low, kind);
+    dtrain_cuda_narrow(high, upper);
+    return (uint32_t)upper.bits << 16 | kind.bits;
+#endif
+}
+
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_f16 kind)
+{
+#ifdef __CUDA_ARCH__
+    uint32_t pair;
+    (void)kind;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    dtrain_cuda_f16 upper;
+    dtrain_cuda_narrow(low, kind);
+    dtrain_cuda_narrow(high, upper);
+    return (uint32_t)upper.bits << 16 | kind.bits;
+#endif
+}
+
+/* x, of which the compiler knows nothing: what is computed from it stays inside a loop. Addresses in swizzled tiles
+ * take two instructions to compute, and hoisted out of the loop they take the registers of the accumulators. */
+static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
+{
+#ifndef DTRAIN_CUDA_EMULATION
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
+/* ---- Tiles --------------------------------------------------------------------------------------
+ *
+ * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of 8
+ * consecutive rows at a time: they have to lie in 8 different groups of 4 banks, that is, differ modulo
+ * 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8) rows; exchanging chunks by XOR with
+ * the number of the repetition makes them differ, for every even number of chunks. */
+
+template <int HEAD> static constexpr __host__ __device__ int dtrain_cuda_flash_swizzle(int row)
+{
+    constexpr int chunks = HEAD / 8, factor = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;
+    static_assert(HEAD % 16 == 0, "an mma is 16 deep");
+    return row / (8 / factor) % factor;
+}
+
+template <int HEAD> static constexpr __host__ __device__ bool dtrain_cuda_flash_without_conflicts()
+{
+    for (int chunk = 0; chunk < HEAD / 8; chunk++) {
+        int groups = 0;
+        for (int row = 0; row < 8; row++)
+            groups |= 1 << (row * (HEAD / 8) + (chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row))) % 8;
+        if (groups != 0xff) return false;
+    }
+    return true;
+}
+
+template <typename Half>
+static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<Half> *to,
+                                                              const Half *from, bool read)
+{
+    dtrain_cuda_copy_async(to, from, read);
+}
+
+/* fp32 in memory, halves in the tile: rounded on the way, not asynchronous. */
+template <typename Half>
+static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<Half> *to,
+                                                              const float *from, bool read)
+{
+    uint4 narrow = make_uint4(0, 0, 0, 0);
+    if (read) {
+        const dtrain_cuda_pack<float> low = dtrain_cuda_load(from),
+                                      high = dtrain_cuda_load(from + 4);
+        narrow = make_uint4(dtrain_cuda_narrow_pair(low.at[0], low.at[1], Half()),
+                            dtrain_cuda_narrow_pair(low.at[2], low.at[3], Half()),
+                            dtrain_cuda_narrow_pair(high.at[0], high.at[1], Half()),
+                            dtrain_cuda_narrow_pair(high.at[2], high.at[3], Half()));
+    }
+    *reinterpret_cast<uint4 *>(to) = narrow;
+}
+
+/* tile (ROWS,HEAD) = rows first.. of matrix (rows,HEAD), `stride` elements from row to row; zeros below its end. All
+ * threads take part; the tile is complete after dtrain_cuda_copy_wait and a barrier. A thread copies the same column in
+ * steps of 8, 16 or 32 rows, which leave the swizzle alone: one address each, the rest are constants. Head sizes 80 and
+ * 96 leave a third of the threads idle for that. */
+template <int HEAD, int ROWS, typename Storage, typename Half>
+static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<Half> *tile,
+                                                              const Storage *matrix, int stride,
+                                                              int first, int rows)
+{
+    constexpr int chunks = HEAD / 8, step = HEAD <= 32 ? 32 : HEAD <= 64 ? 16 : 8;
+    static_assert(step * chunks <= DTRAIN_CUDA_FLASH_THREADS && ROWS % step == 0,
+                  "a step is a pass of the block");
+    static_assert(dtrain_cuda_flash_without_conflicts<HEAD>(), "ldmatrix reads 8 rows at once");
+    const unsigned thread = (unsigned)dtrain_cuda_not_hoisted(threadIdx.x);
+    const int row = (int)(thread / chunks), chunk = (int)(thread % chunks);
+    if (row >= step) return;
+    tile += row * chunks + (chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
+    matrix += (int64_t)(first + row) * stride + chunk * 8;
+    DTRAIN_CUDA_UNROLL
+    for (int down = 0; down < ROWS; down += step, matrix += step * stride)
+        dtrain_cuda_flash_copy(tile + down * chunks, matrix, first + row + down < rows);
+}
+
+/* The chunk whose address this lane gives to load the 16 x 16 at row 0, column 16 * step of a tile: as A of an mma;
+ * or, transposed, as two B side by side, whose rows are the tile's rows. */
+template <int HEAD>
+static __device__ __forceinline__ int dtrain_cuda_flash_lane_rows(int lane, int step)
+{
+    const int row = lane % 16, chunk = lane / 16;
+    return row * (HEAD / 8) + (2 * step ^ chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
+}
+
+/* The same, as two B whose columns are the tile's rows. */
+template <int HEAD>
+static __device__ __forceinline__ int dtrain_cuda_flash_lane_columns(int lane, int step)
+{
+    const int row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
+    return row * (HEAD / 8) + (2 * step ^ chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
+}
+
+/* s (16 M, 8 N) = own B^T over HEAD, own being this warp's rows of a tile, B all 8 N rows of `streamed`. With RESIDENT
+ * the fragments of own come from `kept`. */
+template <int HEAD, bool RESIDENT, int M, int N, typename Half>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_scores(float (&s)[M][N][4], const dtrain_cuda_pack<Half> *own,
+                         const uint32_t (*kept)[M][4], const dtrain_cuda_pack<Half> *streamed)
+{
+    const int lane = dtrain_cuda_not_hoisted(threadIdx.x % DTRAIN_CUDA_WARP);
+    DTRAIN_CUDA_UNROLL
+    for (int i = 0; i < M * N * 4; i++) s[i / (4 * N)][i / 4 % N][i % 4] = 0;
+    DTRAIN_CUDA_UNROLL
+    for (int step = 0; step < HEAD / 16; step++) {
+        uint32_t a[M][4];
+        DTRAIN_CUDA_UNROLL
+        for (int m = 0; m < M; m++) {
+            if (!RESIDENT)
+                dtrain_cuda_ldmatrix(a[m], own + 2 * m * HEAD +
+                                               dtrain_cuda_flash_lane_rows<HEAD>(lane, step));
+            for (int i = 0; i < 4 && RESIDENT; i++) a[m][i] = kept[step][m][i];
+        }
+        DTRAIN_CUDA_UNROLL
+        for (int n = 0; n < N; n += 2) {
+            uint32_t b[4];
+            dtrain_cuda_ldmatrix(b, streamed + n * HEAD +
+                                        dtrain_cuda_flash_lane_columns<HEAD>(lane, step));
+            DTRAIN_CUDA_UNROLL
+            for (int m = 0; m < M; m++) {
+                dtrain_cuda_mma(s[m][n], a[m], b, Half());
+                dtrain_cuda_mma(s[m][n + 1], a[m], b + 2, Half());
+            }
+        }
+    }
+}
+
+/* sums (16 M, HEAD) += A (16 M, 16 STEPS) B, where B is the streamed tile (16 STEPS, HEAD). */
+template <int HEAD, int STEPS, int M, typename Half>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_accumulate(float (&sums)[M][HEAD / 8][4], const uint32_t (&a)[STEPS][M][4],
+                             const dtrain_cuda_pack<Half> *streamed)
+{
+    const int lane = dtrain_cuda_not_hoisted(threadIdx.x % DTRAIN_CUDA_WARP);
+    DTRAIN_CUDA_UNROLL
+    for (int n = 0; n < HEAD / 8; n += 2) DTRAIN_CUDA_UNROLL
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t b[4];
+        dtrain_cuda_ldmatrix_transposed(b, streamed + 2 * step * HEAD +
+                                               dtrain_cuda_flash_lane_rows<HEAD>(lane, n / 2));
+        DTRAIN_CUDA_UNROLL
+        for (int m = 0; m < M; m++) {
+            dtrain_cuda_mma(sums[m][n], a[step][m], b, Half());
+            dtrain_cuda_mma(sums[m][n + 1], a[step][m], b + 2, Half());
+        }
+    }
+}
+
+static __device__ __forceinline__ void dtrain_cuda_flash_store_pair(float *to, float low,
+                                                                    float high)
+{
+    *reinterpret_cast<float2 *>(to) = make_float2(low, high);
+}
+
+template <typename Half>
+static __device__ __forceinline__ void dtrain_cuda_flash_store_pair(Half *to, float low, float high)
+{
+    *reinterpret_cast<uint32_t *>(to) = dtrain_cuda_narrow_pair(low, high, Half());
+}
+
+/* Rows `row` and below of matrix (rows,HEAD) = factor * sums (16 M, HEAD). */
+template <int HEAD, int M, typename Storage>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
+                        const float (&sums)[M][HEAD / 8][4], float factor)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    DTRAIN_CUDA_UNROLL
+    for (int part = 0; part < 2 * M; part++) {
+        const int here = row + 8 * part + lane / 4;
+        if (here >= rows) continue;
+        Storage *to = matrix + (int64_t)here * stride + lane % 4 * 2;
+        DTRAIN_CUDA_UNROLL
+        for (int n = 0; n < HEAD / 8; n++) {
+            const float *pair = &sums[part / 2][n][part % 2 * 2];
+            dtrain_cuda_flash_store_pair(to + 8 * n, factor * pair[0], factor * pair[1]);
+        }
+    }
+}
+
+/* s = -infinity where the query may not see the key. The warp's first query and key are given; QUERY_ROWS: rows of s
+ * are queries, columns keys; else the other way round. Most tiles need nothing of it. */
+template <bool QUERY_ROWS, int M, int N>
+static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4], int query,
+                                                              int key, bool causal, int sequence)
+{
+    const int last_key = key + (QUERY_ROWS ? 8 * N : 16 * M) - 1;
+    if (last_key <= (causal ? query : sequence - 1)) return;
+    const int lane = dtrain_cuda_not_hoisted(threadIdx.x % DTRAIN_CUDA_WARP);
+    DTRAIN_CUDA_UNROLL
+    for (int i = 0; i < M * N * 4; i++) {
+        const int m = i / (4 * N), n = i / 4 % N, e = i % 4;
+        const int row = 16 * m + lane / 4 + e / 2 * 8, column = 8 * n + lane % 4 * 2 + e % 2;
+        const int this_key = key + (QUERY_ROWS ? column : row),
+                  this_query = query + (QUERY_ROWS ? row : column);
+        if (this_key > (causal ? this_query : sequence - 1)) s[m][n][e] = -INFINITY;
+    }
+}
+
+/* ---- Order of the blocks ------------------------------------------------------------------------
+ *
+ * The (batch, head) pairs are taken in groups whose streamed rows fit in the L2 cache together; in a
+ * group the heaviest tiles of all pairs come first, so that the last ones to run are light. */
+
+#define DTRAIN_CUDA_FLASH_CACHE_BYTES (16 << 20)
+
+struct dtrain_cuda_flash_order {
+    unsigned pairs, tiles, group; /* group: pairs that run together */
+};
+
+struct dtrain_cuda_flash_work {
+    unsigned pair, tile;
+    unsigned column; /* of the head in (tokens,n) */
+    int64_t token;   /* the first of the batch element */
+};
+
+static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(int64_t pairs, int64_t sequence,
+                                                          int64_t head, int64_t tile)
+{
+    dtrain_cuda_flash_order order;
+    const int64_t fitting = DTRAIN_CUDA_FLASH_CACHE_BYTES / (sequence * head * 4);
+    order.pairs = (unsigned)pairs;
+    order.tiles = (unsigned)((sequence + tile - 1) / tile);
+    order.group = (unsigned)(fitting < 1 ? 1 : fitting < pairs ? fitting : pairs);
+    return order;
+}
+
+template <int HEAD, typename Args>
+static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_of(
+    const dtrain_cuda_flash_order &order, const Args &args, bool last_is_heaviest)
+{
+    const unsigned first = blockIdx.x / (order.group * order.tiles) * order.group;
+    const unsigned inside = blockIdx.x % (order.group * order.tiles), heads = (unsigned)args.heads;
+    const unsigned width = min(order.group, order.pairs - first);
+    dtrain_cuda_flash_work work;
+    work.pair = first + inside % width;
+    work.tile = last_is_heaviest ? order.tiles - 1 - inside / width : inside / width;
+    work.column = work.pair % heads * HEAD;
+    work.token = work.pair / heads * args.sequence;
+    return work;
+}
+
+/* ---- Forward ------------------------------------------------------------------------------------
+ *
+ * K and V are each other's second buffer: while one of them is multiplied the other one is on its way.
+ *
+ *     copies      K0   V0 ......  K1 ............  V1 ......
+ *     products         S = Q K0   softmax, y += P V0   S = Q K1 ...
+ *     barriers      |           |                    |          |
+ *
+ * Rows below the end of the sequence are zeros in the tiles and are not stored. Keys go upwards from 0,
+ * which every query may see: the running maximum is finite after the first tile if the scores are. */
+
+template <int HEAD> struct dtrain_cuda_flash_forward_shape {
+    static constexpr int m = 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
+    static constexpr bool resident = HEAD <= 64;
+    static constexpr size_t shared_bytes = (size_t)(rows + 2 * DTRAIN_CUDA_FLASH_KEYS) * HEAD * 2;
+};
+
+/* One tile of the online softmax (Milakov and Gimelshein, 2018), in powers of 2: p = P of the scores s, as the next A.
+ * top is the running maximum of the unscaled scores, sum this lane's part of the running sum; y and sum are rescaled to
+ * the new maximum. */
+template <int M, int N, int COLUMNS, typename Half>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
+                          float (&y)[M][COLUMNS][4], float (&top)[2 * M], float (&sum)[2 * M],
+                          float scale2, Half kind)
+{
+    DTRAIN_CUDA_UNROLL
+    for (int part = 0; part < 2 * M; part++) {
+        const int m = part / 2, e = part % 2 * 2;
+        float highest = top[part];
+        DTRAIN_CUDA_UNROLL
+        for (int n = 0; n < N; n++) highest = fmaxf(highest, fmaxf(s[m][n][e], s[m][n][e + 1]));
+        highest = fmaxf(highest, __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, highest, 2));
+        const float factor = dtrain_cuda_exp2((top[part] - highest) * scale2),
+                    shift = highest * scale2;
+        top[part] = highest;
+        sum[part] *= factor;
+        DTRAIN_CUDA_UNROLL
+        for (int n = 0; n < 2 * COLUMNS; n++) y[m][n / 2][e + n % 2] *= factor;
+        DTRAIN_CUDA_UNROLL
+        for (int n = 0; n < N; n++) {
+            const float left = dtrain_cuda_exp2(s[m][n][e] * scale2 - shift);
+            const float right = dtrain_cuda_exp2(s[m][n][e + 1] * scale2 - shift);
+            sum[part] += left + right;
+            p[n / 2][m][n % 2 * 2 + part % 2] = dtrain_cuda_narrow_pair(left, right, kind);
+        }
+    }
+}
+
+/* y /= sum; lse (sequence) = log of the sum of exponentials, by the first lane of each row. */
+template <int M, int COLUMNS>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
+                         const float (&sum)[2 * M], float scale, float *lse, int row, int sequence)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    DTRAIN_CUDA_UNROLL
+    for (int part = 0; part < 2 * M; part++) {
+        const int here = row + 8 * part + lane / 4;
+        float total = sum[part];
+        total += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, total, 1);
+        total += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, total, 2);
+        const float inverse = __fdividef(1, total);
+        DTRAIN_CUDA_UNROLL
+        for (int n = 0; n < 2 * COLUMNS; n++) y[part / 2][n / 2][part % 2 * 2 + n % 2] *= inverse;
+        if (lane % 4 == 0 && here < sequence) lse[here] = top[part] * scale + logf(total);
+    }
+}
+
+template <typename Half, typename Storage, int HEAD>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
+    dtrain_cuda_flash_forward(dtrain_attention_args args, dtrain_cuda_flash_order order,
+                              float scale)
+{
+    typedef dtrain_cuda_flash_forward_shape<HEAD> shape;
+    constexpr int keys = DTRAIN_CUDA_FLASH_KEYS, M = shape::m;
+    DTRAIN_CUDA_DYNAMIC_SHARED(dtrain_cuda_pack<Half>, q_tile);
+    dtrain_cuda_pack<Half> *k_tile = q_tile + shape::rows * HEAD / 8,
+                           *v_tile = k_tile + keys * HEAD / 8;
+
+    const dtrain_cuda_flash_work work = dtrain_cuda_flash_work_of<HEAD>(order, args, args.causal);
+    const int sequence = (int)args.sequence, n = (int)args.n, stride = 3 * n;
+    const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
+    const Storage *k = q + n, *v = k + n;
+    const int first = (int)work.tile * shape::rows,
+              warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M;
+    const int row = first + warp_row,
+              end = args.causal ? min(sequence, first + shape::rows) : sequence;
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const dtrain_cuda_pack<Half> *own = q_tile + warp_row * HEAD / 8;
+
+    uint32_t q_kept[shape::resident ? HEAD / 16 : 1][M][4];
+    float sums[M][HEAD / 8][4] = {}, top[2 * M], sum[2 * M] = {};
+    for (int part = 0; part < 2 * M; part++) top[part] = -INFINITY;
+
+    dtrain_cuda_flash_load<HEAD, shape::rows>(q_tile, q, stride, first, sequence);
+    dtrain_cuda_flash_load<HEAD, keys>(k_tile, k, stride, 0, sequence);
+    if (shape::resident) {
+        dtrain_cuda_copy_wait();
+        __syncthreads();
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < HEAD / 16 * M; i++)
+            dtrain_cuda_ldmatrix(q_kept[i / M][i % M],
+                                 own + i % M * 2 * HEAD +
+                                     dtrain_cuda_flash_lane_rows<HEAD>(lane, i / M));
+    }
+    for (int key = 0; key < end; key += keys) {
+        const bool seen =
+            row < sequence && (!args.causal || key < row + 16 * M); /* by any row of this warp */
+        uint32_t p[keys / 16][M][4];
+        dtrain_cuda_copy_wait();
+        __syncthreads(); /* K is here, and nobody reads the V before it any more */
+        dtrain_cuda_flash_load<HEAD, keys>(v_tile, v, stride, key, sequence);
+        if (seen) {
+            float s[M][keys / 8][4];
+            dtrain_cuda_flash_scores<HEAD, shape::resident>(s, own, q_kept, k_tile);
+            dtrain_cuda_flash_mask<true>(s, row, key, args.causal, sequence);
+            dtrain_cuda_flash_softmax(p, s, sums, top, sum, scale * DTRAIN_CUDA_LOG2_E, Half());
+        }
+        dtrain_cuda_copy_wait();
+        __syncthreads(); /* V is here, and nobody reads K any more */
+        if (key + keys < end)
+            dtrain_cuda_flash_load<HEAD, keys>(k_tile, k, stride, key + keys, sequence);
+        if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
+    }
+    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + work.pair * args.sequence, row,
+                             sequence);
+    dtrain_cuda_flash_store<HEAD>((Storage *)args.y + work.token * n + work.column, n, row,
+                                  sequence, sums, 1.0f);
+}
+
+/* ---- Backward: statistics of the queries --------------------------------------------------------
+ *
+ * statistics (batch*heads, 2, sequence): lse * log2(e), and D = sum of dY * y over the head. 8 lanes per query, so that
+ * a warp reads whole lines. Moves 2 * rows * n elements. */
+
+template <typename Storage>
+static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_args args,
+                                                    float *statistics)
+{
+    constexpr int width = dtrain_cuda_pack<Storage>::width;
+    const int64_t item =
+        ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 8; /* of (batch, sequence, heads) */
+    const int64_t row = item / args.heads, at = item % args.heads, head = args.n / args.heads;
+    const bool inside = row < args.batch * args.sequence;
+    float dot = 0;
+    for (int64_t i = threadIdx.x % 8 * width; i < head && inside; i += 8 * width) {
+        const dtrain_cuda_pack<Storage> y =
+            dtrain_cuda_load((const Storage *)args.y + item * head + i);
+        const dtrain_cuda_pack<Storage> d_y =
+            dtrain_cuda_load((const Storage *)args.d_y + item * head + i);
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < width; j++)
+            dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(d_y.at[j]);
+    }
+    for (int distance = 4; distance > 0; distance /= 2)
+        dot += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, dot, distance);
+    if (inside && threadIdx.x % 8 == 0) {
+        const int64_t pair = row / args.sequence * args.heads + at, query = row % args.sequence;
+        statistics[2 * pair * args.sequence + query] =
+            args.lse[pair * args.sequence + query] * DTRAIN_CUDA_LOG2_E;
+        statistics[(2 * pair + 1) * args.sequence + query] = dot;
+    }
+}
+
+/* ---- Backward -----------------------------------------------------------------------------------
+ *
+ * KEYS: the block owns keys and gives dK and dV; else it owns queries and gives dQ. The pair streamed
+ * has two buffers: one barrier per tile, after which the new one is complete and the old one is free.
+ *
+ * The statistics of a tile of queries lie in shared memory beside it: with KEYS two buffers, fetched one
+ * tile ahead, one number a thread. Below the end of the sequence they are infinity and 0: no P, no dS. */
+
+template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
+    static constexpr int m = KEYS && HEAD > 64 ? 1 : 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
+    static constexpr int streamed = 64 / m;
+    static constexpr int own_chunks = rows * HEAD / 8, streamed_chunks = streamed * HEAD / 8;
+    static constexpr int statistics = KEYS ? 4 * streamed : 2 * rows;
+    static constexpr size_t shared_bytes =
+        (size_t)(2 * own_chunks + 4 * streamed_chunks) * 16 + statistics * sizeof(float);
+};
+
+/* p = P = exp(S - lse) and ds = dS = P (dP - D), as A of the next products. lse2 and dot, in shared
+ * memory, are those of the columns of s with KEYS, else those of this warp's rows. */
+template <bool KEYS, int M, int N, typename Half>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_gradients(uint32_t (&p)[N / 2][M][4], uint32_t (&ds)[N / 2][M][4],
+                            const float (&s)[M][N][4], const float (&dp)[M][N][4], float scale2,
+                            const float *lse2, const float *dot, Half kind)
+{
+    const int lane = dtrain_cuda_not_hoisted(threadIdx.x % DTRAIN_CUDA_WARP);
+    DTRAIN_CUDA_UNROLL
+    for (int i = 0; i < M * N * 2; i++) {
+        const int n = i / (2 * M), part = i % (2 * M), m = part / 2, e = part % 2 * 2;
+        float p_pair[2], ds_pair[2];
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < 2; j++) {
+            const int query = KEYS ? 8 * n + lane % 4 * 2 + j : 8 * part + lane / 4;
+            p_pair[j] = dtrain_cuda_exp2(s[m][n][e + j] * scale2 - lse2[query]);
+            ds_pair[j] = p_pair[j] * (dp[m][n][e + j] - dot[query]);
+        }
+        if (KEYS)
+            p[n / 2][m][n % 2 * 2 + part % 2] = dtrain_cuda_narrow_pair(p_pair[0], p_pair[1], kind);
+        ds[n / 2][m][n % 2 * 2 + part % 2] = dtrain_cuda_narrow_pair(ds_pair[0], ds_pair[1], kind);
+    }
+}
+
+/* Number i of the statistics (2,count) of queries first.. */
+static __device__ __forceinline__ float
+dtrain_cuda_flash_statistic(const float *statistics, int sequence, int i, int count, int first)
+{
+    const int which = i / count, query = first + i % count;
+    if (query >= sequence) return which == 0 ? INFINITY : 0.0f;
+    return statistics[which * sequence + query];
+}
+
+template <typename Half, typename Storage, int HEAD, bool KEYS>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
+    dtrain_cuda_flash_backward(dtrain_attention_backward_args args, dtrain_cuda_flash_order order,
+                               const float *statistics, float scale)
+{
+    typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
+    constexpr int M = shape::m, width = shape::streamed, tile = shape::streamed_chunks;
+    DTRAIN_CUDA_DYNAMIC_SHARED(dtrain_cuda_pack<Half>, own);        /* 2 tiles: K, V or Q, dY */
+    dtrain_cuda_pack<Half> *streamed = own + 2 * shape::own_chunks; /* 2 buffers of 2 tiles */
+    float *shared_statistics = reinterpret_cast<float *>(streamed + 4 * tile);
+
+    const dtrain_cuda_flash_work work =
+        dtrain_cuda_flash_work_of<HEAD>(order, args, args.causal && !KEYS);
+    const int sequence = (int)args.sequence, n = (int)args.n, stride = 3 * n;
+    const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
+    const Storage *k = q + n, *v = k + n;
+    const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
+    const int first = (int)work.tile * shape::rows;
+    const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
+    /* causal: a key is seen from itself on, a query sees up to itself */
+    const int begin = args.causal && KEYS ? first : 0;
+    const int end = args.causal && !KEYS ? min(sequence, first + shape::rows) : sequence;
+    /* of the tiles this warp sees: with KEYS those from here on, else those before */
+    const int seen = KEYS ? (args.causal ? row - width + 1 : 0) : args.causal ? row + 16 * M : end;
+    const int number = threadIdx.x % (2 * width); /* of a statistic; some threads fetch the same */
+    statistics += 2 * work.pair * args.sequence;
+
+    const auto load_streamed = [&](int from, dtrain_cuda_pack<Half> *to) {
+        dtrain_cuda_flash_load<HEAD, width>(to, KEYS ? q : k, stride, from, sequence);
+        dtrain_cuda_flash_load<HEAD, width>(to + tile, KEYS ? d_y : v, KEYS ? n : stride, from,
+                                            sequence);
+    };
+    const auto load_own = [&](const Storage *from, int from_stride, dtrain_cuda_pack<Half> *to) {
+        dtrain_cuda_flash_load<HEAD, shape::rows>(to, from, from_stride, first, sequence);
+    };
+    float sums[KEYS ? 2 : 1][M][HEAD / 8][4] = {}; /* dK and dV, or dQ */
+    float ahead = 0;
+    load_own(KEYS ? k : q, stride, own);
+    load_own(KEYS ? v : d_y, KEYS ? stride : n, own + shape::own_chunks);
+    load_streamed(begin, streamed);
+    if (KEYS) ahead = dtrain_cuda_flash_statistic(statistics, sequence, number, width, begin);
+    for (int i = threadIdx.x; i < 2 * shape::rows && !KEYS; i += DTRAIN_CUDA_FLASH_THREADS)
+        shared_statistics[i] =
+            dtrain_cuda_flash_statistic(statistics, sequence, i, shape::rows, first);
+
+    int buffer = 0;
+    for (int at = begin; at < end; at += width, buffer ^= 1) {
+        const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
+        float *lse2 = shared_statistics + (KEYS ? buffer * 2 * width : warp_row);
+        if (KEYS) lse2[number] = ahead;
+        dtrain_cuda_copy_wait();
+        __syncthreads();
+        if (at + width < end) {
+            load_streamed(at + width, streamed + (buffer ^ 1) * 2 * tile);
+            if (KEYS)
+                ahead =
+                    dtrain_cuda_flash_statistic(statistics, sequence, number, width, at + width);
+        }
+        if (KEYS ? at < seen : at >= seen) continue;
+
+        float s[M][width / 8][4], dp[M][width / 8][4];
+        uint32_t p[width / 16][M][4], ds[width / 16][M][4];
+        const dtrain_cuda_pack<Half> *own_rows = own + warp_row * HEAD / 8;
+        dtrain_cuda_flash_scores<HEAD, false>(s, own_rows, p, tiles);
+        __syncwarp(); /* S before dP: loads for both at once would not fit in the registers */
+        dtrain_cuda_flash_scores<HEAD, false>(dp, own_rows + shape::own_chunks, p, tiles + tile);
+        dtrain_cuda_flash_mask<!KEYS>(s, KEYS ? at : row, KEYS ? row : at, args.causal, sequence);
+        dtrain_cuda_flash_gradients<KEYS>(p, ds, s, dp, scale * DTRAIN_CUDA_LOG2_E, lse2,
+                                          lse2 + (KEYS ? width : shape::rows), Half());
+        if (KEYS) dtrain_cuda_flash_accumulate<HEAD>(sums[KEYS ? 1 : 0], p, tiles + tile);
+        dtrain_cuda_flash_accumulate<HEAD>(sums[0], ds, tiles);
+    }
+    Storage *d_q = (Storage *)args.d_qkv + (q - (const Storage *)args.qkv);
+    dtrain_cuda_flash_store<HEAD>(d_q + (KEYS ? n : 0), stride, row, sequence, sums[0], scale);
+    if (KEYS)
+        dtrain_cuda_flash_store<HEAD>(d_q + 2 * n, stride, row, sequence, sums[KEYS ? 1 : 0], 1.0f);
+}
+
+/* ---- Launchers ----------------------------------------------------------------------------------*/
+
+/* More than 48 KiB of dynamic shared memory has to be asked for. */
+template <typename Kernel>
+static dtrain_result dtrain_cuda_flash_allow(Kernel kernel, size_t shared_bytes)
+{
+    return dtrain_cuda_check(cudaFuncSetAttribute((const void *)kernel,
+                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  (int)shared_bytes),
+                             "cudaFuncSetAttribute of flash attention");
+}
+
+template <typename Half, typename Storage, int HEAD>
+static dtrain_result dtrain_cuda_flash_run(dtrain_device *device, const dtrain_attention_args *args)
+{
+    typedef dtrain_cuda_flash_forward_shape<HEAD> shape;
+    const dtrain_cuda_flash_order order =
+        dtrain_cuda_flash_order_of(args->batch * args->heads, args->sequence, HEAD, shape::rows);
+    const auto kernel = dtrain_cuda_flash_forward<Half, Storage, HEAD>;
+    DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
+    return DTRAIN_CUDA_RUN(device, "attention", kernel, (int64_t)order.pairs * order.tiles,
+                           DTRAIN_CUDA_FLASH_THREADS, shape::shared_bytes, *args, order,
+                           (float)(1 / sqrt((double)HEAD)));
+}
+
+template <typename Half, typename Storage, int HEAD, bool KEYS>
+static dtrain_result dtrain_cuda_flash_run_side(dtrain_device *device,
+                                                const dtrain_attention_backward_args *args,
+                                                const float *statistics)
+{
+    typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
+    const dtrain_cuda_flash_order order =
+        dtrain_cuda_flash_order_of(args->batch * args->heads, args->sequence, HEAD, shape::rows);
+    const auto kernel = dtrain_cuda_flash_backward<Half, Storage, HEAD, KEYS>;
+    DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
+    return DTRAIN_CUDA_RUN(
+        device, KEYS ? "attention_backward (keys)" : "attention_backward (queries)", kernel,
+        (int64_t)order.pairs * order.tiles, DTRAIN_CUDA_FLASH_THREADS, shape::shared_bytes, *args,
+        order, statistics, (float)(1 / sqrt((double)HEAD)));
+}
+
+template <typename Half, typename Storage, int HEAD>
+static dtrain_result dtrain_cuda_flash_run(dtrain_device *device,
+                                           const dtrain_attention_backward_args *args)
+{
+    const int64_t queries = args->batch * args->heads * args->sequence;
+    void *scratch;
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, (size_t)queries * 2 * sizeof(float), &scratch));
+    float *statistics = (float *)scratch;
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "attention_backward (statistics)",
+                                    dtrain_cuda_flash_statistics<Storage>,
+                                    (queries * 8 + 255) / 256, 256, 0, *args, statistics));
+    DTRAIN_CUDA_TRY(
+        (dtrain_cuda_flash_run_side<Half, Storage, HEAD, true>(device, args, statistics)));
+    return dtrain_cuda_flash_run_side<Half, Storage, HEAD, false>(device, args, statistics);
+}
+
+template <typename Half, typename Storage, typename Args>
+static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, const Args *args)
+{
+    switch (args->n / args->heads) {
+    case 32: return dtrain_cuda_flash_run<Half, Storage, 32>(device, args);
+    case 64: return dtrain_cuda_flash_run<Half, Storage, 64>(device, args);
+    case 80: return dtrain_cuda_flash_run<Half, Storage, 80>(device, args);
+    case 96: return dtrain_cuda_flash_run<Half, Storage, 96>(device, args);
+    default: return dtrain_cuda_flash_run<Half, Storage, 128>(device, args);
+    }
+}
+
+template <typename Args>
+static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
+{
+    if (args->dtype == DTRAIN_BF16)
+        return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, dtrain_cuda_bf16>(device, args);
+    if (args->dtype == DTRAIN_F16)
+        return dtrain_cuda_flash_by_head<dtrain_cuda_f16, dtrain_cuda_f16>(device, args);
+    return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
+}
+
+/* Whether these kernels can do it; [C09] does the rest: other head sizes, fp32 arithmetic, pointers
+ * that are not 16-byte aligned, GPUs before Ampere or with little shared memory, and numbers of rows or
+ * columns that do not leave 32 bits of room inside a tile. */
+template <typename Args>
+static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
+{
+    const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
+    const bool halves = args->dtype == DTRAIN_BF16 || args->dtype == DTRAIN_F16;
+    const bool narrowed =
+        (args->dtype == DTRAIN_F32 || args->dtype == 0) && state->math == DTRAIN_MATH_BF16;
+    return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
+           (halves || narrowed) && state->major >= 8 &&
+           state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&
+           dtrain_cuda_aligned(args->qkv) && dtrain_cuda_aligned(args->y) &&
+           args->sequence <= 1 << 30 && args->n <= 1 << 24;
+}
+
+static dtrain_result dtrain_cuda_attention(dtrain_device *device, const dtrain_attention_args *args)
+{
+    if (!dtrain_cuda_flash_takes(dtrain_cuda_state_of(device), args))
+        return dtrain_cuda_attention_gemm(device, args);
+    if (args->batch == 0 || args->sequence == 0) return DTRAIN_OK;
+    return dtrain_cuda_flash(device, args);
+}
+
+static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
+                                                    const dtrain_attention_backward_args *args)
+{
+    if (!dtrain_cuda_flash_takes(dtrain_cuda_state_of(device), args) ||
+        !dtrain_cuda_aligned(args->d_y) || !dtrain_cuda_aligned(args->d_qkv))
+        return dtrain_cuda_attention_gemm_backward(device, args);
+    if (args->batch == 0 || args->sequence == 0) return DTRAIN_OK;
+    return dtrain_cuda_flash(device, args);
+}
+
+/* ================================================================================================
+ * [C11] Sparse
+ *
+ * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
+ *
+ * The key of an element is its magnitude as an integer, 31 bits; every NaN has the largest key. The
+ * k-th largest key is found digit by digit (11, 10, 10 bits) from histograms of the keys that agree
+ * with the digits found so far.
+ *
+ *   fold      residual += x; histogram of digit 0, of all and of each tile of elements
+ *   offsets   digit 0; candidates (digit 0 equal or above) of each tile -> where each tile's begin
+ *   gather    candidates in order -> side buffer; histogram of digit 1 of those that are equal
+ *   narrow    digit 1; histogram of digit 2
+ *   count     digit 2, so the key itself; of each tile of candidates, how many are above, how many equal
+ *   write     those above, and the first of those equal, in order -> values, indices; residual 0 there
+ *
+ * Order without sorting: tiles are counted, the counts are summed over the tiles (by the block that
+ * finishes last), and within a tile a block ranks its elements in order. So indices ascend, and among
+ * equals the lowest are taken.
+ *
+ * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of an
+ * octave: no more than 6 % of normally distributed numbers. If the candidates do not fit after all
+ * (all magnitudes equal), gather stores nothing and narrow, count and write read the elements
+ * themselves: same result, three more reads.
+ *
+ * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for each
+ * candidate; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile.
+ * ==============================================================================================*/
+
+enum {
+    DTRAIN_CUDA_TOPK_THREADS = 512,
+    DTRAIN_CUDA_TOPK_ROUND =
+        4 * DTRAIN_CUDA_TOPK_THREADS, /* elements of a block's step: 4 of each thread */
+    DTRAIN_CUDA_TOPK_TILE = 32768,    /* at most: its counts fit 16 bits */
+    DTRAIN_CUDA_TOPK_BINS = 2048,     /* of digit 0; digits 1 and 2 use the first 1024 */
+    DTRAIN_CUDA_TOPK_COPIES = 2       /* of a histogram in shared memory: fewer collisions */
+};
+
+/* What is known of the k-th largest key after a digit. */
+struct dtrain_cuda_topk_level {
+    unsigned prefix; /* its digits so far */
+    unsigned need;   /* how many to take among the keys with that prefix; all above are taken */
+};
+
+/* Zeroed before each selection. */
+struct dtrain_cuda_topk_state {
+    unsigned histograms[3][DTRAIN_CUDA_TOPK_BINS];
+    dtrain_cuda_topk_level levels[3];
+    unsigned finished[2]; /* blocks of offsets, of count */
+    unsigned candidates;
+};
+
+struct dtrain_cuda_topk_plan {
+    dtrain_topk_args args;
+    unsigned count, tile, tiles, room; /* room: of the side buffer */
+    bool wide;                         /* x and residual are 16-byte aligned */
+    const float *source; /* (count) what is selected from: residual, or x without it */
+    dtrain_cuda_topk_state *state;
+    uint16_t *tile_histograms;  /* (tiles, DTRAIN_CUDA_TOPK_BINS) */
+    unsigned *offsets, *equals; /* (tiles) first counts, then sums over the tiles before */
+    float *side_values;         /* (room) */
+    int32_t *side_indices;      /* (room) */
+};
+
+static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
+{
+    const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+    return bits > 0x7f800000u ? 0x7fffffffu : bits;
+}
+
+/* Digit `level` is at this bit, below the prefix made of the digits before it. */
+static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level)
+{
+    return 20 - 10 * level;
+}
+
+/* Elements at .. at+3; 0 from `end` on. */
+struct dtrain_cuda_four {
+    float at[4];
+};
+
+static __device__ __forceinline__ dtrain_cuda_four dtrain_cuda_load_four(const float *from,
+                                                                         unsigned at, unsigned end,
+                                                                         bool wide)
+{
+    dtrain_cuda_four four;
+    if (wide && at < end && end - at >= 4) {
+        const dtrain_cuda_pack<float> pack = dtrain_cuda_load(from + at);
+        DTRAIN_CUDA_UNROLL
+        for (int e = 0; e < 4; e++) four.at[e] = pack.at[e];
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int e = 0; e < 4; e++)
+            four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
+    }
+    return four;
+}
+
+/* ---- Histograms -------------------------------------------------------------------------------*/
+
+static __device__ __forceinline__ void
+dtrain_cuda_topk_clear(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int count)
+{
+    for (int bin = threadIdx.x; bin < count; bin += blockDim.x)
+        for (int copy = 0; copy < DTRAIN_CUDA_TOPK_COPIES; copy++) bins[bin][copy] = 0;
+    __syncthreads();
+}
+
+static __device__ __forceinline__ void
+dtrain_cuda_topk_tally(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], unsigned digit)
+{
+    atomicAdd(&bins[digit][threadIdx.x % DTRAIN_CUDA_TOPK_COPIES], 1u);
+}
+
+static __device__ __forceinline__ unsigned
+dtrain_cuda_topk_bin(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int bin)
+{
+    unsigned sum = 0;
+    for (int copy = 0; copy < DTRAIN_CUDA_TOPK_COPIES; copy++) sum += bins[bin][copy];
+    return sum;
+}
+
+/* Adds a block's histogram to the one of all blocks: integers, so their order does not matter. */
+static __device__ __forceinline__ void
+dtrain_cuda_topk_publish(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int count, unsigned *to)
+{
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < count; bin += blockDim.x) {
+        const unsigned sum = dtrain_cuda_topk_bin(bins, bin);
+        if (sum) atomicAdd(to + bin, sum);
+    }
+}
+
+/* The digit of the need-th largest key, from the largest down: a thread sums a share of the bins, the
+ * one whose share holds that key finds the bin. Every block does it for itself. */
+static __device__ __forceinline__ dtrain_cuda_topk_level dtrain_cuda_topk_pick(
+    const unsigned *histogram, int bins, dtrain_cuda_topk_level before, unsigned *slots)
+{
+    __shared__ dtrain_cuda_topk_level found;
+    const int share = bins / DTRAIN_CUDA_TOPK_THREADS, last = bins - 1 - (int)threadIdx.x * share;
+    unsigned sum = 0, total;
+    for (int i = 0; i < share; i++) sum += histogram[last - i];
+    unsigned above = dtrain_cuda_block_scan(sum, slots, &total);
+    if (above < before.need && before.need - above <= sum) {
+        int bin = last;
+        while (before.need - above > histogram[bin]) above += histogram[bin--];
+        found.prefix = before.prefix * bins + bin;
+        found.need = before.need - above;
+    }
+    __syncthreads();
+    return found;
+}
+
+/* ---- Read 1: fold -----------------------------------------------------------------------------*/
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
+    dtrain_cuda_topk_fold_kernel(dtrain_cuda_topk_plan topk)
+{
+    __shared__ unsigned bins[DTRAIN_CUDA_TOPK_BINS][DTRAIN_CUDA_TOPK_COPIES];
+    for (unsigned tile = blockIdx.x; tile < topk.tiles; tile += gridDim.x) {
+        const unsigned begin = tile * topk.tile,
+                       end = topk.count - begin < topk.tile ? topk.count : begin + topk.tile;
+        dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS);
+        for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
+            const unsigned at = first + 4 * threadIdx.x;
+            dtrain_cuda_four x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
+            if (topk.args.residual) {
+                const dtrain_cuda_four old =
+                    dtrain_cuda_load_four(topk.args.residual, at, end, topk.wide);
+                dtrain_cuda_pack<float> pack;
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < 4; e++) pack.at[e] = x.at[e] = old.at[e] + x.at[e];
+                if (topk.wide && at < end && end - at >= 4)
+                    dtrain_cuda_store(topk.args.residual + at, pack);
+                else {
+                    DTRAIN_CUDA_UNROLL
+                    for (int e = 0; e < 4; e++)
+                        if (at < end && end - at > (unsigned)e)
+                            topk.args.residual[at + e] = x.at[e];
+                }
+            }
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < 4; e++)
+                if (at < end && end - at > (unsigned)e)
+                    dtrain_cuda_topk_tally(bins, dtrain_cuda_magnitude(x.at[e]) >>
+                                                     dtrain_cuda_topk_shift(0));
+        }
+        dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS, topk.state->histograms[0]);
+        /* No barrier behind it: the next clear gives each bin to the thread that reads it here. */
+        uint16_t *const own = topk.tile_histograms + (int64_t)tile * DTRAIN_CUDA_TOPK_BINS;
+        for (int bin = threadIdx.x; bin < DTRAIN_CUDA_TOPK_BINS; bin += blockDim.x)
+            own[bin] = (uint16_t)dtrain_cuda_topk_bin(bins, bin);
+    }
+}
+
+/* ---- Offsets ----------------------------------------------------------------------------------*/
+
+/* True in the block that is the last of its grid to come here: it sees what the others wrote before. */
+static __device__ __forceinline__ bool dtrain_cuda_topk_last(unsigned *finished)
+{
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(finished, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (last) __threadfence();
+    return last;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
+    dtrain_cuda_topk_offsets_kernel(dtrain_cuda_topk_plan topk)
+{
+    __shared__ unsigned slots[DTRAIN_CUDA_WARP];
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warps = blockDim.x / DTRAIN_CUDA_WARP;
+    dtrain_cuda_topk_state *const state = topk.state;
+    const unsigned *const histogram = state->histograms[0];
+    const dtrain_cuda_topk_level start = {0, (unsigned)topk.args.k};
+    const dtrain_cuda_topk_level level =
+        dtrain_cuda_topk_pick(histogram, DTRAIN_CUDA_TOPK_BINS, start, slots);
+    for (unsigned tile = blockIdx.x * warps + threadIdx.x / DTRAIN_CUDA_WARP; tile < topk.tiles;
+         tile += gridDim.x * warps) {
+        const uint16_t *const own = topk.tile_histograms + (int64_t)tile * DTRAIN_CUDA_TOPK_BINS;
+        unsigned sum = 0;
+        for (int bin = (int)level.prefix + lane; bin < DTRAIN_CUDA_TOPK_BINS;
+             bin += DTRAIN_CUDA_WARP)
+            sum += own[bin];
+        sum = dtrain_cuda_warp_sum(sum);
+        if (lane == 0) topk.offsets[tile] = sum;
+    }
+    if (!dtrain_cuda_topk_last(&state->finished[0])) return;
+    dtrain_cuda_scan_counts(topk.offsets, topk.tiles, slots);
+    if (threadIdx.x != 0) return;
+    state->levels[0] = level;
+    state->candidates = (unsigned)topk.args.k - level.need + histogram[level.prefix];
+}
+
+/* ---- Read 2: gather ---------------------------------------------------------------------------*/
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
+    dtrain_cuda_topk_gather_kernel(dtrain_cuda_topk_plan topk)
+{
+    __shared__ unsigned bins[DTRAIN_CUDA_TOPK_BINS / 2][DTRAIN_CUDA_TOPK_COPIES],
+        slots[DTRAIN_CUDA_WARP];
+    const unsigned prefix = topk.state->levels[0].prefix;
+    const bool fits = topk.state->candidates <= topk.room;
+    dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS / 2);
+    for (unsigned tile = blockIdx.x; tile < topk.tiles; tile += gridDim.x) {
+        const unsigned begin = tile * topk.tile,
+                       end = topk.count - begin < topk.tile ? topk.count : begin + topk.tile;
+        unsigned next = topk.offsets[tile]; /* where the tile's next candidate goes */
+        for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
+            const unsigned at = first + 4 * threadIdx.x;
+            const dtrain_cuda_four x = dtrain_cuda_load_four(topk.source, at, end, topk.wide);
+            unsigned taken = 0, total;
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < 4; e++) {
+                const unsigned key = dtrain_cuda_magnitude(x.at[e]),
+                               digit = key >> dtrain_cuda_topk_shift(0);
+                if (at >= end || end - at <= (unsigned)e || digit < prefix) continue;
+                taken |= 1u << e;
+                if (digit == prefix)
+                    dtrain_cuda_topk_tally(bins, key >> dtrain_cuda_topk_shift(1) & 1023);
+            }
+            if (!fits) continue;
+            unsigned to = next + dtrain_cuda_block_scan(__popc(taken), slots, &total);
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < 4; e++) {
+                if (!(taken >> e & 1)) continue;
+                topk.side_values[to] = x.at[e];
+                topk.side_indices[to++] = (int32_t)(at + e);
+            }
+            next += total;
+        }
+    }
+    dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS / 2, topk.state->histograms[1]);
+}
+
+/* ---- The candidates ---------------------------------------------------------------------------*/
+
+/* The side buffer, or the elements themselves if it was too small: in order of their indices. */
+struct dtrain_cuda_topk_pool {
+    const float *values;
+    const int32_t *indices; /* NULL: an element's index is its place */
+    unsigned count, tiles;
+    bool wide;
+};
+
+static __device__ __forceinline__ dtrain_cuda_topk_pool
+dtrain_cuda_topk_pool_of(const dtrain_cuda_topk_plan &topk)
+{
+    const unsigned candidates = topk.state->candidates;
+    dtrain_cuda_topk_pool pool = {topk.source, NULL, topk.count, topk.tiles, topk.wide};
+    if (candidates > topk.room) return pool;
+    pool.values = topk.side_values;
+    pool.indices = topk.side_indices;
+    pool.count = candidates;
+    pool.tiles = (candidates + topk.tile - 1) / topk.tile;
+    pool.wide = true;
+    return pool;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
+    dtrain_cuda_topk_narrow_kernel(dtrain_cuda_topk_plan topk)
+{
+    __shared__ unsigned bins[DTRAIN_CUDA_TOPK_BINS / 2][DTRAIN_CUDA_TOPK_COPIES],
+        slots[DTRAIN_CUDA_WARP];
+    const dtrain_cuda_topk_level level =
+        dtrain_cuda_topk_pick(topk.state->histograms[1], 1024, topk.state->levels[0], slots);
+    const dtrain_cuda_topk_pool pool = dtrain_cuda_topk_pool_of(topk);
+    dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS / 2);
+    for (int64_t first = (int64_t)blockIdx.x * DTRAIN_CUDA_TOPK_ROUND; first < pool.count;
+         first += (int64_t)gridDim.x * DTRAIN_CUDA_TOPK_ROUND) {
+        const unsigned at = (unsigned)first + 4 * threadIdx.x;
+        const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
+        DTRAIN_CUDA_UNROLL
+        for (int e = 0; e < 4; e++) {
+            const unsigned key = dtrain_cuda_magnitude(x.at[e]);
+            if (at < pool.count && pool.count - at > (unsigned)e &&
+                key >> dtrain_cuda_topk_shift(1) == level.prefix)
+                dtrain_cuda_topk_tally(bins, key & 1023);
+        }
+    }
+    dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS / 2, topk.state->histograms[2]);
+    if (blockIdx.x == 0 && threadIdx.x == 0) topk.state->levels[1] = level;
+}
+
+/* Of four elements, in 16 bits each: how many are above the key (low half), how many equal it. */
+static __device__ __forceinline__ unsigned
+dtrain_cuda_topk_classify(const dtrain_cuda_four &x, unsigned at, unsigned end, unsigned key)
+{
+    unsigned counts = 0;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < 4; e++) {
+        if (at >= end || end - at <= (unsigned)e) continue;
+        const unsigned own = dtrain_cuda_magnitude(x.at[e]);
+        counts += own > key ? 1u : own == key ? 1u << 16 : 0;
+    }
+    return counts;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
+    dtrain_cuda_topk_count_kernel(dtrain_cuda_topk_plan topk)
+{
+    __shared__ unsigned slots[DTRAIN_CUDA_WARP];
+    const dtrain_cuda_topk_level level =
+        dtrain_cuda_topk_pick(topk.state->histograms[2], 1024, topk.state->levels[1], slots);
+    const dtrain_cuda_topk_pool pool = dtrain_cuda_topk_pool_of(topk);
+    for (unsigned tile = blockIdx.x; tile < pool.tiles; tile += gridDim.x) {
+        const unsigned begin = tile * topk.tile,
+                       end = pool.count - begin < topk.tile ? pool.count : begin + topk.tile;
+        unsigned above = 0, equal = 0;
+        for (unsigned at = begin + 4 * threadIdx.x; at < end; at += DTRAIN_CUDA_TOPK_ROUND) {
+            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const unsigned counts = dtrain_cuda_topk_classify(x, at, end, level.prefix);
+            above += counts & 0xffff;
+            equal += counts >> 16;
+        }
+        above = dtrain_cuda_block_sum(above, slots);
+        equal = dtrain_cuda_block_sum(equal, slots);
+        if (threadIdx.x == 0) topk.offsets[tile] = above, topk.equals[tile] = equal;
+    }
+    if (!dtrain_cuda_topk_last(&topk.state->finished[1])) return;
+    dtrain_cuda_scan_counts(topk.offsets, pool.tiles, slots);
+    dtrain_cuda_scan_counts(topk.equals, pool.tiles, slots);
+    if (threadIdx.x == 0) topk.state->levels[2] = level;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
+    dtrain_cuda_topk_write_kernel(dtrain_cuda_topk_plan topk)
+{
+    __shared__ unsigned slots[DTRAIN_CUDA_WARP];
+    const dtrain_cuda_topk_pool pool = dtrain_cuda_topk_pool_of(topk);
+    const dtrain_cuda_topk_level level = topk.state->levels[2];
+    for (unsigned tile = blockIdx.x; tile < pool.tiles; tile += gridDim.x) {
+        const unsigned begin = tile * topk.tile,
+                       end = pool.count - begin < topk.tile ? pool.count : begin + topk.tile;
+        unsigned above = topk.offsets[tile], equal = topk.equals[tile]; /* before this element */
+        for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
+            const unsigned at = first + 4 * threadIdx.x;
+            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            unsigned total;
+            const unsigned before = dtrain_cuda_block_scan(
+                dtrain_cuda_topk_classify(x, at, end, level.prefix), slots, &total);
+            unsigned own_above = above + (before & 0xffff), own_equal = equal + (before >> 16);
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < 4; e++) {
+                if (at >= end || end - at <= (unsigned)e) continue;
+                const unsigned key = dtrain_cuda_magnitude(x.at[e]);
+                const unsigned to = own_above + (own_equal < level.need ? own_equal : level.need);
+                const bool takes =
+                    key > level.prefix || (key == level.prefix && own_equal < level.need);
+                own_above += key > level.prefix;
+                own_equal += key == level.prefix;
+                if (!takes) continue;
+                const int32_t index = pool.indices ? pool.indices[at + e] : (int32_t)(at + e);
+                topk.args.values[to] = x.at[e];
+                topk.args.indices[to] = index;
+                if (topk.args.residual) topk.args.residual[index] = 0;
+            }
+            above += total & 0xffff;
+            equal += total >> 16;
+        }
+    }
+}
+
+/* ---- Host -------------------------------------------------------------------------------------*/
+
+/* Tiles of the largest size that gives every block the same number of them. */
+static unsigned dtrain_cuda_topk_tile(int64_t count, int64_t blocks)
+{
+    const int64_t turns =
+        (count + blocks * DTRAIN_CUDA_TOPK_TILE - 1) / (blocks * DTRAIN_CUDA_TOPK_TILE);
+    const int64_t tile = (count + blocks * turns - 1) / (blocks * turns),
+                  least = 2 * DTRAIN_CUDA_TOPK_ROUND;
+    if (tile < least) return (unsigned)least;
+    return (unsigned)((tile + DTRAIN_CUDA_TOPK_ROUND - 1) / DTRAIN_CUDA_TOPK_ROUND *
+                      DTRAIN_CUDA_TOPK_ROUND);
+}
+
+static size_t dtrain_cuda_topk_take(size_t *used, size_t bytes)
+{
+    const size_t begin = *used;
+    *used += (bytes + 255) / 256 * 256;
+    return begin;
+}
+
+static dtrain_result dtrain_cuda_topk_lay_out(dtrain_device *device, dtrain_cuda_topk_plan *topk)
+{
+    const int64_t room = topk->args.k + topk->args.count / 8 + 4096;
+    topk->room = (unsigned)(room < topk->args.count ? room : topk->args.count);
+    size_t bytes = 0;
+    const size_t state = dtrain_cuda_topk_take(&bytes, sizeof(dtrain_cuda_topk_state));
+    const size_t histograms = dtrain_cuda_topk_take(
+        &bytes, (size_t)topk->tiles * DTRAIN_CUDA_TOPK_BINS * sizeof(uint16_t));
+    const size_t offsets = dtrain_cuda_topk_take(&bytes, (size_t)topk->tiles * sizeof(unsigned));
+    const size_t equals = dtrain_cuda_topk_take(&bytes, (size_t)topk->tiles * sizeof(unsigned));
+    const size_t values = dtrain_cuda_topk_take(&bytes, (size_t)topk->room * sizeof(float));
+    const size_t indices = dtrain_cuda_topk_take(&bytes, (size_t)topk->room * sizeof(int32_t));
+    void *scratch;
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, &scratch));
+    topk->state = (dtrain_cuda_topk_state *)((char *)scratch + state);
+    topk->tile_histograms = (uint16_t *)((char *)scratch + histograms);
+    topk->offsets = (unsigned *)((char *)scratch + offsets);
+    topk->equals = (unsigned *)((char *)scratch + equals);
+    topk->side_values = (float *)((char *)scratch + values);
+    topk->side_indices = (int32_t *)((char *)scratch + indices);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_topk_select(dtrain_device *device, const dtrain_topk_args *args)
+{
+    static constexpr int threads = DTRAIN_CUDA_TOPK_THREADS;
+    const dtrain_cuda_state *const device_state = dtrain_cuda_state_of(device);
+    const int64_t most = (int64_t)device_state->multiprocessors * (2048 / threads);
+    dtrain_cuda_topk_plan topk = {};
+    topk.args = *args;
+    topk.count = (unsigned)args->count;
+    topk.tile = dtrain_cuda_topk_tile(args->count, most);
+    topk.tiles = (topk.count + topk.tile - 1) / topk.tile;
+    topk.source = args->residual ? args->residual : args->x;
+    topk.wide = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->residual);
+    DTRAIN_CUDA_TRY(dtrain_cuda_topk_lay_out(device, &topk));
+    const int64_t blocks = topk.tiles < most ? topk.tiles : most;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(
+        cudaMemsetAsync(topk.state, 0, sizeof *topk.state, device_state->stream), "topk, clear"));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "topk, fold", dtrain_cuda_topk_fold_kernel, blocks,
+                                    threads, 0, topk));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "topk, offsets", dtrain_cuda_topk_offsets_kernel,
+                                    (blocks + 15) / 16, threads, 0, topk));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "topk, gather", dtrain_cuda_topk_gather_kernel, blocks,
+                                    threads, 0, topk));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "topk, narrow", dtrain_cuda_topk_narrow_kernel, blocks,
+                                    threads, 0, topk));
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "topk, count", dtrain_cuda_topk_count_kernel, blocks,
+                                    threads, 0, topk));
+    return DTRAIN_CUDA_RUN(device, "topk, write", dtrain_cuda_topk_write_kernel, blocks, threads, 0,
+                           topk);
+}
+
+static dtrain_result dtrain_cuda_topk(dtrain_device *device, const dtrain_topk_args *args)
+{
+    if (args->count == 0) return DTRAIN_OK;
+    if (args->count < 0 || args->count > INT32_MAX)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "topk: count is from 0 to 2^31 - 1, because indices are int32, found "
+                           "%lld: split the tensor",
+                           (long long)args->count);
+    if (args->k < 1 || args->k > args->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: k is from 1 to count = %lld, found %lld",
+                           (long long)args->count, (long long)args->k);
+    return dtrain_cuda_topk_select(device, args);
+}
+
+/* ---- Scatter-add --------------------------------------------------------------------------------
+ *
+ * values, indices (k), out (count). Indices differ, so each element of out has one writer. Bytes: 8 k
+ * read, and a sector of 32 bytes read and written for each element unless neighbours share it. */
+
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_scatter_add_kernel(dtrain_scatter_add_args args, dtrain_cuda_fault *fault)
+{
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < args.k;
+         i += (int64_t)gridDim.x * blockDim.x) {
+        const int32_t index = args.indices[i];
+        if (index >= 0 && index < args.count) args.out[index] += args.scale * args.values[i];
+        else dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_INDEX, index, i, args.count);
+    }
+}
+
+static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
+                                             const dtrain_scatter_add_args *args)
+{
+    if (args->k <= 0) return DTRAIN_OK;
+    const dtrain_cuda_state *const state = dtrain_cuda_state_of(device);
+    return DTRAIN_CUDA_RUN(device, "scatter_add", dtrain_cuda_scatter_add_kernel,
+                           dtrain_cuda_blocks(state, args->k, 256), 256, 0, *args, state->fault);
+}
+
+/* ================================================================================================
+ * [C12] Table
+ * ==============================================================================================*/
+
+static_assert(DTRAIN_DEVICE_ABI == 2, "the table below is that of ABI 2: compare with [S04]");
+
+extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
+{
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "cuda",
+                                          false,
+                                          dtrain_cuda_create,
+                                          dtrain_cuda_destroy,
+                                          dtrain_cuda_query,
+                                          dtrain_cuda_synchronize,
+                                          dtrain_cuda_alloc,
+                                          dtrain_cuda_free,
+                                          dtrain_cuda_copy,
+                                          dtrain_cuda_zero,
+                                          dtrain_cuda_host_alloc,
+                                          dtrain_cuda_host_free,
+                                          dtrain_cuda_host_register,
+                                          dtrain_cuda_host_unregister,
+                                          dtrain_cuda_copy_async,
+                                          dtrain_cuda_stream_create,
+                                          dtrain_cuda_stream_destroy,
+                                          dtrain_cuda_stream_native,
+                                          dtrain_cuda_event_create,
+                                          dtrain_cuda_event_destroy,
+                                          dtrain_cuda_event_record,
+                                          dtrain_cuda_event_wait,
+                                          dtrain_cuda_event_query,
+                                          dtrain_cuda_event_elapsed,
+                                          dtrain_cuda_is_device_memory,
+                                          dtrain_cuda_graph_begin,
+                                          dtrain_cuda_graph_end,
+                                          dtrain_cuda_graph_launch,
+                                          dtrain_cuda_graph_destroy,
+                                          dtrain_cuda_gemm,
+                                          dtrain_cuda_activation_backward,
+                                          dtrain_cuda_layernorm,
+                                          dtrain_cuda_layernorm_backward,
+                                          dtrain_cuda_embedding,
+                                          dtrain_cuda_embedding_backward,
+                                          dtrain_cuda_attention,
+                                          dtrain_cuda_attention_backward,
+                                          dtrain_cuda_cross_entropy,
+                                          dtrain_cuda_cross_entropy_backward,
+                                          dtrain_cuda_add,
+                                          dtrain_cuda_axpby,
+                                          dtrain_cuda_dropout,
+                                          dtrain_cuda_sum,
+                                          dtrain_cuda_clip,
+                                          dtrain_cuda_finite,
+                                          dtrain_cuda_convert,
+                                          dtrain_cuda_adamw,
+                                          dtrain_cuda_sgd,
+                                          dtrain_cuda_topk,
+                                          dtrain_cuda_scatter_add};
+    return &ops;
+}

@@ -1,0 +1,1887 @@
+/* dtrain_nccl.h: dtrain's communicator over NCCL (2.15 or newer), for ranks with a GPU each.
+
+   Do this in ONE C or C++ file, before any other include:
+
+       #define DTRAIN_NCCL_IMPLEMENTATION
+       #include "dtrain_nccl.h"
+
+   It may be the file with DTRAIN_IMPLEMENTATION or another one. Then
+
+       dtrain_launch_desc desc = {.rank_count = 8};
+       desc.device_ops = dtrain_cuda_device_ops();
+       desc.comm_ops = dtrain_nccl_comm_ops();
+
+       cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
+          -lcudart -lcublasLt -lm -lpthread -ldl
+
+   libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
+   machines without NCCL too, and says what is missing only when NCCL is needed.
+
+   Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
+       DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
+       DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it
+       DTRAIN_NCCL_USE_MPI    ranks meet over MPI_COMM_WORLD, which must number them as the world
+                              does, instead of over the world's control plane
+
+   What is different from the local communicator
+       Order     Send and receive keep their place among the collectives: two ranks must start
+                 theirs in an order that fits, as with any NCCL program. Sends and receives that
+                 are started one after the other, and waited for later, become one NCCL group: an
+                 exchange cannot deadlock.
+       Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
+                 may differ from the local communicator's and from one number of ranks to another.
+                 DTRAIN_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N first.
+       Buffers   must be aligned to their elements. Those of the host are staged through pinned
+                 memory and waiting for them stops the host: meant for small records and initial
+                 values. Memory from dtrain_comm_alloc is fastest.
+       Mistakes  Operations are not compared across ranks in advance: a difference shows as a
+                 timeout, and the error names the collective on both sides.
+
+   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here nothing
+   waits without looking at (1) the world's deadline, (2) NCCL's asynchronous error, (3) the control
+   plane, which knows who died and who gave up: in the calls of [S06] and, through
+   dtrain_device.while_waiting, while the host waits for the GPU. The first failure is published,
+   every NCCL communicator of this rank's world is aborted, which ends kernels that spin, and every
+   later call returns the same error. dtrain_nccl_recreate then makes a communicator of those who
+   are left. Contents of buffers in aborted operations are undefined; a captured graph that contains
+   collectives of an aborted communicator must be destroyed and not launched. */
+
+#ifndef DTRAIN_NCCL_H
+#define DTRAIN_NCCL_H
+
+#if defined(DTRAIN_NCCL_IMPLEMENTATION) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE 1
+#endif
+
+#include "dtrain.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* For dtrain_launch_desc.comm_ops. A static table. */
+DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
+
+/* Versions as NCCL counts them: 2.28.9 is 22809. */
+typedef struct dtrain_nccl_info {
+    uint32_t header_version, library_version;
+    bool native_split;      /* ncclCommSplit; else ids travel over the parent */
+    bool registered_memory; /* dtrain_comm_alloc gives ncclMemAlloc memory, registered */
+} dtrain_nccl_info;
+
+/* Opens the library and asks it. Fails with a sentence when it is missing, too old, or older than
+ * the header this file was compiled with. Needs no GPU. */
+DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info);
+
+/* All-gather of a small record (bytes <= 512) among the members of a group, in the group's order:
+ * all (rank_count * bytes). It must have a deadline of its own. */
+typedef dtrain_result (*dtrain_nccl_exchange_fn)(void *user, const void *mine, size_t bytes,
+                                                 void *all);
+
+/* Who goes on. The same on every member: agreeing on it is the program's part, since only it knows
+ * whether a silent rank is dead or slow. So is the exchange: the world's control plane has ended
+ * with the first failure. (MPI: an MPI_Allgather over a communicator of those who are left.) One
+ * rank alone needs none. */
+typedef struct dtrain_nccl_group {
+    const int *ranks; /* (rank_count) of the world */
+    int rank_count;
+    dtrain_nccl_exchange_fn exchange;
+    void *exchange_user;
+} dtrain_nccl_group;
+
+/* After a failure: a new communicator of the group's ranks, collective over them. `failed` is any
+ * communicator of this rank's world that has failed; it and its siblings stay failed, and memory
+ * from their dtrain_comm_alloc serves the new one. The new communicator belongs to the caller
+ * (dtrain_comm_destroy) and is what strategies of the survivors take as their comm. From now on
+ * deadlines and NCCL's own errors alone find dead ranks. */
+DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_nccl_group *group,
+                                              dtrain_comm **out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DTRAIN_NCCL_H */
+
+#if defined(DTRAIN_NCCL_IMPLEMENTATION) && !defined(DTRAIN_NCCL_IMPLEMENTED)
+#define DTRAIN_NCCL_IMPLEMENTED
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <string.h>
+#include <time.h>
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#ifdef DTRAIN_NCCL_USE_MPI
+#include <mpi.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 15, 1)
+#error "dtrain_nccl.h needs the header of NCCL 2.15.1 or newer"
+#endif
+
+#define DTRAIN_NCCL_HAS_SPLIT (NCCL_VERSION_CODE >= NCCL_VERSION(2, 18, 1))
+#define DTRAIN_NCCL_HAS_MEMORY (NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 1))
+
+#if defined(__GNUC__)
+#define DTRAIN_NCCL_PRINTF(at, first) __attribute__((format(printf, at, first)))
+#else
+#define DTRAIN_NCCL_PRINTF(at, first)
+#endif
+
+/* Propagates a failure; the sentence has been left already. */
+#define DTRAIN_NCCL_TRY(call)                                             \
+    do {                                                                  \
+        const dtrain_result dtrain_nccl__status = (call);                 \
+        if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
+    } while (0)
+
+/* ================================================================================================
+ * [N1] The library
+ *
+ * One list makes the table of functions and fills it. The compile-time gates are enough: a library
+ * older than the header is refused before anything else of it is called, so every function in the
+ * list exists. NCCL promises old programs to new libraries, not the reverse.
+ * ==============================================================================================*/
+
+/* clang-format off */
+#if DTRAIN_NCCL_HAS_SPLIT
+#define DTRAIN_NCCL_LIST_SPLIT(X) X(CommSplit)
+#else
+#define DTRAIN_NCCL_LIST_SPLIT(X)
+#endif
+#if DTRAIN_NCCL_HAS_MEMORY
+#define DTRAIN_NCCL_LIST_MEMORY(X) X(MemAlloc) X(MemFree) X(CommRegister) X(CommDeregister)
+#else
+#define DTRAIN_NCCL_LIST_MEMORY(X)
+#endif
+#define DTRAIN_NCCL_LIST(X)                                                                 \
+    X(GetVersion) X(GetUniqueId) X(GetErrorString) X(GetLastError)                          \
+    X(CommInitRankConfig) X(CommFinalize) X(CommDestroy) X(CommAbort) X(CommGetAsyncError)  \
+    X(AllReduce) X(Reduce) X(Broadcast) X(ReduceScatter) X(AllGather) X(Send) X(Recv)       \
+    X(GroupStart) X(GroupEnd) DTRAIN_NCCL_LIST_SPLIT(X) DTRAIN_NCCL_LIST_MEMORY(X)
+/* clang-format on */
+
+typedef struct dtrain_nccl__library {
+#define DTRAIN_NCCL_POINTER(name) __typeof__(&nccl##name) name; /* AllReduce is ncclAllReduce */
+    DTRAIN_NCCL_LIST(DTRAIN_NCCL_POINTER)
+#undef DTRAIN_NCCL_POINTER
+} dtrain_nccl__library;
+
+#ifndef DTRAIN_NCCL_LIBRARY
+#define DTRAIN_NCCL_LIBRARY "libnccl.so.2"
+#endif
+
+#ifdef DTRAIN_NCCL_LINKED
+static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
+{
+#define DTRAIN_NCCL_TAKE(name) nccl->name = &nccl##name;
+    DTRAIN_NCCL_LIST(DTRAIN_NCCL_TAKE)
+#undef DTRAIN_NCCL_TAKE
+    return DTRAIN_OK;
+}
+#else
+/* dlsym gives an object pointer; POSIX says that it may be a function's. Its bytes are copied. */
+static bool dtrain_nccl__find(void *library, const char *name, void *function)
+{
+    void *symbol = dlsym(library, name);
+    memcpy(function, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+
+/* The handle is never closed: NCCL's threads may be inside until the process ends. */
+static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
+{
+    const char *missing = NULL;
+    void *library = dlopen(DTRAIN_NCCL_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "NCCL could not be opened (%s); install it, add its folder to "
+                           "LD_LIBRARY_PATH, or leave comm_ops NULL for the local communicator",
+                           dlerror());
+#define DTRAIN_NCCL_FIND(name)                                              \
+    if (!dtrain_nccl__find(library, "nccl" #name, &nccl->name) && !missing) \
+        missing = "ncc"                                                     \
+                  "l" #name;
+    DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
+#undef DTRAIN_NCCL_FIND
+    /* The version says it better than the name of a function. */
+    if (!missing || nccl->GetVersion) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
+                       DTRAIN_NCCL_LIBRARY, missing);
+}
+#endif
+
+/* 21801 -> "2.18.1" */
+static const char *dtrain_nccl__version_text(uint32_t code, char text[24])
+{
+    const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */
+    snprintf(text, 24, "%u.%u.%u", code / base, code % base / 100, code % 100);
+    return text;
+}
+
+static dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl, uint32_t *version)
+{
+    char header[24], library[24];
+    int code = 0;
+    memset(nccl, 0, sizeof *nccl);
+    DTRAIN_NCCL_TRY(dtrain_nccl__open(nccl));
+    const ncclResult_t result = nccl->GetVersion(&code);
+    if (result != ncclSuccess)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "ncclGetVersion failed with ncclResult_t %d",
+                           (int)result);
+    *version = (uint32_t)code;
+    if (code >= NCCL_VERSION_CODE) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "the NCCL library found is version %s, but this program was compiled with "
+                       "the header of %s; install that version or a newer one, or compile with the "
+                       "older header",
+                       dtrain_nccl__version_text(*version, library),
+                       dtrain_nccl__version_text(NCCL_VERSION_CODE, header));
+}
+
+DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info)
+{
+    dtrain_nccl__library nccl;
+    if (!info) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_query: info is NULL");
+    memset(info, 0, sizeof *info);
+    info->header_version = NCCL_VERSION_CODE;
+    info->native_split = DTRAIN_NCCL_HAS_SPLIT;
+    info->registered_memory = DTRAIN_NCCL_HAS_MEMORY;
+    return dtrain_nccl__load(&nccl, &info->library_version);
+}
+
+static dtrain_result dtrain_nccl__code(ncclResult_t result)
+{
+    switch (result) {
+    case ncclSuccess: return DTRAIN_OK;
+    case ncclInvalidArgument: return DTRAIN_ERROR_ARGUMENT;
+    case ncclInvalidUsage: return DTRAIN_ERROR_USAGE;
+    case ncclRemoteError: return DTRAIN_ERROR_PEER;
+    case ncclInternalError: return DTRAIN_ERROR_INTERNAL;
+    default: return DTRAIN_ERROR_SYSTEM;
+    }
+}
+
+/* ================================================================================================
+ * [N2] What a rank holds
+ *
+ *     hub                       one a rank: library, stream, staging, the failure
+ *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
+ *      |-- comm  (a split)
+ *      |-- comm  (re-created)
+ *
+ * All communicators of a rank share one stream, of high priority: operations run in the order in
+ * which they were started, so kernels of two communicators never wait for each other's SMs.
+ *
+ *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
+ *     comm                          '-> all-reduce --| done |--------'
+ *
+ * Events are made with the communicator and used again and again. That needs no query: a stream
+ * that has been told to wait for an event waits for what was recorded before, whatever is recorded
+ * in it later. So the steady state neither allocates nor polls, and can be captured in a graph.
+ * ==============================================================================================*/
+
+#define DTRAIN_NCCL_RING 64u  /* operations remembered; also events per communicator */
+#define DTRAIN_NCCL_GROUP 32u /* sends and receives in one group; less than the ring */
+
+#define DTRAIN_NCCL_TEXT 1000
+
+typedef struct dtrain_nccl__hub dtrain_nccl__hub;
+
+/* One of the last operations of a communicator. */
+typedef struct dtrain_nccl__record {
+    uint64_t number; /* from 1; collectives and point-to-point are counted apart: a collective has
+                        the same number on every rank */
+    dtrain_collective what;
+    dtrain_event *done;
+    bool launched;
+    bool captured; /* its event belongs to a graph and cannot be queried */
+} dtrain_nccl__record;
+
+typedef struct dtrain_nccl__comm {
+    dtrain_comm base;
+    dtrain_nccl__hub *hub;
+    struct dtrain_nccl__comm *next; /* newest first */
+    ncclComm_t nccl;
+    bool dead; /* failed, aborted or being aborted: what follows is why */
+    dtrain_result code;
+    char text[DTRAIN_NCCL_TEXT];
+    uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
+    uint32_t split_count;
+    char name[64]; /* "world", "world/1.0": the same on all its ranks */
+    uint64_t collectives, point_to_point, operations;
+    dtrain_nccl__record ring[DTRAIN_NCCL_RING];
+} dtrain_nccl__comm;
+
+/* Pinned memory and as much device memory, for an operation with a host buffer. */
+typedef struct dtrain_nccl__block {
+    struct dtrain_nccl__block *next;
+    size_t bytes;
+    void *host, *device;
+} dtrain_nccl__block;
+
+typedef struct dtrain_nccl__work {
+    dtrain_work base;
+    struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
+    dtrain_nccl__record *record;
+    dtrain_collective what; /* as asked for, or the token that stands for an empty one */
+    const void *send;       /* device memory: the caller's or the block's */
+    void *recv;
+    dtrain_nccl__block *block; /* NULL: nothing is staged */
+    void *host_recv;           /* where the block's result goes, or NULL */
+    int32_t token;
+    bool captured; /* part of a graph: nothing runs now, and its event cannot be asked */
+    bool landed;   /* known to be done: no longer counted as in flight */
+} dtrain_nccl__work;
+
+/* What dtrain_comm_alloc handed out. */
+typedef struct dtrain_nccl__memory {
+    struct dtrain_nccl__memory *next;
+    void *pointer, *handle;
+    size_t bytes;
+    dtrain_nccl__comm *comm; /* registered with; NULL: not, or no longer */
+} dtrain_nccl__memory;
+
+/* A mark in a stream, put there again as soon as the stream has passed it: a stream that does not
+ * pass its mark for as long as the deadline is stuck. */
+typedef struct dtrain_nccl__pulse {
+    dtrain_event *event;
+    dtrain_stream *stream;
+    bool recorded;
+    double waited;
+} dtrain_nccl__pulse;
+
+struct dtrain_nccl__hub {
+    dtrain_world *world;
+    dtrain_device *device;
+    const dtrain_allocator *allocator;
+    dtrain_nccl__library nccl;
+    uint32_t version;
+    double deadline;
+    dtrain_stream *stream; /* for communication */
+    cudaStream_t native, compute;
+    dtrain_event *ready;
+    dtrain_nccl__pulse pulses[2]; /* compute, communication */
+    dtrain_nccl__comm *comms;
+    dtrain_nccl__work *pool, *group, **group_end;
+    uint32_t group_count;
+    dtrain_nccl__block *blocks; /* not in use */
+    dtrain_nccl__memory *memory;
+    double watched;     /* when the watcher last looked */
+    bool apart;         /* re-created: the control plane only remembers the dead */
+    bool closing;       /* nobody is interested in failures any more */
+    bool stuck;         /* an abort has not returned: its thread still uses what it was given */
+    dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
+    char text[DTRAIN_NCCL_TEXT];
+};
+
+static void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
+{
+    void *memory = hub->allocator->alloc(hub->allocator->user, bytes);
+    if (memory) memset(memory, 0, bytes);
+    else dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of NCCL's books", bytes);
+    return memory;
+}
+
+static void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes)
+{
+    if (memory) hub->allocator->free(hub->allocator->user, memory, bytes);
+}
+
+/* An error sentence without the "rank 3: " that dtrain_fail will put in front of it again. */
+static const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text)
+{
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain_world_rank(hub->world));
+    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+/* ---- Names ------------------------------------------------------------------------------------*/
+
+static const char *const dtrain_nccl__calls[] = {"?",
+                                                 "dtrain_all_reduce",
+                                                 "dtrain_reduce_scatter",
+                                                 "dtrain_all_gather",
+                                                 "dtrain_broadcast",
+                                                 "dtrain_reduce",
+                                                 "dtrain_barrier",
+                                                 "dtrain_send",
+                                                 "dtrain_recv",
+                                                 "dtrain_comm_split"};
+
+static bool dtrain_nccl__is_point_to_point(uint32_t kind)
+{
+    return kind == DTRAIN_SEND || kind == DTRAIN_RECV;
+}
+
+/* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare, see [N3]. */
+static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nccl__record *record,
+                                  char *text, size_t room)
+{
+    static const char *const names[] = {"?",         "all-reduce", "reduce-scatter", "all-gather",
+                                        "broadcast", "reduce",     "barrier",        "send",
+                                        "recv",      "split"};
+    static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
+    const dtrain_collective *what = &record->what;
+    const bool point = dtrain_nccl__is_point_to_point(what->kind);
+    int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
+                        (unsigned long long)record->number, comm->name,
+                        names[what->kind <= DTRAIN_SPLIT ? what->kind : 0],
+                        ops[what->op <= DTRAIN_PROD ? what->op : 0]);
+    if (what->dtype != DTRAIN_DTYPE_NONE && used >= 0 && (size_t)used < room)
+        used += snprintf(text + used, room - (size_t)used, " %s count %zu",
+                         dtrain_dtype_name(what->dtype), what->count);
+    if (what->root >= 0 && used >= 0 && (size_t)used < room)
+        used += snprintf(text + used, room - (size_t)used, " %s %d", point ? "peer" : "root",
+                         what->root);
+    if (used >= 0 && (size_t)used < room) snprintf(text + used, room - (size_t)used, "]");
+}
+
+/* ================================================================================================
+ * [N3] Failure
+ *
+ *     1. the text of the failure, with what this rank was doing, becomes the hub's
+ *     2. it goes to the other ranks over the control plane: they look there while they wait
+ *     3. all NCCL communicators of the hub are aborted
+ *     4. every later call returns the text again
+ *
+ * Why each communicator is aborted by a thread of its own: aborted one after another they can
+ * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
+ * second communicator. A group would do from 2.22 on; threads do in every version, and they give a
+ * deadline to a call that has been known to hang. A thread that does not come back is left behind,
+ * with the memory it uses.
+ * ==============================================================================================*/
+
+#define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
+
+static void *dtrain_nccl__abort_thread(void *user)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)user;
+    comm->hub->nccl.CommAbort(comm->nccl);
+    __atomic_store_n(&comm->abort_state, 2u, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static bool dtrain_nccl__aborting(const dtrain_nccl__comm *comm)
+{
+    return __atomic_load_n(&comm->abort_state, __ATOMIC_ACQUIRE) == 1u;
+}
+
+static void dtrain_nccl__nap(long microseconds)
+{
+    struct timespec span = {0, 0};
+    span.tv_nsec = microseconds * 1000;
+    nanosleep(&span, NULL);
+}
+
+static void dtrain_nccl__abort_one(dtrain_nccl__comm *comm)
+{
+    pthread_attr_t attributes;
+    pthread_t thread;
+    if (!comm->nccl || comm->abort_state) return;
+    comm->abort_state = 1;
+    int error = pthread_attr_init(&attributes);
+    if (!error) {
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        error = pthread_create(&thread, &attributes, dtrain_nccl__abort_thread, comm);
+        pthread_attr_destroy(&attributes);
+    }
+    if (error)
+        dtrain_log(comm->base.world, DTRAIN_LOG_ERROR,
+                   "NCCL communicator %s cannot be aborted: no thread could be started (%s)",
+                   comm->name, strerror(error));
+}
+
+static void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
+{
+    const double limit =
+        hub->deadline < DTRAIN_NCCL_ABORT_SECONDS ? hub->deadline : DTRAIN_NCCL_ABORT_SECONDS;
+    const double begin = dtrain_seconds();
+    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
+            dtrain_nccl__nap(100);
+        if (!dtrain_nccl__aborting(comm)) continue;
+        hub->stuck = true;
+        dtrain_log(hub->world, DTRAIN_LOG_ERROR,
+                   "ncclCommAbort of %s has not returned after %.1f s; it is left behind",
+                   comm->name, limit);
+    }
+}
+
+static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
+{
+    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        if (comm->dead) continue;
+        comm->dead = true;
+        comm->code = hub->code;
+        memcpy(comm->text, hub->text, sizeof comm->text);
+        dtrain_nccl__abort_one(comm);
+    }
+    dtrain_nccl__await_aborts(hub);
+    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* handles died with them */
+        m->comm = NULL;
+        m->handle = NULL;
+    }
+    hub->group = NULL;
+    hub->group_end = &hub->group;
+    hub->group_count = 0;
+}
+
+/* ---- What this rank was doing -----------------------------------------------------------------*/
+
+static dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm, uint64_t operation)
+{
+    return &comm->ring[operation % DTRAIN_NCCL_RING];
+}
+
+static uint64_t dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
+{
+    return comm->operations > DTRAIN_NCCL_RING ? comm->operations - DTRAIN_NCCL_RING : 0;
+}
+
+/* "finished", "running or queued", ... An event of a graph cannot be asked, and while something is
+ * captured none can: a query would spoil the capture. */
+static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
+{
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    bool done = false;
+    if (!record->launched) return "not launched";
+    if (record->captured) return "in a graph";
+    if (cudaStreamIsCapturing(hub->compute, &capture) != cudaSuccess ||
+        capture != cudaStreamCaptureStatusNone)
+        return "unknown";
+    if (hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
+        return "unknown";
+    return done ? "finished" : "not finished";
+}
+
+/* Adds to text, for each communicator: the oldest operation that has not finished, and how many
+ * collectives this rank has started. */
+static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t room)
+{
+    size_t used = strlen(text);
+    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
+            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const char *state = dtrain_nccl__state(hub, record);
+            char what[200];
+            if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
+            dtrain_nccl__describe(comm, record, what, sizeof what);
+            snprintf(text + used, room - used, "; %s: %s, %llu collectives started", what, state,
+                     (unsigned long long)comm->collectives);
+            used = strlen(text);
+            break;
+        }
+    }
+}
+
+static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
+{
+    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
+            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            char what[200];
+            dtrain_nccl__describe(comm, record, what, sizeof what);
+            dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
+                       dtrain_nccl__state(hub, record));
+        }
+    }
+}
+
+/* The first report of the world may name the collective that its rank is stuck in, in the words of
+ * _describe. If this rank has called something else by the same number, that is the cause. */
+static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
+{
+    unsigned long long number;
+    char name[64], theirs[128], key[256], mine[200];
+    if (dtrain_world_look(hub->world) == DTRAIN_OK) return;
+    const char *report = dtrain_nccl__bare(hub, dtrain_last_error());
+    const char *found = strstr(report, "collective ");
+    if (!found || sscanf(found, "collective %llu on %63s [%127[^]]]", &number, name, theirs) != 3)
+        return;
+    snprintf(key, sizeof key, "collective %llu on %s [%s]", number, name, theirs);
+    if (!strstr(report, key)) return; /* it was cut off */
+    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        if (comm->dead || strcmp(comm->name, name) != 0) continue;
+        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations; i++) {
+            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            if (record->number != number || dtrain_nccl__is_point_to_point(record->what.kind))
+                continue;
+            dtrain_nccl__describe(comm, record, mine, sizeof mine);
+            if (strcmp(mine, key) == 0) return;
+            hub->code = DTRAIN_ERROR_MISMATCH;
+            snprintf(hub->text, sizeof hub->text,
+                     "ranks disagree: this rank called %s; the other: %.700s", mine, report);
+            return;
+        }
+    }
+}
+
+/* ---- The one way to fail ----------------------------------------------------------------------*/
+
+static dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub)
+{
+    return dtrain_fail(hub->code, "%s", hub->text);
+}
+
+/* A communicator keeps its own: after a re-creation the hub is well again. */
+static dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm)
+{
+    return dtrain_fail(comm->code, "%s", comm->text);
+}
+
+DTRAIN_NCCL_PRINTF(3, 4)
+static dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
+                                       const char *format, ...)
+{
+    char text[sizeof hub->text];
+    va_list args;
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    snprintf(hub->text, sizeof hub->text, "%s", text);
+    dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
+    hub->code = code; /* from here on the watcher ends every wait for the device */
+    if (!hub->apart && !hub->closing) {
+        dtrain_world_report(hub->world, code, hub->text);
+        dtrain_nccl__compare(hub); /* with the report that stands: it may be another rank's */
+    }
+    if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
+        dtrain_nccl__log_rings(hub);
+    dtrain_nccl__abort_all(hub);
+    return dtrain_nccl__again(hub);
+}
+
+/* What NCCL said, with the sentence it keeps. */
+static dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                          ncclResult_t result, const char *call)
+{
+    const char *more = hub->nccl.GetLastError(nccl);
+    return dtrain_nccl__fail(hub, dtrain_nccl__code(result), "%s: NCCL reports \"%s\"%s%s", call,
+                             hub->nccl.GetErrorString(result), more && *more ? ": " : "",
+                             more ? more : "");
+}
+
+/* ================================================================================================
+ * [N4] Waiting
+ *
+ * Three kinds of wait, all with the same three looks:
+ *
+ *     settle      for a call of ours to take effect: communicators are non-blocking, and until NCCL
+ *                 stops answering ncclInProgress the kernel is not in the stream, so no event may
+ *                 be recorded behind it
+ *     land        for an operation with a host buffer: the host polls the event
+ *     watch       for the device, called by it: the program waits for its own results, and NCCL's
+ *                 kernels among them may be waiting for a dead rank
+ *
+ * Only time in which this rank could look counts: a job that was suspended does not time out.
+ * ==============================================================================================*/
+
+typedef struct dtrain_nccl__patience {
+    double last, waited;
+    unsigned turns;
+} dtrain_nccl__patience;
+
+#define DTRAIN_NCCL_YIELDS 200u /* a launch settles within microseconds; peers take longer */
+
+/* One turn of a wait; false when the deadline has passed. */
+static bool dtrain_nccl__turn(const dtrain_nccl__hub *hub, dtrain_nccl__patience *patience)
+{
+    const double now = dtrain_seconds(), gap = patience->turns ? now - patience->last : 0;
+    patience->waited += gap < 1 ? gap : 1;
+    patience->last = now;
+    if (patience->turns++ < DTRAIN_NCCL_YIELDS) sched_yield();
+    else dtrain_nccl__nap(50);
+    return patience->waited < hub->deadline;
+}
+
+/* The control plane and NCCL's asynchronous errors. */
+static dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call)
+{
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
+    if (!hub->apart && dtrain_world_look(hub->world) != DTRAIN_OK)
+        return dtrain_nccl__fail(hub, DTRAIN_ERROR_PEER, "%s: %s", call,
+                                 dtrain_nccl__bare(hub, dtrain_last_error()));
+    for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
+        ncclResult_t result = ncclSuccess;
+        if (comm->dead || !comm->nccl) continue;
+        const ncclResult_t asked = hub->nccl.CommGetAsyncError(comm->nccl, &result);
+        if (asked != ncclSuccess) result = asked;
+        if (result != ncclSuccess && result != ncclInProgress)
+            return dtrain_nccl__refused(hub, comm->nccl, result, call);
+    }
+    return DTRAIN_OK;
+}
+
+/* The stream's mark: passed, or for how long not. */
+static dtrain_result dtrain_nccl__beat(dtrain_nccl__hub *hub, dtrain_nccl__pulse *pulse, double gap)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    bool passed = true;
+    if (pulse->recorded) DTRAIN_NCCL_TRY(ops->event_query(hub->device, pulse->event, &passed));
+    if (!passed) {
+        pulse->waited += gap < 1 ? gap : 1;
+        return pulse->waited < hub->deadline ? DTRAIN_OK : DTRAIN_ERROR_TIMEOUT;
+    }
+    pulse->waited = 0;
+    pulse->recorded = true;
+    return ops->event_record(hub->device, pulse->event, pulse->stream);
+}
+
+/* dtrain_device.while_waiting. Cheap when called often: it looks once a millisecond. */
+static dtrain_result dtrain_nccl__watch(void *user)
+{
+    dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
+    const double now = dtrain_seconds(), gap = now - hub->watched;
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
+    if (gap < 1e-3) return DTRAIN_OK;
+    hub->watched = now;
+    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, "waiting for the device"));
+    for (int i = 0; i < 2; i++) {
+        const dtrain_result result = dtrain_nccl__beat(hub, &hub->pulses[i], gap);
+        if (result == DTRAIN_ERROR_TIMEOUT)
+            return dtrain_nccl__fail(hub, result,
+                                     "the %s stream of the device has not moved for %.1f s",
+                                     i ? "communication" : "compute", hub->deadline);
+        if (result != DTRAIN_OK)
+            return dtrain_nccl__fail(hub, result, "%s",
+                                     dtrain_nccl__bare(hub, dtrain_last_error()));
+    }
+    return DTRAIN_OK;
+}
+
+/* `result` is what the call on nccl returned. */
+static dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                         ncclResult_t result, const char *call)
+{
+    dtrain_nccl__patience patience = {0, 0, 0};
+    while (result == ncclInProgress) {
+        const ncclResult_t asked = hub->nccl.CommGetAsyncError(nccl, &result);
+        if (asked != ncclSuccess) result = asked;
+        if (result != ncclInProgress) break;
+        DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
+        if (!dtrain_nccl__turn(hub, &patience))
+            return dtrain_nccl__fail(hub, DTRAIN_ERROR_TIMEOUT,
+                                     "%s: NCCL was still in progress after %.1f s; has every rank "
+                                     "made this call?",
+                                     call, hub->deadline);
+    }
+    return result == ncclSuccess ? DTRAIN_OK : dtrain_nccl__refused(hub, nccl, result, call);
+}
+
+/* Until the event has happened; then the host may touch what was staged. */
+static dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub, const dtrain_nccl__record *record,
+                                       const char *call)
+{
+    dtrain_nccl__patience patience = {0, 0, 0};
+    for (;;) {
+        bool done = false;
+        if (hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
+            return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "%s: %s", call,
+                                     dtrain_nccl__bare(hub, dtrain_last_error()));
+        if (done) return DTRAIN_OK;
+        DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
+        if (!dtrain_nccl__turn(hub, &patience))
+            return dtrain_nccl__fail(hub, DTRAIN_ERROR_TIMEOUT, "%s: not finished after %.1f s",
+                                     call, hub->deadline);
+    }
+}
+
+/* True while the program captures a graph. Then nothing may be asked of events. */
+static dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing)
+{
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(hub->compute, &status);
+    *capturing = status != cudaStreamCaptureStatusNone;
+    if (error == cudaSuccess) return DTRAIN_OK;
+    return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "cudaStreamIsCapturing failed: %s",
+                             cudaGetErrorString(error));
+}
+
+/* ================================================================================================
+ * [N5] Operations
+ *
+ * start:  the communication stream waits for the compute stream, host buffers are copied in, NCCL
+ *         is called, results for the host are copied out, an event is recorded behind it all
+ * wait:   the compute stream waits for that event; the host only if a host buffer is involved
+ *
+ * A barrier and a count of 0 are the sum of one integer: NCCL does nothing at all for empty ones.
+ * ==============================================================================================*/
+
+/* Multiples of NCCL's favourite alignment. */
+static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    if (what->kind == DTRAIN_RECV) return 0;
+    if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return 0;
+    return what->count * unit * (what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.size : 1);
+}
+
+static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool root = what->root == comm->base.rank;
+    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT;
+    if (what->kind == DTRAIN_SEND) return 0;
+    if ((what->kind == DTRAIN_BROADCAST && root) || (what->kind == DTRAIN_REDUCE && !root))
+        return 0;
+    return what->count * unit * (joins ? (size_t)comm->base.size : 1);
+}
+
+/* ---- Staging ----------------------------------------------------------------------------------*/
+
+/* Blocks are kept until the world ends and grow in powers of two: freeing device memory waits for
+ * kernels, and those may wait for other ranks. */
+static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes,
+                                             dtrain_nccl__block **out)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    size_t room = 4096;
+    for (dtrain_nccl__block **link = &hub->blocks; *link; link = &(*link)->next) {
+        if ((*link)->bytes < bytes) continue;
+        *out = *link;
+        *link = (*link)->next;
+        return DTRAIN_OK;
+    }
+    while (room < bytes) room *= 2;
+    dtrain_nccl__block *block = (dtrain_nccl__block *)dtrain_nccl__alloc(hub, sizeof *block);
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->bytes = room;
+    dtrain_result result = ops->host_alloc(hub->device, room, &block->host);
+    if (result == DTRAIN_OK) result = ops->alloc(hub->device, room, &block->device);
+    if (result != DTRAIN_OK) {
+        if (block->host) ops->host_free(hub->device, block->host, room);
+        dtrain_nccl__free(hub, block, sizeof *block);
+        return result;
+    }
+    *out = block;
+    return DTRAIN_OK;
+}
+
+/* Sorted by size: the smallest that fits is found first. */
+static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *block)
+{
+    dtrain_nccl__block **link = &hub->blocks;
+    while (*link && (*link)->bytes < block->bytes) link = &(*link)->next;
+    block->next = *link;
+    *link = block;
+}
+
+/* Decides what is staged, and copies in:  block | send | recv |, or both at once when in place. */
+static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    const dtrain_collective *what = &work->what;
+    const size_t send_bytes = dtrain_nccl__send_bytes(comm, what);
+    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    const bool send_host = send_bytes && !ops->is_device_memory(hub->device, what->send);
+    const bool recv_host = recv_bytes && !ops->is_device_memory(hub->device, what->recv);
+    work->send = what->send;
+    work->recv = what->recv;
+    if (!send_host && !recv_host) return DTRAIN_OK;
+    const size_t recv_at =
+        send_host && what->send != what->recv ? dtrain_nccl__padded(send_bytes) : 0;
+    const size_t end =
+        recv_host && recv_at + recv_bytes > send_bytes ? recv_at + recv_bytes : send_bytes;
+    DTRAIN_NCCL_TRY(dtrain_nccl__take_block(hub, end, &work->block));
+    char *device = (char *)work->block->device;
+    if (send_host) {
+        memcpy(work->block->host, what->send, send_bytes);
+        DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, hub->stream));
+        work->send = device;
+        if (what->kind == DTRAIN_BROADCAST) work->recv = device; /* the root's own copy */
+    }
+    if (recv_host) {
+        work->recv = device + recv_at;
+        work->host_recv = what->recv;
+    }
+    comm->base.info.staged_bytes += (send_host ? send_bytes : 0) + (recv_host ? recv_bytes : 0);
+    return DTRAIN_OK;
+}
+
+/* Where in the block the received bytes lie, on the device and on the host alike. */
+static size_t dtrain_nccl__recv_at(const dtrain_nccl__work *work)
+{
+    return (size_t)((char *)work->recv - (char *)work->block->device);
+}
+
+/* After NCCL's call has settled. */
+static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    if (work->host_recv)
+        DTRAIN_NCCL_TRY(ops->copy_async(
+            hub->device, (char *)work->block->host + dtrain_nccl__recv_at(work), work->recv,
+            dtrain_nccl__recv_bytes(comm, &work->what), DTRAIN_COPY_DEVICE_TO_HOST, hub->stream));
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, hub->stream));
+    work->record->launched = true;
+    return DTRAIN_OK;
+}
+
+/* ---- Handles and records ----------------------------------------------------------------------*/
+
+static dtrain_nccl__work *dtrain_nccl__take_work(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_nccl__work *work = hub->pool;
+    if (work) {
+        hub->pool = work->next;
+        memset(work, 0, sizeof *work);
+    } else {
+        work = (dtrain_nccl__work *)dtrain_nccl__alloc(hub, sizeof *work);
+        if (!work) return NULL;
+    }
+    work->base.comm = &comm->base;
+    comm->base.in_flight++;
+    comm->base.outstanding++;
+    return work;
+}
+
+static void dtrain_nccl__mark_landed(dtrain_nccl__work *work)
+{
+    if (!work->landed) work->base.comm->in_flight--;
+    work->landed = true;
+}
+
+static void dtrain_nccl__give_work(dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)work->base.comm)->hub;
+    dtrain_nccl__mark_landed(work);
+    work->base.comm->outstanding--;
+    if (work->block) dtrain_nccl__give_block(hub, work->block);
+    work->next = hub->pool;
+    hub->pool = work;
+}
+
+static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
+                                      const dtrain_collective *what, bool captured)
+{
+    dtrain_nccl__record *record = dtrain_nccl__nth(comm, comm->operations++);
+    record->number =
+        dtrain_nccl__is_point_to_point(what->kind) ? ++comm->point_to_point : ++comm->collectives;
+    record->what = *what;
+    record->launched = false;
+    record->captured = captured;
+    work->captured = captured;
+    work->record = record;
+}
+
+/* ---- Calling NCCL -----------------------------------------------------------------------------*/
+
+static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_BF16: return ncclBfloat16;
+    case DTRAIN_F16: return ncclFloat16;
+    case DTRAIN_I32: return ncclInt32;
+    case DTRAIN_I64: return ncclInt64;
+    default: return ncclFloat32;
+    }
+}
+
+static ncclRedOp_t dtrain_nccl__op(uint32_t op)
+{
+    switch (op) {
+    case DTRAIN_MIN: return ncclMin;
+    case DTRAIN_MAX: return ncclMax;
+    case DTRAIN_PROD: return ncclProd;
+    default: return ncclSum; /* of DTRAIN_MEAN too */
+    }
+}
+
+static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+{
+    const dtrain_nccl__library *nccl = &comm->hub->nccl;
+    const cudaStream_t stream = comm->hub->native;
+    const dtrain_collective *what = &work->what;
+    const ncclDataType_t type = dtrain_nccl__type(what->dtype);
+    const ncclRedOp_t op = dtrain_nccl__op(what->op);
+    const size_t count = what->count;
+    const void *send = work->send;
+    void *recv = work->recv;
+    switch (what->kind) {
+    case DTRAIN_ALL_REDUCE: return nccl->AllReduce(send, recv, count, type, op, comm->nccl, stream);
+    case DTRAIN_REDUCE_SCATTER:
+        return nccl->ReduceScatter(send, recv, count, type, op, comm->nccl, stream);
+    case DTRAIN_SPLIT:
+    case DTRAIN_ALL_GATHER: return nccl->AllGather(send, recv, count, type, comm->nccl, stream);
+    case DTRAIN_BROADCAST:
+        return nccl->Broadcast(send, recv, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_REDUCE:
+        return nccl->Reduce(send, recv, count, type, op, what->root, comm->nccl, stream);
+    case DTRAIN_SEND: return nccl->Send(send, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_RECV: return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
+    default: return ncclInvalidArgument;
+    }
+}
+
+/* Launches the sends and receives that were started and not launched yet, as one NCCL group. */
+static dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+{
+    dtrain_nccl__work *first = hub->group;
+    ncclResult_t failed = ncclSuccess;
+    ncclComm_t culprit = NULL;
+    if (!first) return DTRAIN_OK;
+    hub->group = NULL;
+    hub->group_end = &hub->group;
+    hub->group_count = 0;
+    hub->nccl.GroupStart();
+    for (dtrain_nccl__work *work = first; work && failed == ncclSuccess; work = work->next) {
+        dtrain_nccl__comm *comm = (dtrain_nccl__comm *)work->base.comm;
+        const ncclResult_t result = dtrain_nccl__call(comm, work);
+        if (result == ncclSuccess || result == ncclInProgress) continue;
+        failed = result;
+        culprit = comm->nccl;
+    }
+    const ncclResult_t end = hub->nccl.GroupEnd();
+    if (failed == ncclSuccess && end != ncclInProgress) failed = end;
+    if (failed != ncclSuccess)
+        return dtrain_nccl__refused(hub, culprit, failed, "a group of sends and receives");
+    for (dtrain_nccl__work *work = first; work; work = work->next)
+        DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, ((dtrain_nccl__comm *)work->base.comm)->nccl, end,
+                                            "a group of sends and receives"));
+    for (dtrain_nccl__work *work = first; work; work = work->next)
+        DTRAIN_NCCL_TRY(dtrain_nccl__close_work((dtrain_nccl__comm *)work->base.comm, work));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    if (dtrain_nccl__is_point_to_point(work->what.kind)) {
+        work->next = NULL;
+        *hub->group_end = work;
+        hub->group_end = &work->next;
+        return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
+    }
+    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, dtrain_nccl__call(comm, work),
+                                        dtrain_nccl__calls[work->what.kind]));
+    return dtrain_nccl__close_work(comm, work);
+}
+
+/* ---- Starting ---------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
+                                              const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const uintptr_t both = (uintptr_t)what->send | (uintptr_t)what->recv;
+    if (unit && what->count && both % unit)
+        return dtrain_nccl__fail(comm->hub, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
+                                 "these are at %p and %p",
+                                 dtrain_nccl__calls[what->kind], unit, what->send, what->recv);
+    return DTRAIN_OK;
+}
+
+/* Without data: one integer that stands for it, in host memory. */
+static void dtrain_nccl__use_token(dtrain_nccl__work *work)
+{
+    work->token = 1;
+    work->what.count = 1;
+    work->what.dtype = DTRAIN_I32;
+    work->what.send = &work->token;
+    work->what.recv = &work->token;
+    if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
+    work->what.kind = DTRAIN_ALL_REDUCE;
+    work->what.op = DTRAIN_SUM;
+    work->what.root = -1;
+}
+
+/* The steps of [N5]; the error of a step is made the communicator's by the caller. */
+static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
+                                              const dtrain_collective *what,
+                                              dtrain_nccl__work *work, bool capturing)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    dtrain_nccl__write_record(comm, work, what, capturing);
+    work->what = *what;
+    if (what->count == 0) dtrain_nccl__use_token(work);
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
+    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, hub->stream));
+    DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
+    if (work->block && capturing)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "a barrier, a count of 0 or a buffer in host memory makes the host wait "
+                           "and cannot be part of a captured graph");
+    return dtrain_nccl__launch(comm, work);
+}
+
+static dtrain_result dtrain_nccl__start(dtrain_comm *base, const dtrain_collective *what,
+                                        dtrain_work **out)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    dtrain_nccl__hub *hub = comm->hub;
+    const char *call = dtrain_nccl__calls[what->kind];
+    bool capturing;
+    *out = NULL;
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_start(comm, what));
+    DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
+    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
+    dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
+    const dtrain_result result =
+        work ? dtrain_nccl__start_steps(comm, what, work, capturing) : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) {
+        *out = &work->base;
+        return DTRAIN_OK;
+    }
+    if (work) dtrain_nccl__give_work(work);
+    return dtrain_nccl__fail(hub, result, "%s: %s", call,
+                             dtrain_nccl__bare(hub, dtrain_last_error()));
+}
+
+/* ---- Ending -----------------------------------------------------------------------------------*/
+
+static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
+{
+    for (size_t i = 0; i < what->count; i++) {
+        float *wide = (float *)what->recv + i;
+        uint16_t *half = (uint16_t *)what->recv + i;
+        if (what->dtype == DTRAIN_F32) *wide *= scale;
+        else if (what->dtype == DTRAIN_BF16)
+            *half = dtrain_f32_to_bf16(dtrain_bf16_to_f32(*half) * scale);
+        else *half = dtrain_f32_to_f16(dtrain_f16_to_f32(*half) * scale);
+    }
+}
+
+/* The mean from the sum: on the compute stream, which has been made to wait for it, or here. */
+static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const float scale = 1.0f / (float)comm->base.size;
+    dtrain_axpby_args args;
+    if (what->op != DTRAIN_MEAN || comm->base.size == 1) return DTRAIN_OK;
+    if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
+    if (work->host_recv) {
+        dtrain_nccl__scale_host(what, scale);
+        return DTRAIN_OK;
+    }
+    memset(&args, 0, sizeof args);
+    args.count = (int64_t)what->count;
+    args.a = scale;
+    args.x = what->recv;
+    args.y = what->recv;
+    args.dtype = what->dtype;
+    return comm->hub->device->ops->axpby(comm->hub->device, &args);
+}
+
+static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    if (work->block)
+        DTRAIN_NCCL_TRY(
+            dtrain_nccl__land(hub, work->record, dtrain_nccl__calls[work->record->what.kind]));
+    else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
+    if (work->host_recv)
+        memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
+               dtrain_nccl__recv_bytes(comm, &work->what));
+    return dtrain_nccl__scale(comm, work);
+}
+
+static dtrain_result dtrain_nccl__wait(dtrain_work *base)
+{
+    dtrain_nccl__work *work = (dtrain_nccl__work *)base;
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_result result = DTRAIN_OK;
+    if (!comm->dead) {
+        result = dtrain_nccl__wait_steps(comm, work);
+        if (result != DTRAIN_OK)
+            dtrain_nccl__fail(hub, result, "dtrain_work_wait: %s",
+                              dtrain_nccl__bare(hub, dtrain_last_error()));
+    }
+    const bool dead = comm->dead;
+    dtrain_nccl__give_work(work);
+    return dead ? dtrain_nccl__gone(comm) : DTRAIN_OK;
+}
+
+static dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
+{
+    dtrain_nccl__work *work = (dtrain_nccl__work *)base;
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
+    dtrain_nccl__hub *hub = comm->hub;
+    *done = true;
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, "dtrain_work_test"));
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    if (work->captured) return DTRAIN_OK; /* waiting orders the streams */
+    if (hub->device->ops->event_query(hub->device, work->record->done, done) != DTRAIN_OK)
+        return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "dtrain_work_test: %s",
+                                 dtrain_nccl__bare(hub, dtrain_last_error()));
+    if (*done) dtrain_nccl__mark_landed(work);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result code,
+                                             const char *text)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    char copy[512]; /* text may be the last error, which the next one overwrites */
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    snprintf(copy, sizeof copy, "%s", dtrain_nccl__bare(comm->hub, text));
+    return dtrain_nccl__fail(comm->hub, code, "%s", copy);
+}
+
+/* ================================================================================================
+ * [N6] Memory
+ *
+ * ncclMemAlloc gives memory that NVLink switches and network cards can address; registered with the
+ * communicator, collectives use it without copying. NCCL asks that all ranks register a buffer or
+ * none: every rank runs the same version (compared when they meet), so all take the same path here.
+ * ==============================================================================================*/
+
+#if DTRAIN_NCCL_HAS_MEMORY
+static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
+{
+    const ncclResult_t result = hub->nccl.MemAlloc(out, bytes);
+    if (result == ncclSuccess) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
+                       hub->nccl.GetErrorString(result));
+}
+static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
+{
+    hub->nccl.MemFree(memory->pointer);
+}
+static dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm, dtrain_nccl__memory *memory)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const ncclResult_t result =
+        hub->nccl.CommRegister(comm->nccl, memory->pointer, memory->bytes, &memory->handle);
+    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommRegister"));
+    memory->comm = comm;
+    return DTRAIN_OK;
+}
+static void dtrain_nccl__deregister(dtrain_nccl__memory *memory)
+{
+    dtrain_nccl__comm *comm = memory->comm;
+    if (!comm || comm->dead) return;
+    memory->comm = NULL;
+    dtrain_nccl__settle(comm->hub, comm->nccl,
+                        comm->hub->nccl.CommDeregister(comm->nccl, memory->handle),
+                        "ncclCommDeregister");
+}
+#else
+static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
+{
+    return hub->device->ops->alloc(hub->device, bytes, out);
+}
+static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
+{
+    hub->device->ops->free(hub->device, memory->pointer, memory->bytes);
+}
+static dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm, dtrain_nccl__memory *memory)
+{
+    (void)comm;
+    (void)memory;
+    return DTRAIN_OK;
+}
+static void dtrain_nccl__deregister(dtrain_nccl__memory *memory) { (void)memory; }
+#endif
+
+static void dtrain_nccl__memory_drop(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
+{
+    dtrain_nccl__deregister(memory);
+    if (memory->pointer) dtrain_nccl__memory_put(hub, memory);
+    dtrain_nccl__free(hub, memory, sizeof *memory);
+}
+
+static dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, size_t bytes, void **out)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    dtrain_nccl__hub *hub = comm->hub;
+    *out = NULL;
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    dtrain_nccl__memory *memory = (dtrain_nccl__memory *)dtrain_nccl__alloc(hub, sizeof *memory);
+    if (!memory) return DTRAIN_ERROR_MEMORY;
+    memory->bytes = bytes ? bytes : 1;
+    dtrain_result result = dtrain_nccl__memory_get(hub, memory->bytes, &memory->pointer);
+    if (result == DTRAIN_OK)
+        result = hub->device->ops->zero(hub->device, memory->pointer, memory->bytes);
+    if (result == DTRAIN_OK) result = dtrain_nccl__register(comm, memory);
+    if (result != DTRAIN_OK) {
+        dtrain_nccl__memory_drop(hub, memory);
+        return result;
+    }
+    memory->next = hub->memory;
+    hub->memory = memory;
+    *out = memory->pointer;
+    return DTRAIN_OK;
+}
+
+static void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
+{
+    dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)base)->hub;
+    (void)bytes; /* it has been written down */
+    for (dtrain_nccl__memory **link = &hub->memory; *link; link = &(*link)->next) {
+        dtrain_nccl__memory *memory = *link;
+        if (memory->pointer != pointer) continue;
+        *link = memory->next;
+        dtrain_nccl__memory_drop(hub, memory);
+        return;
+    }
+}
+
+/* ================================================================================================
+ * [N7] Making and destroying communicators
+ * ==============================================================================================*/
+
+/* Books and events; no NCCL yet. world_ranks NULL = the ranks of the world. */
+static void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
+static dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
+                                            const int *world_ranks, const char *name,
+                                            dtrain_nccl__comm **out)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)dtrain_nccl__alloc(hub, sizeof *comm);
+    dtrain_result result = DTRAIN_OK;
+    *out = NULL;
+    if (!comm) return DTRAIN_ERROR_MEMORY;
+    comm->hub = hub;
+    comm->base.ops = dtrain_nccl_comm_ops();
+    comm->base.world = hub->world;
+    comm->base.size = size;
+    comm->base.rank = rank;
+    snprintf(comm->name, sizeof comm->name, "%s", name);
+    comm->next = hub->comms;
+    hub->comms = comm;
+    comm->base.world_ranks = (int *)dtrain_nccl__alloc(hub, (size_t)size * sizeof(int));
+    if (!comm->base.world_ranks) result = DTRAIN_ERROR_MEMORY;
+    for (int i = 0; i < size && result == DTRAIN_OK; i++)
+        comm->base.world_ranks[i] = world_ranks ? world_ranks[i] : i;
+    for (unsigned i = 0; i < DTRAIN_NCCL_RING && result == DTRAIN_OK; i++)
+        result = hub->device->ops->event_create(hub->device, false, &comm->ring[i].done);
+    if (result == DTRAIN_OK) *out = comm;
+    else dtrain_nccl__comm_free(comm);
+    return result;
+}
+
+/* A thread that is still inside ncclCommAbort uses the struct: then it is left to that thread. */
+static void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_nccl__comm **link = &hub->comms;
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
+    for (unsigned i = 0; i < DTRAIN_NCCL_RING; i++)
+        if (comm->ring[i].done) hub->device->ops->event_destroy(hub->device, comm->ring[i].done);
+    dtrain_nccl__free(hub, comm->base.world_ranks, (size_t)comm->base.size * sizeof(int));
+    if (!hub->stuck) dtrain_nccl__free(hub, comm, sizeof *comm);
+}
+
+static dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm, const ncclUniqueId *id)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    const ncclResult_t result =
+        hub->nccl.CommInitRankConfig(&comm->nccl, comm->base.size, *id, comm->base.rank, &config);
+    return dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommInitRankConfig");
+}
+
+/* Finalize waits for what is in flight, so it is polled; destroy then has nothing to wait for. */
+static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
+        if (m->comm == comm) dtrain_nccl__deregister(m);
+    if (!comm->dead && comm->nccl) {
+        dtrain_nccl__settle(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
+                            "ncclCommFinalize");
+        if (!comm->dead) hub->nccl.CommDestroy(comm->nccl);
+    }
+    dtrain_nccl__comm_free(comm);
+}
+
+/* ---- Splits -----------------------------------------------------------------------------------*/
+
+/* A collective of the host's own memory, for the binding itself. */
+static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
+                                         void *all, size_t ints)
+{
+    dtrain_collective what;
+    dtrain_work *work;
+    memset(&what, 0, sizeof what);
+    what.kind = kind;
+    what.dtype = DTRAIN_I32;
+    what.root = -1;
+    what.count = ints;
+    what.send = mine;
+    what.recv = all;
+    DTRAIN_NCCL_TRY(dtrain_nccl__start(&comm->base, &what, &work));
+    return dtrain_nccl__wait(work);
+}
+
+#if DTRAIN_NCCL_HAS_SPLIT
+/* NCCL writes the new communicator when the parent has settled, or been aborted. */
+static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
+                                               dtrain_nccl__comm *child)
+{
+    dtrain_nccl__hub *hub = parent->hub;
+    ncclComm_t none = NULL;
+    const ncclResult_t result =
+        hub->nccl.CommSplit(parent->nccl, child ? color : NCCL_SPLIT_NOCOLOR,
+                            child ? child->base.rank : 0, child ? &child->nccl : &none, NULL);
+    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, parent->nccl, result, "dtrain_comm_split"));
+    if (!child) return DTRAIN_OK;
+    return dtrain_nccl__settle(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
+}
+#else
+/* The first rank of each color makes an id, and all ids travel over the parent. */
+static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
+                                               dtrain_nccl__comm *child)
+{
+    dtrain_nccl__hub *hub = parent->hub;
+    const size_t size = (size_t)parent->base.size, bytes = size * sizeof(ncclUniqueId);
+    ncclUniqueId mine, *all = (ncclUniqueId *)dtrain_nccl__alloc(hub, bytes);
+    dtrain_result result = all ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    (void)color;
+    memset(&mine, 0, sizeof mine);
+    if (result == DTRAIN_OK && child && child->base.rank == 0) {
+        const ncclResult_t made = hub->nccl.GetUniqueId(&mine);
+        if (made != ncclSuccess)
+            result = dtrain_nccl__refused(hub, parent->nccl, made, "ncclGetUniqueId");
+    }
+    if (result == DTRAIN_OK)
+        result = dtrain_nccl__gather(parent, DTRAIN_ALL_GATHER, &mine, all,
+                                     sizeof mine / sizeof(int32_t));
+    for (size_t i = 0; i < size && result == DTRAIN_OK && child; i++) {
+        if (parent->base.world_ranks[i] != child->base.world_ranks[0]) continue;
+        result = dtrain_nccl__comm_init(child, &all[i]);
+        break;
+    }
+    dtrain_nccl__free(hub, all, bytes);
+    return result;
+}
+#endif
+
+/* The ranks of the parent with this rank's color, by key and then by rank: a stable insertion.
+ * pairs (size, 2) are (color, key); members (size); returns how many. */
+static int dtrain_nccl__members(const dtrain_nccl__comm *parent, const int32_t *pairs, int color,
+                                int *members, int *rank)
+{
+    int count = 0;
+    for (int i = 0; i < parent->base.size; i++) {
+        int at = count;
+        if (pairs[2 * i] != color) continue;
+        for (; at > 0 && pairs[2 * members[at - 1] + 1] > pairs[2 * i + 1]; at--)
+            members[at] = members[at - 1];
+        members[at] = i;
+        count++;
+    }
+    for (int i = 0; i < count; i++) {
+        if (members[i] == parent->base.rank) *rank = i;
+        members[i] = parent->base.world_ranks[members[i]];
+    }
+    return count;
+}
+
+static dtrain_result dtrain_nccl__split_steps(dtrain_nccl__comm *parent, int color, int key,
+                                              int32_t *pairs, int *members,
+                                              dtrain_nccl__comm **child)
+{
+    const int32_t mine[2] = {color < 0 ? -1 : color, key};
+    char name[sizeof parent->name];
+    int rank = 0;
+    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_SPLIT, mine, pairs, 2));
+    snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
+    if (color >= 0) {
+        const int size = dtrain_nccl__members(parent, pairs, color, members, &rank);
+        DTRAIN_NCCL_TRY(dtrain_nccl__comm_make(parent->hub, size, rank, members, name, child));
+    }
+    return dtrain_nccl__split_native(parent, color, *child);
+}
+
+static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, dtrain_comm **out)
+{
+    dtrain_nccl__comm *parent = (dtrain_nccl__comm *)base, *child = NULL;
+    dtrain_nccl__hub *hub = parent->hub;
+    const size_t pair_bytes = (size_t)base->size * 2 * sizeof(int32_t);
+    const size_t member_bytes = (size_t)base->size * sizeof(int);
+    *out = NULL;
+    if (parent->dead) return dtrain_nccl__gone(parent);
+    int32_t *pairs = (int32_t *)dtrain_nccl__alloc(hub, pair_bytes);
+    int *members = (int *)dtrain_nccl__alloc(hub, member_bytes);
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    if (pairs && members)
+        result = dtrain_nccl__split_steps(parent, color, key, pairs, members, &child);
+    dtrain_nccl__free(hub, pairs, pair_bytes);
+    dtrain_nccl__free(hub, members, member_bytes);
+    if (result == DTRAIN_OK) {
+        *out = child ? &child->base : NULL;
+        return DTRAIN_OK;
+    }
+    result = dtrain_nccl__fail(hub, result, "dtrain_comm_split: %s",
+                               dtrain_nccl__bare(hub, dtrain_last_error()));
+    if (child) {
+        dtrain_nccl__abort_one(child); /* NCCL may have finished it after the others' abort */
+        dtrain_nccl__await_aborts(hub);
+        dtrain_nccl__comm_free(child);
+    }
+    return result;
+}
+
+/* ---- Meeting ------------------------------------------------------------------------------------
+ *
+ * What can be known to be wrong is found before NCCL is touched: each rank tells the others its
+ * versions, its device and whether it can go on at all. All compute the same verdict from the same
+ * records. Then the first rank makes the id. The second exchange tells of its failure, too.
+ * ----------------------------------------------------------------------------------------------*/
+
+#define DTRAIN_NCCL_HELLO 0x64744e31u /* "dtN1": changes with the struct below */
+
+typedef struct dtrain_nccl__hello {
+    uint32_t magic;
+    int32_t status; /* dtrain_result of this rank's preparations */
+    uint32_t version;
+    int32_t world_rank;
+    char device[48];
+    char error[320];
+} dtrain_nccl__hello;
+
+typedef struct dtrain_nccl__passport {
+    int32_t status;
+    char error[320];
+    ncclUniqueId id; /* the first rank's is used */
+} dtrain_nccl__passport;
+
+#ifdef DTRAIN_NCCL_USE_MPI
+static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
+                                                   void *all)
+{
+    const dtrain_world *world = (const dtrain_world *)user;
+    int ready = 0, rank = -1, size = 0;
+    MPI_Initialized(&ready);
+    if (ready) MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (ready) MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (rank != dtrain_world_rank(world) || size != dtrain_world_size(world))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "DTRAIN_NCCL_USE_MPI: this is rank %d of %d in MPI_COMM_WORLD (-1: call "
+                           "MPI_Init first) but rank %d of %d in the world",
+                           rank, size, dtrain_world_rank(world), dtrain_world_size(world));
+    if (MPI_Allgather((void *)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
+                      MPI_COMM_WORLD) == MPI_SUCCESS)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_PEER, "MPI_Allgather failed while the ranks met");
+}
+#else
+static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
+                                                   void *all)
+{
+    return dtrain_world_exchange((dtrain_world *)user, mine, bytes, all);
+}
+#endif
+
+static dtrain_result dtrain_nccl__verdict(const dtrain_nccl__hello *all, int count)
+{
+    char first[24], other[24];
+    for (int i = 0; i < count; i++) {
+        if (all[i].magic != DTRAIN_NCCL_HELLO)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "member %d of %d was built with another version of dtrain_nccl.h", i,
+                               count);
+        if (all[i].status != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", all[i].world_rank,
+                               (int)sizeof all[i].error, all[i].error);
+    }
+    for (int i = 1; i < count; i++)
+        if (all[i].version != all[0].version)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each "
+                               "other; install the same version everywhere",
+                               all[0].world_rank, dtrain_nccl__version_text(all[0].version, first),
+                               all[i].world_rank, dtrain_nccl__version_text(all[i].version, other));
+    for (int i = 1; i < count; i++)
+        for (int j = 0; j < i; j++)
+            if (strncmp(all[i].device, all[j].device, sizeof all[i].device) == 0)
+                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
+                                   "refuses; start as many ranks as there are GPUs, or leave "
+                                   "comm_ops NULL for the local communicator",
+                                   all[j].world_rank, all[i].world_rank, all[i].device);
+    return DTRAIN_OK;
+}
+
+/* `prepared` is this rank's result so far: its sentence goes to all. */
+static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain_nccl_group *group,
+                                             dtrain_result prepared, void *all, int rank,
+                                             ncclUniqueId *id)
+{
+    dtrain_nccl__hello hello;
+    dtrain_nccl__passport passport;
+    dtrain_device_info info;
+    memset(&hello, 0, sizeof hello);
+    memset(&passport, 0, sizeof passport);
+    memset(&info, 0, sizeof info);
+    if (prepared == DTRAIN_OK) prepared = hub->device->ops->query(hub->device, &info);
+    hello.magic = DTRAIN_NCCL_HELLO;
+    hello.status = prepared;
+    hello.version = hub->version;
+    hello.world_rank = dtrain_world_rank(hub->world);
+    snprintf(hello.device, sizeof hello.device, "%s", info.id);
+    if (prepared != DTRAIN_OK)
+        snprintf(hello.error, sizeof hello.error, "%s",
+                 dtrain_nccl__bare(hub, dtrain_last_error()));
+    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &hello, sizeof hello, all));
+    DTRAIN_NCCL_TRY(dtrain_nccl__verdict((const dtrain_nccl__hello *)all, group->rank_count));
+    if (rank == 0) {
+        const ncclResult_t made = hub->nccl.GetUniqueId(&passport.id);
+        passport.status = dtrain_nccl__code(made);
+        snprintf(passport.error, sizeof passport.error, "%s; %s", hub->nccl.GetErrorString(made),
+                 hub->nccl.GetLastError(NULL));
+    }
+    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &passport, sizeof passport, all));
+    memcpy(&passport, all, sizeof passport); /* the first rank's */
+    *id = passport.id;
+    if (passport.status == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain_fail((dtrain_result)passport.status,
+                       "ncclGetUniqueId failed on rank %d: %.320s; is the network interface for "
+                       "NCCL up (NCCL_SOCKET_IFNAME)?",
+                       group->ranks ? group->ranks[0] : 0, passport.error);
+}
+
+static dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub, const dtrain_nccl_group *group,
+                                       dtrain_result prepared, int rank, ncclUniqueId *id)
+{
+    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__passport)
+                           ? sizeof(dtrain_nccl__hello)
+                           : sizeof(dtrain_nccl__passport);
+    void *all = dtrain_nccl__alloc(hub, one * (size_t)group->rank_count);
+    if (!all) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = dtrain_nccl__meet_steps(hub, group, prepared, all, rank, id);
+    dtrain_nccl__free(hub, all, one * (size_t)group->rank_count);
+    return result;
+}
+
+/* ---- The hub ----------------------------------------------------------------------------------*/
+
+/* What can fail on this rank alone. */
+static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    if (ops->host_memory || !ops->stream_native)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "NCCL needs ranks on GPUs, and the device is \"%s\"; set device_ops to "
+                           "dtrain_cuda_device_ops(), or leave comm_ops NULL",
+                           ops->name);
+    DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
+    DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
+    DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->ready));
+    for (int i = 0; i < 2; i++)
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->pulses[i].event));
+    hub->pulses[1].stream = hub->stream;
+    hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
+    hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
+    return DTRAIN_OK;
+}
+
+static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    hub->closing = true;
+    if (hub->code == DTRAIN_OK) dtrain_nccl__flush(hub);
+    while (hub->comms) dtrain_nccl__comm_close(hub->comms);
+    if (hub->device->waiting_user == hub) {
+        hub->device->while_waiting = NULL;
+        hub->device->waiting_user = NULL;
+    }
+    while (hub->memory) {
+        dtrain_nccl__memory *memory = hub->memory;
+        hub->memory = memory->next;
+        dtrain_nccl__memory_drop(hub, memory);
+    }
+    while (hub->blocks) {
+        dtrain_nccl__block *block = hub->blocks;
+        hub->blocks = block->next;
+        ops->host_free(hub->device, block->host, block->bytes);
+        ops->free(hub->device, block->device, block->bytes);
+        dtrain_nccl__free(hub, block, sizeof *block);
+    }
+    while (hub->pool) {
+        dtrain_nccl__work *work = hub->pool;
+        hub->pool = work->next;
+        dtrain_nccl__free(hub, work, sizeof *work);
+    }
+    for (int i = 0; i < 2; i++)
+        if (hub->pulses[i].event) ops->event_destroy(hub->device, hub->pulses[i].event);
+    if (hub->ready) ops->event_destroy(hub->device, hub->ready);
+    if (hub->stream) ops->stream_destroy(hub->device, hub->stream);
+    if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
+}
+
+/* The world's communicator. After an error on one rank all return one, and nothing is left. */
+static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
+{
+    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_nccl_group everybody = {NULL, 0, dtrain_nccl__default_exchange, NULL};
+    dtrain_nccl__comm *comm = NULL;
+    ncclUniqueId id;
+    *out = NULL;
+    dtrain_nccl__hub *hub = (dtrain_nccl__hub *)allocator->alloc(allocator->user, sizeof *hub);
+    if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for NCCL's books");
+    memset(hub, 0, sizeof *hub);
+    hub->world = world;
+    hub->device = dtrain_world_device(world);
+    hub->allocator = allocator;
+    hub->deadline = 1e-3 * (double)dtrain_world_timeout_ms(world);
+    hub->group_end = &hub->group;
+    everybody.rank_count = dtrain_world_size(world);
+    everybody.exchange_user = world;
+    dtrain_result result = dtrain_nccl__hub_prepare(hub);
+    if (result == DTRAIN_OK)
+        result = dtrain_nccl__comm_make(hub, everybody.rank_count, dtrain_world_rank(world), NULL,
+                                        "world", &comm);
+    result = dtrain_nccl__meet(hub, &everybody, result, dtrain_world_rank(world), &id);
+    if (result == DTRAIN_OK) {
+        hub->device->while_waiting = dtrain_nccl__watch;
+        hub->device->waiting_user = hub;
+        result = dtrain_nccl__comm_init(comm, &id);
+    }
+    if (result != DTRAIN_OK) {
+        dtrain_nccl__hub_close(hub);
+        return result;
+    }
+    *out = &comm->base;
+    return DTRAIN_OK;
+}
+
+/* The first communicator ends with the world, and all others with it. */
+static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_result before = hub->code;
+    const bool dead = comm->dead;
+    if (!comm->next) {
+        dtrain_nccl__hub_close(hub);
+        return DTRAIN_OK;
+    }
+    dtrain_nccl__comm_close(comm);
+    return dead || hub->code == before ? DTRAIN_OK : dtrain_nccl__again(hub);
+}
+
+DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,          "nccl",
+                                        dtrain_nccl__create,      dtrain_nccl__start,
+                                        dtrain_nccl__test,        dtrain_nccl__wait,
+                                        dtrain_nccl__alloc_entry, dtrain_nccl__free_entry,
+                                        dtrain_nccl__split,       dtrain_nccl__fail_entry,
+                                        dtrain_nccl__destroy};
+    return &ops;
+}
+
+/* ================================================================================================
+ * [N8] Going on with fewer ranks
+ *
+ * Abort and make anew is the one way back in every version of NCCL; shrinking or revoking in place
+ * would be other paths to the same end, each with versions and deadlocks of its own.
+ * ==============================================================================================*/
+
+static dtrain_result dtrain_nccl__check_group(const dtrain_nccl__hub *hub,
+                                              const dtrain_nccl_group *group, int *rank)
+{
+    *rank = -1;
+    if (!group || !group->ranks || group->rank_count < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_recreate: the group has no ranks");
+    if (!group->exchange && group->rank_count > 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_nccl_recreate: the group has no exchange, and the world's "
+                           "control plane has ended with the failure");
+    for (int i = 0; i < group->rank_count; i++) {
+        const int one = group->ranks[i];
+        if (one < 0 || one >= dtrain_world_size(hub->world))
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_nccl_recreate: the world has no rank %d", one);
+        for (int j = 0; j < i; j++)
+            if (group->ranks[j] == one)
+                return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                                   "dtrain_nccl_recreate: rank %d is in the group twice", one);
+        if (one == dtrain_world_rank(hub->world)) *rank = i;
+    }
+    if (*rank >= 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_nccl_recreate: this rank, %d, is not in the group",
+                       dtrain_world_rank(hub->world));
+}
+
+static dtrain_result dtrain_nccl__exchange_alone(void *user, const void *mine, size_t bytes,
+                                                 void *all)
+{
+    (void)user;
+    memcpy(all, mine, bytes);
+    return DTRAIN_OK;
+}
+
+/* From here on an error is the hub's again, and stands until the next attempt. */
+static dtrain_result dtrain_nccl__recreate_steps(dtrain_nccl__hub *hub,
+                                                 const dtrain_nccl_group *group, int rank,
+                                                 dtrain_nccl__comm **comm)
+{
+    ncclUniqueId id;
+    /* Aborted kernels leave their streams: a device that does not come to rest cannot go on. */
+    dtrain_result result = hub->device->ops->synchronize(hub->device);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain_nccl__comm_make(hub, group->rank_count, rank, group->ranks, "survivors", comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__meet(hub, group, result, rank, &id));
+    DTRAIN_NCCL_TRY(dtrain_nccl__comm_init(*comm, &id));
+    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
+        DTRAIN_NCCL_TRY(dtrain_nccl__register(*comm, m));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_nccl_group *group,
+                                              dtrain_comm **out)
+{
+    dtrain_nccl__comm *comm = NULL;
+    dtrain_nccl_group resolved;
+    int rank;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_recreate: out is NULL");
+    *out = NULL;
+    if (!failed || failed->ops != dtrain_nccl_comm_ops())
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_nccl_recreate: this is not a communicator over NCCL");
+    dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)failed)->hub;
+    if (hub->code == DTRAIN_OK)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_nccl_recreate: nothing has failed; dtrain_comm_split makes "
+                           "smaller communicators of a healthy one");
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_group(hub, group, &rank));
+    resolved = *group;
+    if (!resolved.exchange) resolved.exchange = dtrain_nccl__exchange_alone;
+    hub->code = DTRAIN_OK;
+    hub->apart = true;
+    hub->pulses[0].recorded = hub->pulses[1].recorded = false;
+    const dtrain_result result = dtrain_nccl__recreate_steps(hub, &resolved, rank, &comm);
+    if (result == DTRAIN_OK) {
+        *out = &comm->base;
+        return DTRAIN_OK;
+    }
+    dtrain_nccl__fail(hub, result, "dtrain_nccl_recreate: %s",
+                      dtrain_nccl__bare(hub, dtrain_last_error()));
+    if (comm) dtrain_nccl__comm_free(comm);
+    return dtrain_nccl__again(hub);
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DTRAIN_NCCL_IMPLEMENTATION */

@@ -1,0 +1,202 @@
+/* gpu_nccl.c: dtrain_nccl.h over the real NCCL, on one GPU. make gpu-check runs it.
+ *
+ *   gpu_nccl one      one rank: every collective
+ *   gpu_nccl two      two processes on one GPU: the same
+ *   gpu_nccl kill     two processes; one is killed. Seconds until the other knows, and until it has a
+ *                     communicator again and has used it
+ *
+ * Ends with 0, with 1 and a sentence, or with 77 when NCCL refuses two ranks on one GPU.
+ *
+ * NCCL calls it a duplicate GPU when two ranks have the same host and the same device. A process whose
+ * NCCL_HOSTID differs is another host to it, reached through the loopback interface. That is for tests
+ * alone: NVIDIA does not support it, and the two time-slice the GPU. dtrain looks at device ids before
+ * it asks NCCL, so the device of this program gives each rank an id of its own. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+enum { COUNT = 1 << 16, SKIPPED = 77 };
+
+static dtrain_device_ops device_ops; /* the CUDA device's, but for create and query */
+
+/* What the ranks leave to the parent, in shared memory. */
+static struct outcome {
+    int good, refused;
+    double killed_at, known_after, back_after;
+} * outcome;
+
+static dtrain_result create_as_host(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    char host[32];
+    snprintf(host, sizeof host, "dtrain-%u", desc->device_index);
+    setenv("NCCL_HOSTID", host, 1);
+    return dtrain_cuda_device_ops()->create(desc, device);
+}
+
+static dtrain_result query_as_own(dtrain_device *device, dtrain_device_info *info)
+{
+    const dtrain_result result = dtrain_cuda_device_ops()->query(device, info);
+    snprintf(info->id, sizeof info->id, "%s", getenv("NCCL_HOSTID"));
+    return result;
+}
+
+static int complain(const char *what)
+{
+    const char *text = dtrain_last_error();
+    if (strstr(text, "uplicate GPU") || strstr(text, "invalid usage")) outcome->refused = 1;
+    fprintf(stderr, "gpu_nccl: %s: %s\n", what, text);
+    return 1;
+}
+
+/* Fills the device buffer with `value`, runs `kind` on it and checks that all `expected` elements of the
+ * result are `want`. */
+static int check(dtrain_comm *comm, dtrain_collective_kind kind, float value, size_t expected,
+                 float want)
+{
+    dtrain_device *device = dtrain_world_device(comm->world);
+    const dtrain_device_ops *ops = device->ops;
+    const size_t ranks = (size_t)comm->size, most = ranks * COUNT;
+    float *host = (float *)malloc(most * sizeof *host);
+    void *send = NULL, *recv = NULL;
+    dtrain_result result = host ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    size_t wrong = 0;
+    for (size_t i = 0; host && i < most; i++) host[i] = value;
+    if (result == DTRAIN_OK) result = dtrain_comm_alloc(comm, most * sizeof *host, &send);
+    if (result == DTRAIN_OK) result = dtrain_comm_alloc(comm, most * sizeof *host, &recv);
+    if (result == DTRAIN_OK)
+        result = ops->copy(device, send, host, most * sizeof *host, DTRAIN_COPY_HOST_TO_DEVICE);
+    if (result == DTRAIN_OK && kind == DTRAIN_ALL_REDUCE)
+        result = dtrain_all_reduce(comm, send, recv, COUNT, DTRAIN_F32, DTRAIN_SUM, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_REDUCE_SCATTER)
+        result = dtrain_reduce_scatter(comm, send, recv, COUNT, DTRAIN_F32, DTRAIN_MEAN, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_ALL_GATHER)
+        result = dtrain_all_gather(comm, send, recv, COUNT, DTRAIN_F32, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_BROADCAST)
+        result = dtrain_broadcast(comm, send, COUNT, DTRAIN_F32, comm->size - 1, NULL);
+    if (result == DTRAIN_OK)
+        result = ops->copy(device, host, kind == DTRAIN_BROADCAST ? send : recv,
+                           most * sizeof *host, DTRAIN_COPY_DEVICE_TO_HOST);
+    for (size_t i = 0; result == DTRAIN_OK && i < expected; i++) wrong += host[i] != want;
+    dtrain_comm_free(comm, send, most * sizeof *host);
+    dtrain_comm_free(comm, recv, most * sizeof *host);
+    free(host);
+    if (result != DTRAIN_OK) return complain("a collective failed");
+    if (wrong)
+        fprintf(stderr, "gpu_nccl: collective %d: %zu of %zu elements are wrong\n", kind, wrong,
+                expected);
+    return wrong != 0;
+}
+
+/* Rank r holds r + 1 everywhere. An all-gather shows the first slice, rank 0's. */
+static int check_all(dtrain_comm *comm)
+{
+    const float mine = (float)dtrain_comm_rank(comm) + 1, ranks = (float)dtrain_comm_size(comm);
+    const float sum = ranks * (ranks + 1) / 2;
+    for (int round = 0; round < 3; round++)
+        if (check(comm, DTRAIN_ALL_REDUCE, mine, COUNT, sum) ||
+            check(comm, DTRAIN_REDUCE_SCATTER, mine, COUNT, sum / ranks) ||
+            check(comm, DTRAIN_ALL_GATHER, mine, COUNT, 1) ||
+            check(comm, DTRAIN_BROADCAST, mine, COUNT, ranks))
+            return 1;
+    return 0;
+}
+
+static int use(dtrain_world *world, void *user)
+{
+    dtrain_comm_info info;
+    (void)user;
+    dtrain_comm_query(dtrain_world_comm(world), &info);
+    if (strcmp(info.backend, "nccl") != 0) {
+        fprintf(stderr, "gpu_nccl: the communicator is \"%s\", not nccl\n", info.backend);
+        return 1;
+    }
+    if (check_all(dtrain_world_comm(world))) return 1;
+    __atomic_fetch_add(&outcome->good, 1, __ATOMIC_RELAXED);
+    return 0;
+}
+
+/* Rank 0 outlives rank 1: its all-reduce ends with an error, and it goes on alone. */
+static int survive(dtrain_world *world, void *user)
+{
+    const int self = 0;
+    dtrain_comm *comm = dtrain_world_comm(world), *next = NULL;
+    dtrain_nccl_group alone;
+    if (use(world, user)) return 1;
+    if (dtrain_barrier(comm) != DTRAIN_OK) return complain("the barrier failed");
+    if (dtrain_world_rank(world) == 1) {
+        outcome->killed_at = dtrain_seconds();
+        kill(getpid(), SIGKILL);
+    }
+    if (check(comm, DTRAIN_ALL_REDUCE, 1, COUNT, 2) == 0) {
+        fprintf(stderr, "gpu_nccl: an all-reduce with a dead rank succeeded\n");
+        return 1;
+    }
+    outcome->known_after = dtrain_seconds() - outcome->killed_at;
+    memset(&alone, 0, sizeof alone);
+    alone.ranks = &self;
+    alone.rank_count = 1;
+    if (dtrain_nccl_recreate(comm, &alone, &next) != DTRAIN_OK)
+        return complain("no new communicator");
+    if (check_all(next)) return 1;
+    outcome->back_after = dtrain_seconds() - outcome->killed_at;
+    if (dtrain_comm_destroy(next) != DTRAIN_OK) return complain("the new communicator");
+    __atomic_fetch_add(&outcome->good, 1, __ATOMIC_RELAXED);
+    return 0;
+}
+
+/* As reference environments for several ranks on one GPU have it; an explicit setting wins. */
+static void set_environment(void)
+{
+    static const char *const settings[][2] = {
+        {"NCCL_NET", "Socket"},     {"NCCL_IB_DISABLE", "1"},  {"NCCL_SOCKET_IFNAME", "lo"},
+        {"NCCL_P2P_DISABLE", "1"},  {"NCCL_SHM_DISABLE", "1"}, {"NCCL_NVLS_ENABLE", "0"},
+        {"NCCL_MNNVL_ENABLE", "0"}, {"NCCL_MAX_CTAS", "4"},
+    };
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
+        setenv(settings[i][0], settings[i][1], 0);
+}
+
+int main(int argc, char **argv)
+{
+    const char *mode = argc == 2 ? argv[1] : "";
+    const int ranks = strcmp(mode, "one") == 0 ? 1 : 2, killing = strcmp(mode, "kill") == 0;
+    const int wanted = ranks == 1 ? 1
+                       : killing  ? 3
+                                  : 2; /* before the kill both ranks are good once */
+    dtrain_launch_desc desc;
+    if (ranks == 2 && !killing && strcmp(mode, "two") != 0) {
+        fprintf(stderr, "gpu_nccl: the argument is \"%s\"; it takes one, two or kill\n", mode);
+        return 2;
+    }
+    outcome = (struct outcome *)mmap(NULL, sizeof *outcome, PROT_READ | PROT_WRITE,
+                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (outcome == MAP_FAILED) return 1;
+    device_ops = *dtrain_cuda_device_ops();
+    device_ops.create = create_as_host;
+    device_ops.query = query_as_own;
+    if (ranks == 2) set_environment();
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = (uint32_t)ranks;
+    desc.timeout_ms = 40000;
+    desc.grace_ms = 40000; /* the survivor has work to do */
+    desc.device_ops = &device_ops;
+    desc.comm_ops = dtrain_nccl_comm_ops();
+    const dtrain_result result = dtrain_launch(&desc, killing ? survive : use, NULL, NULL);
+    const char *why = dtrain_last_error();
+    if (outcome->good == wanted && (result == DTRAIN_OK || killing)) {
+        if (killing)
+            printf("killed: known after %.2f s, a new communicator in use after %.2f s\n",
+                   outcome->known_after, outcome->back_after);
+        else printf("%d rank%s: every collective is right\n", ranks, ranks == 1 ? "" : "s");
+        return 0;
+    }
+    fprintf(stderr, "gpu_nccl: %s\n", why);
+    return ranks == 2 &&
+                   (outcome->refused || strstr(why, "uplicate GPU") || strstr(why, "invalid usage"))
+               ? SKIPPED
+               : 1;
+}

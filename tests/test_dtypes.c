@@ -1,0 +1,536 @@
+/* test_dtypes.c: every kernel of the CPU device, for every type of activations and with every option of
+ * its arguments, beside the loops of naive_device.h. What the optimizers, clipping and sparse gradients
+ * promise is tested here as well. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "naive_device.h"
+
+static dtrain_device *cpu, *naive;
+static const dtrain_dtype types[] = {DTRAIN_DTYPE_NONE, DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+enum { TYPES = 4 };
+
+static void open_devices(void)
+{
+    dtrain_device_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.thread_count = 1; /* tests are forked: threads made here would not be there */
+    CHECK(dtrain_device_create(NULL, &desc, &cpu) == DTRAIN_OK);
+    CHECK(dtrain_device_create(naive_device_ops(), NULL, &naive) == DTRAIN_OK);
+    if (!cpu || !naive) exit(1);
+}
+
+/* The same values twice: one set for each device. */
+typedef struct pair {
+    void *of[2];
+    int64_t count;
+    dtrain_dtype dtype;
+} pair;
+
+static pair pairs[16];
+static int pair_count;
+static uint64_t pair_stream;
+
+static pair *noise(int64_t count, dtrain_dtype dtype, double scale)
+{
+    pair *p = &pairs[pair_count++];
+    p->count = count;
+    p->dtype = dtype;
+    pair_stream++;
+    for (int side = 0; side < 2; side++) {
+        p->of[side] = malloc((size_t)count * 4 + 4);
+        for (int64_t i = 0; i < count; i++)
+            naive_put(p->of[side], dtype, i,
+                      scale * (double)dtrain_random_normal(3, pair_stream, (uint64_t)i));
+    }
+    return p;
+}
+
+static void release(void)
+{
+    while (pair_count > 0) {
+        pair_count--;
+        free(pairs[pair_count].of[0]);
+        free(pairs[pair_count].of[1]);
+    }
+}
+
+/* Both devices have left the same, up to one rounding to the type and `tolerance` before it. */
+static void same(const pair *p, double tolerance, const char *what)
+{
+    const double step = p->dtype == DTRAIN_BF16  ? 1.0 / 128
+                        : p->dtype == DTRAIN_F16 ? 1.0 / 1024
+                                                 : 0;
+    for (int64_t i = 0; i < p->count; i++) {
+        const double got = naive_get(p->of[0], p->dtype, i),
+                     want = naive_get(p->of[1], p->dtype, i);
+        if (fabs(got - want) <= (step + tolerance) * fabs(want) + tolerance) continue;
+        CHECK_MSG(0, "%s (%s): [%lld] is %.9g, expected %.9g", what, dtrain_dtype_name(p->dtype),
+                  (long long)i, got, want);
+        return;
+    }
+    CHECK(1);
+}
+
+static float *f32(const pair *p, int side) { return p ? (float *)p->of[side] : NULL; }
+static void *any(const pair *p, int side) { return p ? p->of[side] : NULL; }
+
+/* Runs one operation on both devices; `side` says whose memory its arguments name. */
+#define ON_BOTH(op, args, ...)                                                \
+    for (int side = 0; side < 2; side++) {                                    \
+        dtrain_device *device = side ? naive : cpu;                           \
+        dtrain_##op##_args args = __VA_ARGS__;                                \
+        CHECK_MSG(device->ops->op(device, &args) == DTRAIN_OK, "%s: %s", #op, \
+                  dtrain_last_error());                                       \
+    }
+
+static void test_gemm(void)
+{
+    enum { M = 19, N = 37, K = 23 };
+    for (int c_type = 1; c_type < TYPES; c_type++)
+        for (int a_type = 1; a_type < TYPES; a_type++)
+            for (uint32_t flags = 0; flags < 16; flags++)
+                for (int options = 0; options < 4; options++) {
+                    const bool backward = flags & DTRAIN_GEMM_ACT_BACKWARD, add = options & 1;
+                    const uint32_t activation = (uint32_t)(options + c_type) % 3;
+                    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? M : K;
+                    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? K : N;
+                    const bool of_c = flags & DTRAIN_GEMM_BIAS_GRAD_C;
+                    pair *a = noise(M * K, types[a_type], 1), *b = noise(K * N, types[a_type], 1);
+                    pair *c = noise(M * N, types[c_type], 1), *bias = noise(N, DTRAIN_F32, 1);
+                    pair *aux = noise(M * N, types[c_type], 1);
+                    pair *sums = options & 2 ? noise(of_c ? N : M, DTRAIN_F32, 1) : NULL;
+                    ON_BOTH(gemm, args,
+                            {flags,
+                             activation,
+                             M,
+                             N,
+                             K,
+                             0.5f,
+                             add ? 0.25f : 0.0f,
+                             any(a, side),
+                             any(b, side),
+                             any(c, side),
+                             lda,
+                             ldb,
+                             N,
+                             types[a_type],
+                             types[a_type],
+                             types[c_type],
+                             backward ? NULL : f32(bias, side),
+                             any(aux, side),
+                             f32(sums, side),
+                             add})
+                    same(c, 2e-5, "gemm c");
+                    same(aux, 2e-5, "gemm aux");
+                    if (sums) same(sums, of_c && c_type > 1 ? 2e-2 : 1e-4, "gemm bias gradient");
+                    release();
+                }
+}
+
+static void test_gemm_arguments(void)
+{
+    float x[64] = {0};
+    dtrain_gemm_args args = {DTRAIN_GEMM_ACT_BACKWARD,
+                             DTRAIN_ACT_GELU,
+                             2,
+                             2,
+                             2,
+                             1,
+                             0,
+                             x,
+                             x,
+                             x,
+                             2,
+                             2,
+                             2,
+                             DTRAIN_F32,
+                             DTRAIN_F32,
+                             DTRAIN_F32,
+                             NULL,
+                             NULL,
+                             NULL,
+                             false};
+    CHECK(cpu->ops->gemm(cpu, &args) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "aux") != NULL);
+    args.aux = x;
+    args.ldc = 3;
+    CHECK(cpu->ops->gemm(cpu, &args) == DTRAIN_ERROR_ARGUMENT);
+    args.flags = DTRAIN_GEMM_TRANS_A;
+    args.bias_grad = x;
+    args.lda = 5;
+    CHECK(cpu->ops->gemm(cpu, &args) == DTRAIN_ERROR_ARGUMENT);
+}
+
+static void test_activation_backward(void)
+{
+    enum { ROWS = 21, N = 35 };
+    for (int t = 0; t < TYPES; t++)
+        for (uint32_t activation = 0; activation < 3; activation++)
+            for (int options = 0; options < 8; options++) {
+                pair *x = noise(ROWS * N, types[t], 1), *d_out = noise(ROWS * N, types[t], 1);
+                pair *d_in = options & 1 ? d_out : noise(ROWS * N, types[t], 1);
+                pair *bias = options & 2 ? noise(N, DTRAIN_F32, 1) : NULL;
+                ON_BOTH(activation_backward, args,
+                        {activation, (options & 4) != 0, ROWS, N, any(x, side), any(d_out, side),
+                         any(d_in, side), f32(bias, side), types[t]})
+                same(d_in, 1e-5, "activation backward");
+                if (bias) same(bias, 1e-4, "bias gradient");
+                release();
+            }
+}
+
+static void test_layernorm(void)
+{
+    enum { ROWS = 40, N = 33 };
+    for (int xt = 0; xt < TYPES; xt++)
+        for (int yt = 0; yt < TYPES; yt++)
+            for (int options = 0; options < 8; options++) {
+                const bool fused = options & 1, add = options & 2, add_params = options & 4;
+                const double loose = types[xt] == DTRAIN_BF16  ? 3e-2
+                                     : types[xt] == DTRAIN_F16 ? 4e-3
+                                                               : 2e-5;
+                pair *x = noise(ROWS * N, types[xt], 2), *y = noise(ROWS * N, types[yt], 1);
+                pair *weight = noise(N, DTRAIN_F32, 1),
+                     *bias = add ? noise(N, DTRAIN_F32, 1) : NULL;
+                pair *mean = noise(ROWS, DTRAIN_F32, 1), *rstd = noise(ROWS, DTRAIN_F32, 1);
+                pair *residual = fused ? noise(ROWS * N, types[yt], 1) : NULL;
+                pair *sum = fused ? noise(ROWS * N, types[xt], 1) : NULL;
+                ON_BOTH(layernorm, args,
+                        {ROWS, N, 1e-5f, any(x, side), f32(weight, side), f32(bias, side),
+                         any(y, side), f32(mean, side), f32(rstd, side), any(residual, side),
+                         any(sum, side), types[xt], types[yt]})
+                same(y, 2e-5, "layernorm"); /* of the sum before it is rounded */
+                same(mean, 2e-5, "mean");
+                same(rstd, 2e-5, "rstd");
+                if (fused) same(sum, 0, "sum");
+                pair *d_y = noise(ROWS * N, types[yt], 1), *d_x = noise(ROWS * N, types[xt], 1);
+                pair *d_weight = noise(N, DTRAIN_F32, 1), *d_bias = noise(N, DTRAIN_F32, 1);
+                pair *copy = fused ? noise(ROWS * N, types[yt], 1) : NULL;
+                for (int side = 0; side < 2; side++) /* the same statistics for both */
+                    memcpy(f32(mean, side), f32(mean, 1), ROWS * 4),
+                        memcpy(f32(rstd, side), f32(rstd, 1), ROWS * 4);
+                ON_BOTH(layernorm_backward, args,
+                        {ROWS, N, add_params, add, any(x, side), f32(weight, side), f32(mean, side),
+                         f32(rstd, side), any(d_y, side), any(d_x, side), f32(d_weight, side),
+                         f32(d_bias, side), any(copy, side), types[xt], types[yt]})
+                same(d_x, 1e-4, "d_x");
+                same(d_weight, 2e-4, "d_weight");
+                same(d_bias, 1e-4, "d_bias");
+                if (fused) same(copy, loose, "d_residual");
+                release();
+            }
+    dtrain_layernorm_args half = {1,    1,    0,     &half, NULL,       NULL,      NULL,
+                                  NULL, NULL, &half, NULL,  DTRAIN_F32, DTRAIN_F32};
+    CHECK(cpu->ops->layernorm(cpu, &half) == DTRAIN_ERROR_ARGUMENT);
+}
+
+static void test_embedding(void)
+{
+    enum { ROWS = 30, SEQUENCE = 10, N = 21, VOCAB = 8 };
+    int32_t tokens[ROWS];
+    for (int i = 0; i < ROWS; i++) tokens[i] = i * 5 % VOCAB;
+    for (int t = 0; t < TYPES; t++)
+        for (int options = 0; options < 2; options++) {
+            pair *wte = noise(VOCAB * N, DTRAIN_F32, 1), *y = noise(ROWS * N, types[t], 1);
+            pair *wpe = options ? noise(SEQUENCE * N, DTRAIN_F32, 1) : NULL;
+            ON_BOTH(embedding, args,
+                    {ROWS, SEQUENCE, N, VOCAB, tokens, f32(wte, side), f32(wpe, side), any(y, side),
+                     types[t]})
+            same(y, 1e-6, "embedding");
+            ON_BOTH(embedding_backward, back,
+                    {ROWS, SEQUENCE, N, VOCAB, tokens, any(y, side), f32(wte, side), f32(wpe, side),
+                     types[t]})
+            same(wte, types[t] > DTRAIN_F32 ? 2e-2 : 1e-5, "d_wte");
+            if (wpe) same(wpe, types[t] > DTRAIN_F32 ? 2e-2 : 1e-5, "d_wpe");
+            release();
+        }
+}
+
+static void test_attention(void)
+{
+    enum { BATCH = 2, T = 13, HEADS = 3, N = 24 };
+    for (int t = 0; t < TYPES; t++)
+        for (int causal = 0; causal < 2; causal++) {
+            pair *qkv = noise(BATCH * T * 3 * N, types[t], 1),
+                 *y = noise(BATCH * T * N, types[t], 1);
+            pair *lse = noise(BATCH * HEADS * T, DTRAIN_F32, 1),
+                 *d_y = noise(BATCH * T * N, types[t], 1);
+            pair *d_qkv = noise(BATCH * T * 3 * N, types[t], 1);
+            ON_BOTH(attention, args,
+                    {BATCH, T, HEADS, N, causal != 0, any(qkv, side), any(y, side), f32(lse, side),
+                     types[t]})
+            same(y, 2e-5, "attention");
+            same(lse, 2e-5, "log-sum-exp");
+            memcpy(any(y, 0), any(y, 1), (size_t)(y->count * (types[t] > DTRAIN_F32 ? 2 : 4)));
+            ON_BOTH(attention_backward, back,
+                    {BATCH, T, HEADS, N, causal != 0, any(qkv, side), any(y, side), f32(lse, side),
+                     any(d_y, side), any(d_qkv, side), types[t]})
+            same(d_qkv, 1e-4, "d_qkv");
+            release();
+        }
+}
+
+static void test_cross_entropy(void)
+{
+    enum { ROWS = 9, N = 41 };
+    int32_t targets[ROWS];
+    for (int i = 0; i < ROWS; i++) targets[i] = i == 4 ? -1 : i * 11 % N;
+    for (int t = 0; t < TYPES; t++)
+        for (int options = 0; options < 4; options++) {
+            pair *logits = noise(ROWS * N, types[t], 3), *loss = noise(ROWS, DTRAIN_F32, 1);
+            pair *lse = noise(ROWS, DTRAIN_F32, 1), *upstream = noise(1, DTRAIN_F32, 1);
+            pair *d = options & 1 ? logits : noise(ROWS * N, types[t], 1);
+            const bool fused = options & 2;
+            ON_BOTH(cross_entropy, args,
+                    {ROWS, N, any(logits, side), targets, f32(loss, side), f32(lse, side),
+                     fused ? any(d, side) : NULL, 0.7f, types[t]})
+            same(loss, 2e-5, "loss");
+            same(lse, 2e-5, "log-sum-exp");
+            if (!fused)
+                ON_BOTH(cross_entropy_backward, back,
+                        {ROWS, N, 0.7f, any(logits, side), targets, f32(lse, side), any(d, side),
+                         f32(upstream, side), types[t]})
+            same(d, 2e-5, "d_logits");
+            release();
+        }
+}
+
+static void test_elementwise(void)
+{
+    enum { N = 1003 };
+    for (int t = 0; t < TYPES; t++)
+        for (int options = 0; options < 8; options++) {
+            const bool add = options & 1, broadcast = options & 2, constant = options & 4;
+            pair *x = noise(N, types[t], 1), *y = noise(N, types[t], 1),
+                 *z = noise(N, types[options % TYPES], 1);
+            ON_BOTH(axpby, args,
+                    {N, add, 1.5f, 0.5f, constant ? NULL : any(x, side), any(y, side), broadcast,
+                     types[t]})
+            same(y, 1e-6, "axpby");
+            ON_BOTH(add, sum,
+                    {N, any(x, side), any(z, side), any(x, side), types[t], types[options % TYPES]})
+            same(x, 1e-6, "add in place");
+            dtrain_step_scalars now;
+            memset(&now, 0, sizeof now);
+            now.seed = 5;
+            ON_BOTH(dropout, drop,
+                    {N, 0.3f, add, 11, 2, any(x, side), any(y, side), broadcast ? &now : NULL,
+                     types[t]})
+            same(y, 1e-6, "dropout");
+            release();
+        }
+}
+
+static void test_sums(void)
+{
+    enum { N = 9001 };
+    for (int t = 0; t < TYPES; t++)
+        for (int options = 0; options < 4; options++) {
+            double total[2] = {3, 3};
+            float out[2] = {0, 0};
+            pair *x = noise(N, types[t], 1);
+            ON_BOTH(sum, args,
+                    {N, (options & 1) != 0, (options & 2) != 0, 0.5, any(x, side), &total[side],
+                     &out[side], types[t]})
+            CHECK_CLOSE(total[0], total[1], 1e-9);
+            CHECK((double)out[0] == (double)(float)total[0]);
+            uint32_t found[2] = {0, 0};
+            ON_BOTH(finite, look, {N, any(x, side), types[t], &found[side]})
+            CHECK(found[0] == 0 && found[1] == 0);
+            for (int side = 0; side < 2; side++)
+                naive_put(any(x, side), types[t], N - 1, options & 1 ? HUGE_VAL : (double)NAN);
+            ON_BOTH(finite, again, {N, any(x, side), types[t], &found[side]})
+            CHECK(found[0] == 1 && found[1] == 1);
+            release();
+        }
+}
+
+static void test_clip(void)
+{
+    static const double squares[] = {0, 4, 1e6, 1e80, HUGE_VAL};
+    for (int i = 0; i < 5; i++)
+        for (int max_norm = 0; max_norm < 3; max_norm++) {
+            dtrain_step_scalars now[2];
+            float norm[2];
+            memset(now, 0, sizeof now);
+            now[0].grad_scale = now[1].grad_scale = 0.5f;
+            ON_BOTH(clip, args, {&squares[i], (float)max_norm, &now[side], &norm[side]})
+            CHECK((isinf(norm[0]) && isinf(norm[1])) ||
+                  test_close((double)norm[0], (double)norm[1], 1e-6));
+            CHECK_CLOSE(now[0].grad_scale, now[1].grad_scale, 1e-6);
+            CHECK(now[0].skip == now[1].skip && now[0].skip == (squares[i] > 1e79));
+        }
+}
+
+/* Two tensors with and without decay; scalars in device memory win over those of the call. */
+static void test_optimizers(void)
+{
+    enum { N = 517, SMALL = 3 };
+    for (int low_type = 1; low_type < TYPES; low_type++)
+        for (int options = 0; options < 8; options++) {
+            pair *value = noise(N, DTRAIN_F32, 1), *grad = noise(N, DTRAIN_F32, 1);
+            pair *m = noise(N, DTRAIN_F32, 0.1), *v = noise(N, DTRAIN_F32, 0),
+                 *low = noise(N, types[low_type], 1);
+            pair *one = noise(SMALL, DTRAIN_F32, 1), *one_grad = noise(SMALL, DTRAIN_F32, 1);
+            pair *one_m = noise(SMALL, DTRAIN_F32, 0), *one_v = noise(SMALL, DTRAIN_F32, 0);
+            dtrain_step_scalars now = {0, 0.02f, 0.3f, 0.2f, 2, options & 4 ? 1u : 0, 0};
+            const dtrain_step_scalars *scalars = options & 2 ? &now : NULL;
+            for (int side = 0; side < 2; side++) {
+                dtrain_device *device = side ? naive : cpu;
+                const dtrain_optimizer_tensor tensors[2] = {
+                    {N, 0.1f, types[low_type], f32(value, side), f32(grad, side), f32(m, side),
+                     f32(v, side), low_type > 1 ? any(low, side) : NULL},
+                    {SMALL, 0, DTRAIN_DTYPE_NONE, f32(one, side), f32(one_grad, side),
+                     f32(one_m, side), f32(one_v, side), NULL}};
+                const dtrain_adamw_args adamw = {2,    tensors, 0.01f, 0.9f,  0.99f, 1e-8f,
+                                                 0.1f, 0.01f,   0.5f,  false, 0,     scalars};
+                const dtrain_sgd_args sgd = {2,     tensors, 0.01f, 0.9f,   0.5f, low_type == 2,
+                                             false, false,   0,     scalars};
+                CHECK((options & 1 ? device->ops->adamw(device, &adamw)
+                                   : device->ops->sgd(device, &sgd)) == DTRAIN_OK);
+            }
+            same(value, 2e-6, "value");
+            same(m, 2e-6, "m");
+            same(v, 2e-6, "v");
+            same(one, 2e-6, "second value");
+            if (low_type > 1) same(low, 2e-6, "low copy");
+            release();
+        }
+}
+
+/* Each low copy is one of the two neighbours, and the mean over many draws is the value itself. */
+static void test_stochastic_rounding(void)
+{
+    enum { N = 64, DRAWS = 2000 };
+    for (int which = 0; which < 2; which++) {
+        const dtrain_dtype dtype = which ? DTRAIN_F16 : DTRAIN_BF16;
+        const double step = which ? 1.0 / 1024 : 1.0 / 128;
+        float value[N], grad[N] = {0};
+        uint16_t low[N];
+        double mean[N] = {0};
+        for (int i = 0; i < N; i++) value[i] = 1 + 0.9f * dtrain_random_uniform(1, 1, (uint64_t)i);
+        value[7] = -value[7];
+        const dtrain_optimizer_tensor one = {N, 0, dtype, value, grad, NULL, NULL, low};
+        for (uint64_t draw = 0; draw < DRAWS; draw++) {
+            const dtrain_sgd_args args = {1, &one, 0.1f, 0, 1, false, false, true, draw, NULL};
+            CHECK(cpu->ops->sgd(cpu, &args) == DTRAIN_OK);
+            for (int i = 0; i < N; i++) {
+                const double got = naive_get(low, dtype, i);
+                if (fabs(got - (double)value[i]) >= step)
+                    CHECK_MSG(0, "%g became %g", (double)value[i], got);
+                mean[i] += got / DRAWS;
+            }
+        }
+        for (int i = 0; i < N; i++)
+            CHECK_CLOSE(mean[i], (double)value[i], 4 * step / sqrt((double)DRAWS));
+    }
+    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_BF16, 0xffffffffu) == 0x7f80);
+    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_F16, 0xffffffffu) == 0x7c00);
+    CHECK(dtrain__round_random(1e-6f, DTRAIN_F16, 0xffffffffu) == dtrain_f32_to_f16(1e-6f));
+}
+
+static void test_sparse(void)
+{
+    static const int64_t counts[] = {1, 2, 63, 1000, 4099};
+    for (int c = 0; c < 5; c++)
+        for (int variant = 0; variant < 6; variant++) {
+            const int64_t n = counts[c], k = variant % 3 == 0   ? 1
+                                             : variant % 3 == 1 ? n
+                                                                : (n + 9) / 10;
+            pair *x = noise(n, DTRAIN_F32, 1),
+                 *residual = variant < 3 ? noise(n, DTRAIN_F32, 1) : NULL;
+            pair *values = noise(k, DTRAIN_F32, 1), *out = noise(n, DTRAIN_F32, 1);
+            int32_t *indices[2] = {(int32_t *)calloc((size_t)k, 4),
+                                   (int32_t *)calloc((size_t)k, 4)};
+            for (int side = 0; side < 2 && variant == 5; side++)
+                for (int64_t i = 0; i < n; i++)
+                    f32(x, side)[i] = i % 7 == 3 ? NAN : i % 2 ? 1.0f : -1.0f;
+            ON_BOTH(topk, args,
+                    {n, k, f32(x, side), f32(residual, side), f32(values, side), indices[side]})
+            CHECK(memcmp(indices[0], indices[1], (size_t)k * 4) == 0);
+            CHECK(memcmp(f32(values, 0), f32(values, 1), (size_t)k * 4) == 0);
+            if (residual) CHECK(memcmp(f32(residual, 0), f32(residual, 1), (size_t)n * 4) == 0);
+            ON_BOTH(scatter_add, add,
+                    {n, k, 0.5f, f32(values, side), indices[side], f32(out, side)})
+            CHECK(memcmp(f32(out, 0), f32(out, 1), (size_t)n * 4) == 0);
+            free(indices[0]), free(indices[1]);
+            release();
+        }
+    float x[4] = {1, 2, 3, 4};
+    int32_t at[4] = {0, 4, 1, -1};
+    dtrain_topk_args none = {4, 0, x, NULL, x, at}, more = {4, 5, x, NULL, x, at};
+    dtrain_scatter_add_args outside = {4, 4, 1, x, at, x};
+    CHECK(cpu->ops->topk(cpu, &none) == DTRAIN_ERROR_ARGUMENT &&
+          cpu->ops->topk(cpu, &more) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(cpu->ops->scatter_add(cpu, &outside) == DTRAIN_ERROR_DATA);
+    CHECK(strstr(dtrain_last_error(), "index 4 at place 1") != NULL && x[0] == 1);
+}
+
+/* Streams, events and pinned memory of the CPU are there and harmless; graphs are refused. */
+static void test_order(void)
+{
+    const dtrain_device_ops *ops = cpu->ops;
+    dtrain_device_info info;
+    dtrain_stream *stream;
+    dtrain_event *begin, *end;
+    dtrain_graph *graph;
+    void *memory;
+    char text[8] = "abc";
+    float milliseconds = -1;
+    bool done = false;
+    CHECK(ops->query(cpu, &info) == DTRAIN_OK && info.memory_bytes > 0 &&
+          strcmp(info.id, "cpu") == 0);
+    CHECK(ops->stream_create(cpu, true, &stream) == DTRAIN_OK && !ops->stream_native(cpu, stream));
+    CHECK(ops->event_create(cpu, true, &begin) == DTRAIN_OK);
+    CHECK(ops->event_create(cpu, true, &end) == DTRAIN_OK);
+    CHECK(ops->event_record(cpu, begin, stream) == DTRAIN_OK);
+    CHECK(ops->host_alloc(cpu, 100, &memory) == DTRAIN_OK && ((uintptr_t)memory & 63) == 0);
+    CHECK(ops->host_register(cpu, memory, 100) == DTRAIN_OK && !ops->is_device_memory(cpu, memory));
+    CHECK(ops->copy_async(cpu, memory, text, 4, DTRAIN_COPY_HOST_TO_DEVICE, stream) == DTRAIN_OK);
+    CHECK(strcmp((char *)memory, "abc") == 0);
+    ops->host_unregister(cpu, memory);
+    ops->host_free(cpu, memory, 100);
+    CHECK(ops->event_record(cpu, end, NULL) == DTRAIN_OK &&
+          ops->event_wait(cpu, end, stream) == DTRAIN_OK);
+    CHECK(ops->event_query(cpu, end, &done) == DTRAIN_OK && done);
+    CHECK(ops->event_elapsed(cpu, begin, end, &milliseconds) == DTRAIN_OK && milliseconds >= 0);
+    ops->event_destroy(cpu, begin), ops->event_destroy(cpu, end), ops->stream_destroy(cpu, stream);
+    CHECK(ops->graph_begin(cpu) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(ops->graph_end(cpu, &graph) == DTRAIN_ERROR_UNSUPPORTED && !graph);
+    CHECK(ops->graph_launch(cpu, NULL) == DTRAIN_ERROR_UNSUPPORTED);
+}
+
+static void test_wrong_types(void)
+{
+    float x[4] = {0};
+    dtrain_add_args add = {4, x, x, x, DTRAIN_I32, DTRAIN_F32};
+    dtrain_finite_args finite = {4, x, DTRAIN_I64, NULL};
+    CHECK(cpu->ops->add(cpu, &add) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(strstr(dtrain_last_error(), "i32") != NULL);
+    CHECK(cpu->ops->finite(cpu, &finite) == DTRAIN_ERROR_UNSUPPORTED);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    open_devices();
+    RUN(test_gemm);
+    RUN(test_gemm_arguments);
+    RUN(test_activation_backward);
+    RUN(test_layernorm);
+    RUN(test_embedding);
+    RUN(test_attention);
+    RUN(test_cross_entropy);
+    RUN(test_elementwise);
+    RUN(test_sums);
+    RUN(test_clip);
+    RUN(test_optimizers);
+    RUN(test_stochastic_rounding);
+    RUN(test_sparse);
+    RUN(test_order);
+    RUN(test_wrong_types);
+    dtrain_device_destroy(cpu);
+    dtrain_device_destroy(naive);
+    return test_summary();
+}

@@ -1,0 +1,1062 @@
+/* test_nccl.c: dtrain_nccl.h over the mock of NCCL and a device whose streams run late (tests/nccl_mock/).
+ * Ranks are processes. Expected values are naive loops over every rank's input, which is a function of
+ * (rank, index); all values are small integers, so sums are exact in every data type.
+ *
+ * Built once for each NCCL_MOCK_VERSION that has a gate: tests/test_nccl.sh. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#define DTRAIN_NCCL_LINKED
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+
+#include "test.h"
+#include "ranks.h"
+#include "nccl_mock/nccl_mock.c"
+#include "nccl_mock/late_device.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/lsan_interface.h>
+#endif
+
+enum { MOST = 8 };
+
+static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16, DTRAIN_I32, DTRAIN_I64};
+static const dtrain_reduce_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MIN, DTRAIN_MAX,
+                                       DTRAIN_PROD};
+
+/* ---- launching ---- */
+
+/* What the device's end finds is checked when everything of the rank is gone. */
+static bool expect_leftovers;
+static void checked_destroy(dtrain_device *device)
+{
+    CHECK(!device->while_waiting && !device->waiting_user);
+    late_destroy(device);
+    if (expect_leftovers) return;
+    CHECK_MSG(late_count.misuses == 0, "the device was misused %d times", late_count.misuses);
+    CHECK_MSG(nccl_mock_count.misuses == 0, "NCCL was misused %d times", nccl_mock_count.misuses);
+    CHECK_MSG(nccl_mock_count.comms == 0, "%d NCCL communicators are left", nccl_mock_count.comms);
+    CHECK_MSG(nccl_mock_count.registrations == 0, "%d registrations are left",
+              nccl_mock_count.registrations);
+    CHECK_MSG(nccl_mock_count.allocations == 0, "%d allocations of NCCL are left",
+              nccl_mock_count.allocations);
+#ifdef __SANITIZE_ADDRESS__
+    CHECK(__lsan_do_recoverable_leak_check() ==
+          0); /* ranks end by _exit, where nobody else looks */
+#endif
+}
+
+/* The mock's controls are set for some ranks before their worlds are made: in the device's create. */
+static nccl_mock_controls rank_controls[MOST];
+static bool
+    rank_same_device; /* seen by dtrain_nccl.h alone: the launcher would not have asked for NCCL */
+static dtrain_result checked_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    nccl_mock = rank_controls[desc->device_index % MOST];
+    return late_create(desc, device);
+}
+static dtrain_result checked_query(dtrain_device *device, dtrain_device_info *info)
+{
+    const dtrain_result result = late_query(device, info);
+    late_one_id = rank_same_device; /* from the second time on */
+    return result;
+}
+
+static const dtrain_device_ops *test_ops(void)
+{
+    static dtrain_device_ops table;
+    table = *late_device_ops();
+    table.create = checked_create;
+    table.destroy = checked_destroy;
+    table.query = checked_query;
+    return &table;
+}
+
+static void quiet(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)rank;
+    (void)text;
+}
+
+static dtrain_launch_desc nccl_desc(int ranks, uint32_t timeout_ms)
+{
+    dtrain_launch_desc desc = ranks_desc(ranks, DTRAIN_LAUNCH_PROCESSES);
+    desc.timeout_ms = timeout_ms;
+    desc.grace_ms = 20000; /* ranks must end by themselves */
+    desc.device_ops = test_ops();
+    desc.comm_ops = dtrain_nccl_comm_ops();
+    desc.log = quiet;
+    return desc;
+}
+
+static void nccl_run(int ranks, dtrain_rank_fn rank_main, void *user)
+{
+    dtrain_launch_desc desc = nccl_desc(ranks, 20000);
+    const dtrain_result result = ranks_launch(&desc, rank_main, user, NULL);
+    CHECK_MSG(result == DTRAIN_OK, "%d ranks: %s: %s", ranks, dtrain_result_name(result),
+              result == DTRAIN_OK ? "" : dtrain_last_error());
+}
+
+/* ---- values ---- */
+
+static int value_of(int rank, size_t i) { return (int)((i * 7 + (size_t)rank * 5) % 5) - 2; }
+
+static void put(void *to, size_t i, dtrain_dtype dtype, double value)
+{
+    switch (dtype) {
+    case DTRAIN_F32: ((float *)to)[i] = (float)value; break;
+    case DTRAIN_BF16: ((uint16_t *)to)[i] = dtrain_f32_to_bf16((float)value); break;
+    case DTRAIN_F16: ((uint16_t *)to)[i] = dtrain_f32_to_f16((float)value); break;
+    case DTRAIN_I32: ((int32_t *)to)[i] = (int32_t)value; break;
+    default: ((int64_t *)to)[i] = (int64_t)value; break;
+    }
+}
+
+static double get(const void *from, size_t i, dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_F32: return ((const float *)from)[i];
+    case DTRAIN_BF16: return dtrain_bf16_to_f32(((const uint16_t *)from)[i]);
+    case DTRAIN_F16: return dtrain_f16_to_f32(((const uint16_t *)from)[i]);
+    case DTRAIN_I32: return ((const int32_t *)from)[i];
+    default: return (double)((const int64_t *)from)[i];
+    }
+}
+
+/* What a reduction of element i over `size` ranks gives, rounded as the type rounds. */
+static double reduced(int size, size_t i, dtrain_dtype dtype, dtrain_reduce_op op)
+{
+    char rounded[8];
+    double result = value_of(0, i);
+    for (int r = 1; r < size; r++) {
+        const double x = value_of(r, i);
+        if (op == DTRAIN_SUM || op == DTRAIN_MEAN) result += x;
+        else if (op == DTRAIN_PROD) result *= x;
+        else if (op == DTRAIN_MIN) result = x < result ? x : result;
+        else result = x > result ? x : result;
+    }
+    if (op != DTRAIN_MEAN) return result;
+    put(rounded, 0, dtype, (float)result * (1.0f / (float)size));
+    return get(rounded, 0, dtype);
+}
+
+/* ---- buffers: of the device, of the communicator, of the host ---- */
+
+typedef enum { ON_DEVICE, IN_COMM, ON_HOST, PLACES } place_id;
+
+typedef struct buffer {
+    dtrain_comm *comm;
+    place_id place;
+    size_t bytes;
+    void *memory;
+} buffer;
+
+static dtrain_device *device_of(dtrain_comm *comm) { return dtrain_world_device(comm->world); }
+
+static buffer buffer_make(dtrain_comm *comm, place_id place, size_t bytes)
+{
+    buffer b = {comm, place, bytes ? bytes : 8, NULL};
+    dtrain_device *device = device_of(comm);
+    dtrain_result result = DTRAIN_OK;
+    if (place == ON_HOST) b.memory = calloc(1, b.bytes);
+    else if (place == IN_COMM) result = dtrain_comm_alloc(comm, b.bytes, &b.memory);
+    else result = device->ops->alloc(device, b.bytes, &b.memory);
+    CHECK_MSG(result == DTRAIN_OK && b.memory, "no buffer: %s", dtrain_last_error());
+    return b;
+}
+
+static void buffer_free(buffer *b)
+{
+    dtrain_device *device = device_of(b->comm);
+    if (b->place == ON_HOST) free(b->memory);
+    else if (b->place == IN_COMM) dtrain_comm_free(b->comm, b->memory, b->bytes);
+    else device->ops->free(device, b->memory, b->bytes);
+}
+
+static void buffer_write(buffer *b, const void *from, size_t bytes)
+{
+    dtrain_device *device = device_of(b->comm);
+    if (b->place == ON_HOST) memcpy(b->memory, from, bytes);
+    else
+        CHECK(device->ops->copy(device, b->memory, from, bytes, DTRAIN_COPY_HOST_TO_DEVICE) ==
+              DTRAIN_OK);
+}
+
+/* Host memory is read as it is: the wait must have filled it. The device is asked in stream order. */
+static void buffer_read(buffer *b, void *to, size_t bytes)
+{
+    dtrain_device *device = device_of(b->comm);
+    if (b->place == ON_HOST) memcpy(to, b->memory, bytes);
+    else
+        CHECK(device->ops->copy(device, to, b->memory, bytes, DTRAIN_COPY_DEVICE_TO_HOST) ==
+              DTRAIN_OK);
+}
+
+/* ---- one collective against the loops ---- */
+
+typedef struct one_case {
+    uint32_t kind;
+    dtrain_dtype dtype;
+    dtrain_reduce_op op;
+    int root;
+    size_t count;
+    place_id send_place, recv_place;
+    bool in_place, blocking;
+} one_case;
+
+enum { LONGEST = 2048 };
+
+static dtrain_result start_case(dtrain_comm *comm, const one_case *c, const void *send, void *recv,
+                                dtrain_work **work)
+{
+    switch (c->kind) {
+    case DTRAIN_ALL_REDUCE:
+        return dtrain_all_reduce(comm, send, recv, c->count, c->dtype, c->op, work);
+    case DTRAIN_REDUCE_SCATTER:
+        return dtrain_reduce_scatter(comm, send, recv, c->count, c->dtype, c->op, work);
+    case DTRAIN_ALL_GATHER: return dtrain_all_gather(comm, send, recv, c->count, c->dtype, work);
+    case DTRAIN_BROADCAST: return dtrain_broadcast(comm, recv, c->count, c->dtype, c->root, work);
+    default: return dtrain_reduce(comm, send, recv, c->count, c->dtype, c->op, c->root, work);
+    }
+}
+
+static double expected_of(const one_case *c, int rank, int size, size_t i)
+{
+    switch (c->kind) {
+    case DTRAIN_ALL_GATHER: return value_of((int)(i / c->count), i % c->count);
+    case DTRAIN_BROADCAST: return value_of(c->root, i);
+    case DTRAIN_REDUCE_SCATTER: return reduced(size, (size_t)rank * c->count + i, c->dtype, c->op);
+    default: return reduced(size, i, c->dtype, c->op);
+    }
+}
+
+static void run_case(dtrain_comm *comm, const one_case *c)
+{
+    static char host[LONGEST * 8 * MOST];
+    const int rank = dtrain_comm_rank(comm), size = dtrain_comm_size(comm);
+    const size_t unit = dtrain_dtype_bytes(c->dtype);
+    const size_t send_count = c->kind == DTRAIN_REDUCE_SCATTER ? c->count * (size_t)size : c->count;
+    const size_t recv_count = c->kind == DTRAIN_ALL_GATHER ? c->count * (size_t)size : c->count;
+    const size_t slice = (size_t)rank * c->count * unit;
+    const bool shared = c->in_place || c->kind == DTRAIN_BROADCAST;
+    const size_t most = send_count > recv_count ? send_count : recv_count;
+    buffer recv = buffer_make(comm, c->recv_place, (shared ? most : recv_count) * unit);
+    buffer send = shared ? recv : buffer_make(comm, c->send_place, send_count * unit);
+    char *from = (char *)send.memory, *to = (char *)recv.memory;
+    dtrain_work *work = NULL;
+    size_t wrong = 0;
+    if (shared && c->kind == DTRAIN_ALL_GATHER) from += slice;
+    if (shared && c->kind == DTRAIN_REDUCE_SCATTER) to += slice;
+    for (size_t i = 0; i < send_count; i++) put(host, i, c->dtype, value_of(rank, i));
+    if (c->kind != DTRAIN_BROADCAST || rank == c->root) {
+        buffer part = send;
+        part.memory = from;
+        buffer_write(&part, host, send_count * unit);
+    }
+    dtrain_result result = start_case(comm, c, from, to, c->blocking ? NULL : &work);
+    if (result == DTRAIN_OK) result = dtrain_work_wait(work);
+    CHECK_MSG(result == DTRAIN_OK, "kind %u: %s", c->kind, dtrain_last_error());
+    if (c->kind != DTRAIN_REDUCE || rank == c->root) {
+        buffer part = recv;
+        part.memory = to;
+        memset(host, 0x55, recv_count * unit);
+        buffer_read(&part, host, recv_count * unit);
+        for (size_t i = 0; i < recv_count; i++)
+            wrong += get(host, i, c->dtype) != expected_of(c, rank, size, i);
+    }
+    CHECK_MSG(wrong == 0,
+              "kind %u %s op %d count %zu root %d places %d %d in place %d: %zu elements are wrong",
+              c->kind, dtrain_dtype_name(c->dtype), (int)c->op, c->count, c->root,
+              (int)c->send_place, (int)c->recv_place, c->in_place, wrong);
+    CHECK(device_of(comm)->ops->synchronize(device_of(comm)) ==
+          DTRAIN_OK); /* a rank that only sends has not read */
+    if (!shared) buffer_free(&send);
+    buffer_free(&recv);
+}
+
+/* Every kind, type and operation at every place (step 1), at one place each (step 0), or only each step-th of them
+ * all. Counts walk through a list. */
+static void run_all_cases(dtrain_comm *comm, int step)
+{
+    static const size_t counts[] = {1, 7, 64, 1000};
+    static const uint32_t kinds[] = {DTRAIN_ALL_REDUCE, DTRAIN_REDUCE_SCATTER, DTRAIN_ALL_GATHER,
+                                     DTRAIN_BROADCAST, DTRAIN_REDUCE};
+    int at = 0;
+    for (size_t k = 0; k < 5; k++)
+        for (size_t t = 0; t < 5; t++)
+            for (size_t o = 0; o < 5; o++)
+                for (int place = 0; place < PLACES * 2; place++) {
+                    one_case c;
+                    const bool integer = dtypes[t] == DTRAIN_I32 || dtypes[t] == DTRAIN_I64;
+                    const bool reduces =
+                        kinds[k] != DTRAIN_ALL_GATHER && kinds[k] != DTRAIN_BROADCAST;
+                    if ((ops[o] == DTRAIN_MEAN && integer) || (!reduces && o)) continue;
+                    at++;
+                    if (step ? at % step : (size_t)place != (k + t + o) % (PLACES * 2)) continue;
+                    c.kind = kinds[k];
+                    c.dtype = dtypes[t];
+                    c.op = ops[o];
+                    c.root = at % dtrain_comm_size(comm);
+                    c.count = counts[at % 4];
+                    c.in_place = place >= PLACES;
+                    c.recv_place = (place_id)(place % PLACES);
+                    c.send_place = c.in_place ? c.recv_place : (place_id)(at % PLACES);
+                    c.blocking = at % 3 == 0;
+                    run_case(comm, &c);
+                }
+}
+
+static int rank_collectives(dtrain_world *world, void *user)
+{
+    run_all_cases(dtrain_world_comm(world), *(int *)user);
+    return 0;
+}
+
+static void test_collectives(void)
+{
+    static const int sizes[] = {1, 2, 3, 4, 8};
+    for (size_t i = 0; i < 5; i++) {
+        int step = sizes[i] == 2 || sizes[i] == 3 || ranks_full();
+        nccl_run(sizes[i], rank_collectives, &step);
+    }
+}
+
+/* NCCL that needs a while for every call and every operation. */
+static void test_slow_calls(void)
+{
+    int step = 5;
+    for (int r = 0; r < MOST; r++) {
+        rank_controls[r].progress_polls = 1 + r % 3;
+        rank_controls[r].delay_steps = 1 + r % 4;
+    }
+    nccl_run(3, rank_collectives, &step);
+}
+
+/* ---- order ---- */
+
+static dtrain_result scale(dtrain_device *device, float *memory, size_t count, float factor)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = (int64_t)count;
+    args.a = factor;
+    args.x = memory;
+    args.y = memory;
+    args.dtype = DTRAIN_F32;
+    return device->ops->axpby(device, &args);
+}
+
+/* kernel -> collective -> kernel, the host never waiting in between; then many at once, waited for backwards. */
+static int rank_order(dtrain_world *world, void *user)
+{
+    enum { COUNT = 500, MANY = 150 };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    dtrain_device *device = dtrain_world_device(world);
+    const float size = (float)dtrain_world_size(world);
+    float host[COUNT];
+    dtrain_work *works[MANY];
+    buffer b = buffer_make(comm, IN_COMM, sizeof host), many[MANY];
+    (void)user;
+    for (int i = 0; i < COUNT; i++) host[i] = 1;
+    buffer_write(&b, host, sizeof host);
+    for (int turn = 0; turn < 3; turn++) {
+        RANKS_TRY(scale(device, (float *)b.memory, COUNT, 3));
+        RANKS_TRY(
+            dtrain_all_reduce(comm, b.memory, b.memory, COUNT, DTRAIN_F32, DTRAIN_MEAN, &works[0]));
+        RANKS_TRY(dtrain_work_wait(works[0]));
+        RANKS_TRY(scale(device, (float *)b.memory, COUNT, 0.5f));
+    }
+    buffer_read(&b, host, sizeof host);
+    CHECK_CLOSE(host[0], 3.375, 0);
+    CHECK_CLOSE(host[COUNT - 1], 3.375, 0);
+    for (int i = 0; i < MANY; i++) {
+        host[0] = (float)i;
+        many[i] = buffer_make(comm, ON_DEVICE, sizeof host[0]);
+        buffer_write(&many[i], host, sizeof host[0]);
+    }
+    for (int i = 0; i < MANY; i++)
+        RANKS_TRY(dtrain_all_reduce(comm, many[i].memory, many[i].memory, 1, DTRAIN_F32, DTRAIN_SUM,
+                                    &works[i]));
+    CHECK(comm->in_flight == MANY && comm->outstanding == MANY);
+    for (int i = MANY; i-- > 0;) RANKS_TRY(dtrain_work_wait(works[i]));
+    CHECK(comm->in_flight == 0 && comm->outstanding == 0);
+    for (int i = 0; i < MANY; i++) {
+        buffer_read(&many[i], host, sizeof host[0]);
+        CHECK_CLOSE(host[0], (float)i * size, 0);
+        buffer_free(&many[i]);
+    }
+    buffer_free(&b);
+    return 0;
+}
+static void test_order(void)
+{
+    nccl_run(1, rank_order,
+             NULL); /* at once: before the compute stream, unless told to wait for it */
+    nccl_run(2, rank_order, NULL);
+    for (int r = 0; r < MOST; r++)
+        rank_controls[r].delay_steps = 3; /* late: after it, unless that waits */
+    nccl_run(2, rank_order, NULL);
+}
+
+/* test becomes true without a wait; barriers and empty operations meet all ranks. */
+static int rank_test_and_barrier(dtrain_world *world, void *user)
+{
+    int *arrived = (int *)user;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    buffer b = buffer_make(comm, ON_DEVICE, 4);
+    dtrain_work *work;
+    bool done = false;
+    float one = 1;
+    for (int turn = 1; turn <= 3; turn++) {
+        ranks_sleep_us(rank * 20000);
+        __atomic_add_fetch(arrived, 1, __ATOMIC_SEQ_CST);
+        if (turn == 1) RANKS_TRY(dtrain_barrier(comm));
+        if (turn == 2)
+            RANKS_TRY(dtrain_all_reduce(comm, NULL, NULL, 0, DTRAIN_F32, DTRAIN_MEAN, NULL));
+        if (turn == 3) RANKS_TRY(dtrain_broadcast(comm, NULL, 0, DTRAIN_F16, size - 1, NULL));
+        CHECK_MSG(__atomic_load_n(arrived, __ATOMIC_SEQ_CST) >= turn * size,
+                  "rank %d went ahead in turn %d", rank, turn);
+    }
+    buffer_write(&b, &one, sizeof one);
+    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 1, DTRAIN_F32, DTRAIN_SUM, &work));
+    for (int i = 0; i < 1000000 && !done; i++) RANKS_TRY(dtrain_work_test(work, &done));
+    CHECK(done && comm->in_flight == 0 && comm->outstanding == 1);
+    RANKS_TRY(dtrain_work_wait(work));
+    buffer_read(&b, &one, sizeof one);
+    CHECK_CLOSE(one, size, 0);
+    buffer_free(&b);
+    return 0;
+}
+static void test_test_and_barrier(void)
+{
+    int *arrived = (int *)ranks_shared(sizeof *arrived);
+    nccl_run(4, rank_test_and_barrier, arrived);
+}
+
+/* ---- point to point ---- */
+
+/* Everybody sends before it receives: only a group can do that. */
+static int rank_exchange(dtrain_world *world, void *user)
+{
+    enum { MESSAGES = 40, COUNT = 300 };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    const int next = (rank + 1) % size, last = (rank + size - 1) % size;
+    float host[COUNT];
+    dtrain_work *sent[MESSAGES], *got[MESSAGES];
+    buffer out[MESSAGES], in[MESSAGES];
+    (void)user;
+    for (int m = 0; m < MESSAGES; m++) {
+        const size_t count = (size_t)(m * 7 % COUNT); /* the first has no data */
+        out[m] = buffer_make(comm, m % 3 == 1 ? ON_HOST : ON_DEVICE, sizeof host);
+        in[m] = buffer_make(comm, m % 5 == 1 ? ON_HOST : ON_DEVICE, sizeof host);
+        for (size_t i = 0; i < COUNT; i++) host[i] = (float)(rank * 1000 + m) + (float)i / 512;
+        buffer_write(&out[m], host, sizeof host);
+        RANKS_TRY(dtrain_send(comm, out[m].memory, count, DTRAIN_F32, next, &sent[m]));
+        RANKS_TRY(dtrain_recv(comm, in[m].memory, count, DTRAIN_F32, last, &got[m]));
+    }
+    RANKS_TRY(dtrain_barrier(comm));
+    for (int m = 0; m < MESSAGES; m++) {
+        const size_t count = (size_t)(m * 7 % COUNT);
+        size_t wrong = 0;
+        RANKS_TRY(dtrain_work_wait(sent[m]));
+        RANKS_TRY(dtrain_work_wait(got[m]));
+        buffer_read(&in[m], host, sizeof host);
+        for (size_t i = 0; i < count; i++)
+            wrong += host[i] != (float)(last * 1000 + m) + (float)i / 512;
+        CHECK_MSG(wrong == 0, "message %d: %zu elements are wrong", m, wrong);
+        buffer_free(&out[m]);
+        buffer_free(&in[m]);
+    }
+    CHECK_MSG(nccl_mock_count.groups == 4, "%d launches, expected 3 groups and a barrier",
+              nccl_mock_count.groups);
+    return 0;
+}
+
+/* A chain of blocking calls, as a pipeline makes them. */
+static int rank_chain(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    int32_t token = 0;
+    (void)user;
+    if (rank > 0) RANKS_TRY(dtrain_recv(comm, &token, 1, DTRAIN_I32, rank - 1, NULL));
+    CHECK(token == rank);
+    token++;
+    if (rank + 1 < size) RANKS_TRY(dtrain_send(comm, &token, 1, DTRAIN_I32, rank + 1, NULL));
+    return 0;
+}
+
+static void test_point_to_point(void)
+{
+    nccl_run(2, rank_exchange, NULL);
+    nccl_run(3, rank_exchange, NULL);
+    nccl_run(4, rank_chain, NULL);
+    rank_controls[1].progress_polls = 2;
+    nccl_run(3, rank_exchange, NULL);
+}
+
+/* ---- split ---- */
+
+static int rank_split(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world), *half = NULL, *quarter = NULL, *none = NULL;
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    const int members = (size + 1 - rank % 2) / 2;
+    (void)user;
+    RANKS_TRY(dtrain_comm_split(comm, rank % 2, -rank, &half)); /* the key turns the order around */
+    CHECK(dtrain_comm_size(half) == members);
+    CHECK(dtrain_comm_rank(half) == members - 1 - rank / 2);
+    for (int i = 0; i < members; i++)
+        CHECK(dtrain_comm_world_rank(half, i) == 2 * (members - 1 - i) + rank % 2);
+    run_all_cases(half, 23);
+    RANKS_TRY(dtrain_comm_split(half, dtrain_comm_rank(half) == 0 ? -1 : 3, 0, &quarter));
+    CHECK((quarter == NULL) == (dtrain_comm_rank(half) == 0));
+    if (quarter) {
+        CHECK(dtrain_comm_size(quarter) == members - 1);
+        for (int i = 0; i < members - 1; i++) /* equal keys keep the order */
+            CHECK(dtrain_comm_world_rank(quarter, i) == dtrain_comm_world_rank(half, i + 1));
+        run_all_cases(quarter, 31);
+    }
+    RANKS_TRY(dtrain_comm_split(comm, -7, 0, &none));
+    CHECK(none == NULL);
+    CHECK(nccl_mock_count.native_splits == (DTRAIN_NCCL_HAS_SPLIT ? 3 : 0));
+    run_all_cases(comm, 37); /* all of them in turn, on one stream */
+    if (quarter) RANKS_TRY(dtrain_comm_destroy(quarter));
+    RANKS_TRY(dtrain_comm_destroy(half));
+    RANKS_TRY(dtrain_comm_split(comm, 0, rank, &none)); /* left to the end of the world */
+    run_all_cases(none, 41);
+    return 0;
+}
+static void test_split(void)
+{
+    nccl_run(5, rank_split, NULL);
+    for (int r = 0; r < MOST; r++) rank_controls[r].progress_polls = 2;
+    nccl_run(4, rank_split, NULL);
+}
+
+/* ---- memory, the steady state ---- */
+
+static int rank_memory(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    void *a, *b, *left;
+    char bytes[1000];
+    (void)user;
+    RANKS_TRY(dtrain_comm_alloc(comm, 1000, &a));
+    RANKS_TRY(dtrain_comm_alloc(comm, 0, &b));
+    RANKS_TRY(dtrain_comm_alloc(comm, 64, &left)); /* for the end of the world to free */
+    CHECK(nccl_mock_count.registrations == (DTRAIN_NCCL_HAS_MEMORY ? 3 : 0));
+    CHECK(nccl_mock_count.allocations == (DTRAIN_NCCL_HAS_MEMORY ? 3 : 0));
+    RANKS_TRY(
+        device_of(comm)->ops->copy(device_of(comm), bytes, a, 1000, DTRAIN_COPY_DEVICE_TO_HOST));
+    for (int i = 0; i < 1000; i++) CHECK(bytes[i] == 0);
+    dtrain_comm_free(comm, a, 1000);
+    dtrain_comm_free(comm, b, 0);
+    CHECK(nccl_mock_count.registrations == (DTRAIN_NCCL_HAS_MEMORY ? 1 : 0));
+    nccl_mock.no_memory = true;
+    if (DTRAIN_NCCL_HAS_MEMORY) {
+        CHECK(dtrain_comm_alloc(comm, 1000, &a) == DTRAIN_ERROR_MEMORY && !a);
+        CHECK(strstr(dtrain_last_error(), "ncclMemAlloc") != NULL);
+    }
+    RANKS_TRY(dtrain_barrier(comm)); /* a failed allocation is no failure of the communicator */
+    return 0;
+}
+static void test_memory(void) { nccl_run(2, rank_memory, NULL); }
+
+static int allocator_calls;
+static void *counting_alloc(void *user, size_t bytes)
+{
+    (void)user;
+    allocator_calls++;
+    return malloc(bytes);
+}
+static void counting_free(void *user, void *memory, size_t bytes)
+{
+    (void)user;
+    (void)bytes;
+    free(memory);
+}
+
+static int rank_steady(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    buffer b = buffer_make(comm, IN_COMM, 400);
+    late_counts before = late_count;
+    int calls = 0, queries = 0;
+    float host[100];
+    (void)user;
+    for (int step = 0; step < 200; step++) {
+        dtrain_work *work, *other;
+        RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_F32, DTRAIN_MEAN, &work));
+        RANKS_TRY(dtrain_broadcast(comm, b.memory, 100, DTRAIN_F32, 1, &other));
+        RANKS_TRY(dtrain_work_wait(work));
+        RANKS_TRY(dtrain_work_wait(other));
+        if (step % 10 == 0) RANKS_TRY(device_of(comm)->ops->synchronize(device_of(comm)));
+        if (step == 100) queries = late_count.queries;
+        if (step == 109)
+            CHECK_MSG(late_count.queries - queries < 1000, "device operations are polled");
+        RANKS_TRY(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_MAX, NULL));
+        if (step == 0) {
+            before = late_count;
+            calls = allocator_calls;
+        }
+    }
+    CHECK(late_count.allocations == before.allocations && late_count.events == before.events);
+    CHECK(late_count.streams == before.streams && allocator_calls == calls);
+    buffer_free(&b);
+    return 0;
+}
+static void test_steady_state(void)
+{
+    dtrain_launch_desc desc = nccl_desc(2, 20000);
+    desc.allocator.alloc = counting_alloc;
+    desc.allocator.free = counting_free;
+    CHECK_MSG(ranks_launch(&desc, rank_steady, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+}
+
+/* ---- graphs ---- */
+
+static int rank_graph(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    dtrain_device *device = dtrain_world_device(world);
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    buffer b = buffer_make(comm, IN_COMM, 400), c = buffer_make(comm, IN_COMM, 400);
+    dtrain_graph *graph;
+    dtrain_work *work, *sent, *got;
+    float host[100], expected = 0;
+    bool done;
+    (void)user;
+    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(device->ops->synchronize(device));
+    const int queries = late_count.queries;
+    RANKS_TRY(device->ops->graph_begin(device));
+    RANKS_TRY(scale(device, (float *)b.memory, 100, 2));
+    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_F32, DTRAIN_MEAN, &work));
+    RANKS_TRY(dtrain_work_test(work, &done));
+    RANKS_TRY(dtrain_work_wait(work));
+    RANKS_TRY(dtrain_send(comm, b.memory, 100, DTRAIN_F32, (rank + 1) % size, &sent));
+    RANKS_TRY(dtrain_recv(comm, c.memory, 100, DTRAIN_F32, (rank + size - 1) % size, &got));
+    RANKS_TRY(dtrain_work_wait(sent));
+    RANKS_TRY(dtrain_work_wait(got));
+    CHECK(done && late_count.queries == queries);
+    RANKS_TRY(device->ops->graph_end(device, &graph));
+    for (int i = 0; i < 100; i++) host[i] = (float)rank;
+    buffer_write(&b, host, sizeof host);
+    for (int r = 0; r < size; r++) expected += (float)r / (float)size;
+    for (int launch = 1; launch <= 3; launch++) {
+        RANKS_TRY(device->ops->graph_launch(device, graph));
+        RANKS_TRY(dtrain_broadcast(comm, b.memory, 100, DTRAIN_F32, 0,
+                                   NULL)); /* after the graph, in order */
+        buffer_read(&c, host, sizeof host);
+        CHECK_CLOSE(host[0], expected * (float)(1 << launch), 0);
+        CHECK_CLOSE(host[99], expected * (float)(1 << launch), 0);
+    }
+    device->ops->graph_destroy(device, graph);
+    buffer_free(&b);
+    buffer_free(&c);
+    RANKS_TRY(device->ops->graph_begin(device)); /* what makes the host wait is refused */
+    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_SUM, NULL) !=
+          DTRAIN_OK); /* or a peer's was */
+    CHECK_MSG(strstr(dtrain_last_error(), "captured graph") != NULL, "%s", dtrain_last_error());
+    expect_leftovers = late_silent =
+        true; /* the capture is not joined: the communicator has failed */
+    device->ops->graph_end(device, &graph);
+    device->ops->graph_destroy(device, graph);
+    return 0;
+}
+static void test_graph(void)
+{
+    rank_controls[1].delay_steps = 2;
+    nccl_run(4, rank_graph, NULL);
+}
+
+/* ---- creation that cannot work ---- */
+
+static int rank_unexpected(dtrain_world *world, void *user)
+{
+    (void)world;
+    (void)user;
+    CHECK_MSG(false, "the world should not have come to be");
+    return 0;
+}
+
+static void check_refused(dtrain_launch_desc desc, const char *words)
+{
+    const double begin = dtrain_seconds();
+    const dtrain_result result = ranks_launch(&desc, rank_unexpected, NULL, NULL);
+    CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED, "%s", dtrain_result_name(result));
+    CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "expected \"%s\" in: %s", words,
+              dtrain_last_error());
+    CHECK(dtrain_seconds() - begin < 15);
+    memset(rank_controls, 0, sizeof rank_controls);
+}
+
+static void test_refusals(void)
+{
+    dtrain_launch_desc desc = nccl_desc(3, 1500);
+    for (int r = 0; r < MOST; r++) rank_controls[r].version = 21402;
+    check_refused(desc, "the NCCL library found is version 2.14.2, but");
+    rank_controls[1].version = 21402; /* the others hear of it */
+    check_refused(desc, "on rank 1: the NCCL library found is version 2.14.2");
+    rank_controls[2].version = 23007;
+    check_refused(desc, "and rank 2 NCCL 2.30.7");
+    rank_controls[0].no_id = true;
+    check_refused(desc, "no socket interface");
+    rank_controls[1].no_join = true;
+    check_refused(desc, "ncclCommInitRankConfig: NCCL was still in progress after 1.5 s");
+    rank_same_device = true;
+    check_refused(desc, "ranks 0 and 1 sit on the same device (late-0)");
+    rank_same_device = false;
+    desc.device_ops = NULL;
+    check_refused(desc, "the device is \"cpu\"");
+}
+
+/* A library newer than the header is what NCCL promises to serve. */
+static void test_newer_library(void)
+{
+    int step = 50;
+    dtrain_nccl_info info;
+    nccl_mock.version = 23007;
+    CHECK(dtrain_nccl_query(&info) == DTRAIN_OK);
+    CHECK(info.header_version == NCCL_VERSION_CODE && info.library_version == 23007);
+    CHECK(info.native_split == (NCCL_VERSION_CODE >= 21801));
+    CHECK(info.registered_memory == (NCCL_VERSION_CODE >= 21901));
+    CHECK(dtrain_nccl_query(NULL) == DTRAIN_ERROR_ARGUMENT);
+    for (int r = 0; r < MOST; r++) rank_controls[r].version = 23007;
+    nccl_run(2, rank_collectives, &step);
+}
+
+/* ---- faults ---- */
+
+typedef struct fault_case {
+    bool blocking;           /* the host waits in the call; otherwise it waits for the device */
+    bool wrong_count;        /* rank 1 asks for something else */
+    bool absent;             /* rank 1 does not come at all */
+    dtrain_result *results;  /* (ranks), shared */
+    char (*sentences)[1024]; /* (ranks), shared */
+    double *seconds;         /* (ranks), shared */
+    int *aborts;             /* (ranks), shared */
+} fault_case;
+
+enum { FAULT_AT = 5 };
+
+/* Trains a little, meets the fault, and then tries everything again. */
+static int rank_fault(dtrain_world *world, void *user)
+{
+    const fault_case *f = (const fault_case *)user;
+    dtrain_comm *comm = dtrain_world_comm(world), *half, *again;
+    dtrain_device *device = dtrain_world_device(world);
+    const int rank = dtrain_world_rank(world);
+    buffer b = buffer_make(comm, IN_COMM, 400);
+    float host[100] = {0};
+    dtrain_result result = dtrain_comm_split(comm, rank % 2, 0, &half);
+    const double begin = dtrain_seconds();
+    for (int i = 0; result == DTRAIN_OK && i < 8; i++) {
+        const size_t count = f->wrong_count && rank == 1 && i == 2 ? 50 : 100;
+        if (f->absent && rank == 1 && i == 2) ranks_sleep_us(4000000);
+        if (f->blocking)
+            result = dtrain_all_reduce(comm, host, host, count, DTRAIN_F32, DTRAIN_SUM, NULL);
+        else
+            result =
+                dtrain_all_reduce(comm, b.memory, b.memory, count, DTRAIN_F32, DTRAIN_SUM, NULL);
+        if (result == DTRAIN_OK && !f->blocking) result = device->ops->synchronize(device);
+    }
+    f->results[rank] = result;
+    f->seconds[rank] = dtrain_seconds() - begin;
+    snprintf(f->sentences[rank], sizeof f->sentences[rank], "%s", dtrain_last_error());
+    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_SUM, NULL) == result);
+    CHECK_MSG(strcmp(dtrain_last_error(), f->sentences[rank]) == 0, "another sentence: %s",
+              dtrain_last_error());
+    CHECK(dtrain_barrier(half) == result && dtrain_comm_split(comm, 0, 0, &again) == result);
+    CHECK(dtrain_comm_alloc(comm, 64, &b.memory) == result &&
+          dtrain_comm_destroy(half) == DTRAIN_OK);
+    CHECK(comm->in_flight == 0 && comm->outstanding == 0);
+    f->aborts[rank] = nccl_mock_count.aborts;
+    return 0;
+}
+
+static void run_fault(const char *name, fault_case f, const char *words, int dead)
+{
+    enum { RANKS = 4 };
+    dtrain_launch_desc desc = nccl_desc(RANKS, 1500);
+    const double begin = dtrain_seconds();
+    int told = 0;
+    f.results = (dtrain_result *)ranks_shared(RANKS * sizeof *f.results);
+    f.sentences = (char(*)[1024])ranks_shared(RANKS * sizeof *f.sentences);
+    f.seconds = (double *)ranks_shared(RANKS * sizeof *f.seconds);
+    f.aborts = (int *)ranks_shared(RANKS * sizeof *f.aborts);
+    const dtrain_result result = ranks_launch(&desc, rank_fault, &f, NULL);
+    CHECK_MSG(dead < 0 || result == DTRAIN_ERROR_RANK_FAILED, "%s: %s", name,
+              dtrain_result_name(result));
+    CHECK_MSG(dtrain_seconds() - begin < 12, "%s took %.1f s", name, dtrain_seconds() - begin);
+    for (int r = 0; r < RANKS; r++) {
+        if (r == dead) continue;
+        CHECK_MSG(f.results[r] != DTRAIN_OK, "%s: rank %d saw no error", name, r);
+        CHECK_MSG(f.seconds[r] < 6, "%s: rank %d needed %.1f s", name, r, f.seconds[r]);
+        CHECK_MSG(f.aborts[r] == 2, "%s: rank %d aborted %d communicators, expected 2", name, r,
+                  f.aborts[r]);
+        CHECK_MSG(strncmp(f.sentences[r], "rank ", 5) == 0, "%s: %s", name, f.sentences[r]);
+        told += strstr(f.sentences[r], words) != NULL;
+        if (getenv("DTRAIN_TEST_SHOW"))
+            fprintf(stderr, "    %s: %s: %s\n", name, dtrain_result_name(f.results[r]),
+                    f.sentences[r]);
+    }
+    CHECK_MSG(told > 0, "%s: no rank says \"%s\"; rank 0 says: %s", name, words, f.sentences[0]);
+    memset(rank_controls, 0, sizeof rank_controls);
+}
+
+/* The first operations of a rank's NCCL are those of the split: so operation 5 is some way in. */
+static void test_hang(void)
+{
+    fault_case host = {.blocking = true}, late = {.blocking = false};
+    rank_controls[1].hang_at = FAULT_AT;
+    run_fault("hang, host waits", host, "dtrain_all_reduce: not finished after 1.5 s", -1);
+    rank_controls[2].hang_at = FAULT_AT;
+    run_fault("hang, device waits", late, "collective 5 on world [all-reduce sum f32 count 100]",
+              -1);
+}
+
+static void test_async_error(void)
+{
+    fault_case host = {.blocking = true}, late = {.blocking = false};
+    rank_controls[3].error_at = FAULT_AT;
+    rank_controls[3].error = ncclRemoteError;
+    run_fault("async error, host waits", host, "remote process exited", -1);
+    rank_controls[0].error_at = FAULT_AT;
+    rank_controls[0].error = ncclSystemError;
+    run_fault("async error, device waits", late, "unhandled system error", -1);
+}
+
+static void test_refused_call(void)
+{
+    fault_case late = {.blocking = false};
+    rank_controls[2].refuse_at = FAULT_AT;
+    rank_controls[2].error = ncclInvalidArgument;
+    run_fault("refused call", late, "refused by the test", -1);
+}
+
+static void test_disagreement(void)
+{
+    fault_case host = {.blocking = true, .wrong_count = true}, late = {.wrong_count = true};
+    run_fault("wrong count, host waits", host, "ranks disagree: this rank called collective", -1);
+    run_fault("wrong count, device waits", late, "ranks disagree: this rank called collective", -1);
+}
+
+static void test_absent(void)
+{
+    fault_case late = {.absent = true};
+    run_fault("a rank does not come", late,
+              DTRAIN_NCCL_HAS_SPLIT ? "not finished, 4 collectives" : "not finished, 5 collectives",
+              -1);
+}
+
+static void test_death(void)
+{
+    fault_case host = {.blocking = true}, late = {.blocking = false};
+    rank_controls[1].die_at = FAULT_AT;
+    run_fault("death, host waits", host, "rank 1 was killed by signal 9", 1);
+    rank_controls[3].die_at = FAULT_AT;
+    run_fault("death, device waits", late, "rank 3 was killed by signal 9", 3);
+}
+
+/* A child of a split that a peer never makes; a wrong argument; both are failures of the communicator. */
+static int rank_bad_argument(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world), *half;
+    buffer b = buffer_make(comm, IN_COMM, 400);
+    const int kind = *(int *)user, rank = dtrain_world_rank(world);
+    dtrain_result result = DTRAIN_OK, expected = rank ? DTRAIN_ERROR_PEER : DTRAIN_ERROR_ARGUMENT;
+    if (kind == 0 && rank == 0)
+        result = dtrain_all_reduce(comm, b.memory, (char *)b.memory + 3, 10, DTRAIN_F32, DTRAIN_SUM,
+                                   NULL);
+    if (kind == 1 && rank == 0)
+        result = dtrain_all_reduce(comm, (char *)b.memory + 2, (char *)b.memory + 202, 10,
+                                   DTRAIN_F32, DTRAIN_SUM, NULL);
+    if (kind == 2) {
+        expected = DTRAIN_ERROR_TIMEOUT;
+        if (rank == 0) result = dtrain_comm_split(comm, 0, 0, &half);
+        else ranks_sleep_us(2500000);
+    }
+    if (rank) result = dtrain_barrier(comm);
+    if (rank && kind == 2) expected = DTRAIN_ERROR_PEER;
+    CHECK_MSG(result == expected, "kind %d: %s: %s", kind, dtrain_result_name(result),
+              dtrain_last_error());
+    return 0;
+}
+static void test_bad_arguments(void)
+{
+    for (int kind = 0; kind < 3; kind++) {
+        dtrain_launch_desc desc = nccl_desc(2, 1500);
+        ranks_launch(&desc, rank_bad_argument, &kind, NULL);
+    }
+}
+
+/* NCCL's own ends do not come back: ours do, and say so. */
+static int rank_stuck(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float host = 1;
+    (void)user;
+    expect_leftovers = true;
+    if (nccl_mock.stuck_finalize) return 0;
+    CHECK(dtrain_all_reduce(comm, &host, &host, 1, DTRAIN_F32, DTRAIN_SUM, NULL) ==
+              DTRAIN_ERROR_TIMEOUT ||
+          dtrain_all_reduce(comm, &host, &host, 1, DTRAIN_F32, DTRAIN_SUM, NULL) ==
+              DTRAIN_ERROR_PEER);
+    return 0;
+}
+static void test_stuck_ends(void)
+{
+    for (int kind = 0; kind < 2; kind++) {
+        dtrain_launch_desc desc = nccl_desc(2, 1000);
+        const double begin = dtrain_seconds();
+        for (int r = 0; r < 2; r++) {
+            rank_controls[r].stuck_abort = kind == 0;
+            rank_controls[r].hang_at = kind == 0;
+            rank_controls[r].stuck_finalize = kind == 1;
+        }
+        CHECK_MSG(ranks_launch(&desc, rank_stuck, NULL, NULL) == DTRAIN_OK, "%s",
+                  dtrain_last_error());
+        CHECK_MSG(dtrain_seconds() - begin < 8, "took %.1f s", dtrain_seconds() - begin);
+    }
+}
+
+/* ---- going on with fewer ---- */
+
+/* The program's own way to talk among survivors: here a page of shared memory, one column for each generation. */
+typedef struct meeting_place {
+    uint64_t posted[MOST];
+    char data[16][MOST][512];
+} meeting_place;
+typedef struct meeting {
+    meeting_place *place;
+    const int *ranks;
+    int count, rank;
+} meeting;
+
+static dtrain_result meet(void *user, const void *mine, size_t bytes, void *all)
+{
+    meeting *m = (meeting *)user;
+    const uint64_t turn = m->place->posted[m->rank] + 1;
+    const double begin = dtrain_seconds();
+    CHECK(bytes <= 512 && turn < 16);
+    memcpy(m->place->data[turn][m->rank], mine, bytes);
+    __atomic_store_n(&m->place->posted[m->rank], turn, __ATOMIC_RELEASE);
+    for (int i = 0; i < m->count; i++) {
+        while (__atomic_load_n(&m->place->posted[m->ranks[i]], __ATOMIC_ACQUIRE) < turn) {
+            if (dtrain_seconds() - begin > 10)
+                return dtrain_fail(DTRAIN_ERROR_TIMEOUT, "nobody came to meet");
+            ranks_sleep_us(100);
+        }
+        memcpy((char *)all + (size_t)i * bytes, m->place->data[turn][m->ranks[i]], bytes);
+    }
+    return DTRAIN_OK;
+}
+
+static int check_sum(dtrain_comm *comm, buffer *b, int members)
+{
+    float host[100];
+    for (int i = 0; i < 100; i++) host[i] = 1;
+    buffer_write(b, host, sizeof host);
+    RANKS_TRY(dtrain_all_reduce(comm, b->memory, b->memory, 100, DTRAIN_F32, DTRAIN_SUM, NULL));
+    buffer_read(b, host, sizeof host);
+    CHECK_CLOSE(host[0], members, 0);
+    CHECK_CLOSE(host[99], members, 0);
+    return 0;
+}
+
+static int rank_recreate(dtrain_world *world, void *user)
+{
+    static const int three[] = {3, 0, 1}, two[] = {0, 3};
+    dtrain_comm *comm = dtrain_world_comm(world), *fewer = NULL, *fewest = NULL, *alone = NULL;
+    const int rank = dtrain_world_rank(world);
+    meeting m = {(meeting_place *)user, three, 3, rank};
+    dtrain_nccl_group group = {three, 3, meet, &m};
+    buffer b = buffer_make(comm, IN_COMM, 400);
+    CHECK(dtrain_nccl_recreate(comm, &group, &fewer) ==
+          DTRAIN_ERROR_USAGE); /* nothing has failed */
+    if (check_sum(comm, &b, 4)) return 1;
+    if (rank == 2) {
+        ranks_sleep_us(200000); /* the others have their sums */
+        raise(SIGKILL);
+    }
+    CHECK(dtrain_barrier(comm) == DTRAIN_ERROR_PEER);
+    group.rank_count = 0;
+    CHECK(dtrain_nccl_recreate(comm, &group, &fewer) == DTRAIN_ERROR_ARGUMENT);
+    group.rank_count = 3;
+    group.exchange = NULL; /* the control plane has lost a rank */
+    CHECK(dtrain_nccl_recreate(comm, &group, &fewer) == DTRAIN_ERROR_ARGUMENT);
+    group.exchange = meet;
+    RANKS_TRY(dtrain_nccl_recreate(comm, &group, &fewer));
+    CHECK(dtrain_comm_size(fewer) == 3 && dtrain_comm_world_rank(fewer, 0) == 3);
+    CHECK(dtrain_barrier(comm) == DTRAIN_ERROR_PEER); /* the old one stays as it is */
+    b.comm = fewer;
+    if (check_sum(fewer, &b, 3)) return 1; /* the old memory serves the new communicator */
+    run_all_cases(fewer, 19);
+    CHECK(nccl_mock_count.registrations == (DTRAIN_NCCL_HAS_MEMORY ? 1 : 0));
+    if (rank == 1) raise(SIGKILL); /* once more; now only the deadline can tell */
+    CHECK_MSG(dtrain_barrier(fewer) == DTRAIN_ERROR_TIMEOUT, "%s", dtrain_last_error());
+    m.ranks = two;
+    m.count = 2;
+    group.ranks = two;
+    group.rank_count = 2;
+    RANKS_TRY(dtrain_nccl_recreate(fewer, &group, &fewest));
+    RANKS_TRY(dtrain_comm_destroy(fewer));
+    b.comm = fewest;
+    if (check_sum(fewest, &b, 2)) return 1;
+    CHECK(dtrain_all_reduce(fewest, b.memory, (char *)b.memory + 4, 9, DTRAIN_F32, DTRAIN_SUM,
+                            NULL) ==
+          DTRAIN_ERROR_ARGUMENT); /* a failure without a death, and then each for itself */
+    group.ranks = &rank;
+    group.rank_count = 1;
+    group.exchange = NULL;
+    RANKS_TRY(dtrain_nccl_recreate(fewest, &group, &alone));
+    RANKS_TRY(dtrain_comm_destroy(fewest));
+    b.comm = alone;
+    if (check_sum(alone, &b, 1)) return 1;
+    buffer_free(&b);
+    RANKS_TRY(dtrain_comm_destroy(alone));
+    __atomic_add_fetch(&m.place->posted[7], 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+static void test_recreate(void)
+{
+    meeting_place *place = (meeting_place *)ranks_shared(sizeof *place);
+    dtrain_launch_desc desc = nccl_desc(4, 2000);
+    dtrain_launch_info info;
+    CHECK(ranks_launch(&desc, rank_recreate, place, &info) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(place->posted[7] == 2, "%d survivors came to the end, expected 2",
+              (int)place->posted[7]);
+    CHECK(info.first_failed_rank == 2 && info.signal == SIGKILL);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_collectives);
+    RUN(test_slow_calls);
+    RUN(test_order);
+    RUN(test_test_and_barrier);
+    RUN(test_point_to_point);
+    RUN(test_split);
+    RUN(test_memory);
+    RUN(test_steady_state);
+    RUN(test_graph);
+    RUN(test_refusals);
+    RUN(test_newer_library);
+    RUN(test_hang);
+    RUN(test_async_error);
+    RUN(test_refused_call);
+    RUN(test_disagreement);
+    RUN(test_absent);
+    RUN(test_death);
+    RUN(test_bad_arguments);
+    RUN(test_stuck_ends);
+    RUN(test_recreate);
+    return test_summary();
+}

@@ -1,0 +1,164 @@
+#!/bin/sh
+# dtrain_nccl.h for every version of NCCL that it treats differently: the tests of test_nccl.c against the
+# mock, compiled with that version's header. Then, where the CUDA Toolkit and NCCL are installed, against
+# the real header, and the real library on a machine without a GPU: a sentence, no crash and no hang.
+cc=${CC:-cc}
+build=${BUILD:-build}/nccl
+versions=${NCCL_VERSIONS:-21501 21801 21901 22203 22703} # test_nccl itself is 22809
+mkdir -p "$build"
+passed=0 failed=0 skipped=0
+
+ok() { passed=$((passed + 1)); printf '  ok   %s\n' "$1"; }
+fail() { failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; tail -n 20 "$build/log"; }
+skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
+try() { # try NAME COMMAND...: one test, its output shown when it fails
+    name=$1; shift
+    if "$@" >"$build/log" 2>&1; then ok "$name"; else fail "$name: $*"; fi
+}
+finish() {
+    if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
+    else echo "$passed passed, $failed failed"; fi
+    [ "$failed" -eq 0 ]; exit
+}
+
+strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
+mock="-I. -Itests -Itests/nccl_mock"
+for version in $versions; do
+    flags="${CFLAGS:--O1 -g} -DNCCL_MOCK_VERSION=$version"
+    try "NCCL $version compiles" $cc $strict $flags $mock tests/test_nccl.c -o "$build/test_nccl_$version" -lm -lpthread
+done
+for version in $versions; do # together: they mostly wait for deadlines
+    "$build/test_nccl_$version" >"$build/log_$version" 2>&1 &
+done
+wait
+for version in $versions; do
+    tail -n 40 "$build/log_$version" >"$build/log"
+    if tail -n 1 "$build/log" | grep -q '^[0-9]* passed, 0 failed'; then ok "NCCL $version: $(tail -n 1 "$build/log")"
+    else fail "NCCL $version"; fi
+done
+
+printf '#define DTRAIN_NCCL_IMPLEMENTATION\n#include "dtrain_nccl.h"\n' >"$build/nccl.c"
+if $cc -std=c99 -DNCCL_MOCK_VERSION=21402 $mock -c "$build/nccl.c" -o "$build/old.o" >"$build/log" 2>&1; then
+    fail "the header of 2.14 is refused"
+elif grep -q 'needs the header of NCCL 2.15.1' "$build/log"; then ok "the header of 2.14 is refused"
+else fail "the header of 2.14 is refused with a sentence"; fi
+
+for pair in "gcc -std=c99" "clang -std=c99" "gcc -std=c11" "g++ -std=c++17 -x c++" "clang++ -std=c++17 -x c++"; do
+    compiler=${pair%% *}
+    command -v "$compiler" >/dev/null 2>&1 || { skip "dtrain_nccl.h, $pair" "not installed"; continue; }
+    try "dtrain_nccl.h, $pair" $pair -pedantic -Wall -Wextra -Werror $mock -c "$build/nccl.c" -o "$build/nccl.o"
+done
+
+# A program that has it in a file of its own asks for the version, then for two ranks.
+cat >"$build/ask.c" <<'END'
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "dtrain_nccl.h"
+#include <stdio.h>
+int main(void)
+{
+    dtrain_nccl_info info;
+    if (dtrain_nccl_query(&info) != DTRAIN_OK) {
+        printf("%s\n", dtrain_last_error());
+        return 1;
+    }
+    printf("header %u, library %u\n", (unsigned)info.header_version, (unsigned)info.library_version);
+    return info.library_version >= info.header_version ? 0 : 2;
+}
+END
+missing='-DDTRAIN_NCCL_LIBRARY="libnccl-that-is-not-there.so.2"'
+cat >"$build/stubs.c" <<'END'
+#include <cuda_runtime_api.h>
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
+{
+    (void)stream;
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "an error"; }
+END
+try "a program of two files, no library" $cc -std=c99 $mock "$missing" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" -o "$build/ask" -lm -lpthread -ldl
+if [ -x "$build/ask" ]; then
+    "$build/ask" >"$build/log" 2>&1
+    if [ $? -eq 1 ] && grep -q 'NCCL could not be opened (libnccl-that-is-not-there' "$build/log"; then ok "a missing library is a sentence"
+    else fail "a missing library is a sentence"; fi
+fi
+
+# The mock as a library that is opened at run time; its device and its arithmetic are not needed here.
+cat >"$build/library.c" <<'END'
+#include "nccl_mock/nccl_mock.c"
+float dtrain_bf16_to_f32(uint16_t bits) { return bits; }
+float dtrain_f16_to_f32(uint16_t bits) { return bits; }
+uint16_t dtrain_f32_to_bf16(float value) { return (uint16_t)value; }
+uint16_t dtrain_f32_to_f16(float value) { return (uint16_t)value; }
+bool nccl_mock_enqueue(cudaStream_t stream, bool (*step)(void *), const void *state, size_t bytes) { return stream && step && state && bytes; }
+bool nccl_mock_is_device_memory(const void *memory, size_t bytes) { return memory && bytes; }
+void *nccl_mock_device_alloc(size_t bytes) { return malloc(bytes); }
+void nccl_mock_device_free(void *memory) { free(memory); }
+END
+opened() { # opened NAME VERSION STATUS WORDS
+    $cc -std=c99 -fPIC -shared -DNCCL_MOCK_VERSION=$2 $mock "$build/library.c" -o "$build/libmock.so" >"$build/log" 2>&1 || { fail "$1"; return; }
+    "$build/ask_mock" >"$build/log" 2>&1
+    if [ $? -eq "$3" ] && grep -q "$4" "$build/log"; then ok "$1"; else fail "$1"; fi
+}
+try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$build/libmock.so\"" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" -o "$build/ask_mock" -lm -lpthread -ldl
+opened "the library that was compiled for" 22809 0 "header 22809, library 22809"
+opened "an older library lacks functions: its version is named" 21501 1 "is version 2.15.1, but"
+
+# ---- The real header and library ----
+nvcc=$(command -v "${NVCC:-nvcc}" 2>/dev/null)
+cuda=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "${nvcc:-/usr/local/cuda/bin/nvcc}")")")}
+if [ ! -f "$cuda/include/cuda_runtime_api.h" ] || ! echo '#include <nccl.h>' | $cc -isystem "$cuda/include" -E - >/dev/null 2>&1; then
+    skip "the real NCCL" "cuda_runtime_api.h or nccl.h is not installed"
+    finish
+fi
+real="-isystem $cuda/include -I."
+for pair in "gcc -std=c99" "clang -std=c99" "g++ -std=c++17 -x c++"; do
+    compiler=${pair%% *}
+    command -v "$compiler" >/dev/null 2>&1 || { skip "the real header, $pair" "not installed"; continue; }
+    try "the real header, $pair" $pair -pedantic -Wall -Wextra -Werror $real -c "$build/nccl.c" -o "$build/nccl.o"
+done
+echo '#include <mpi.h>' >"$build/mpi.c"
+if mpicc -E "$build/mpi.c" >/dev/null 2>&1; then
+    try "the real header, MPI" mpicc -std=c99 -Wall -Wextra -Werror -DDTRAIN_NCCL_USE_MPI $real -c "$build/nccl.c" -o "$build/nccl_mpi.o"
+else skip "the real header, MPI" "mpicc is not installed"; fi
+
+# The library says "no device" in its own words, through the same calls that a world makes.
+cat >"$build/alone.c" <<'END'
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+int main(void)
+{
+    dtrain_nccl__hub hub;
+    dtrain_nccl__comm comm;
+    dtrain_nccl_info info;
+    ncclUniqueId id;
+    memset(&hub, 0, sizeof hub);
+    memset(&comm, 0, sizeof comm);
+    if (dtrain_nccl_query(&info) != DTRAIN_OK || dtrain_nccl__load(&hub.nccl, &hub.version) != DTRAIN_OK) {
+        printf("%s\n", dtrain_last_error());
+        return 2;
+    }
+    hub.deadline = 20;
+    hub.apart = true; /* there is no world here */
+    hub.comms = &comm;
+    comm.hub = &hub;
+    comm.base.size = 1;
+    if (hub.nccl.GetUniqueId(&id) != ncclSuccess) return 3;
+    if (dtrain_nccl__comm_init(&comm, &id) == DTRAIN_OK) return 77;
+    printf("%s\n", dtrain_last_error());
+    return 1;
+}
+END
+lib=$cuda/lib64; [ -e "$lib/libnccl.so" ] || lib=$cuda/lib
+for mode in "opened|-ldl" "linked|-DDTRAIN_NCCL_LINKED -L$lib -lnccl -Wl,-rpath,$lib"; do
+    try "a program with the real NCCL, ${mode%%|*}" $cc -std=c99 $real "-DDTRAIN_NCCL_LIBRARY=\"$lib/libnccl.so.2\"" "$build/alone.c" -o "$build/alone" ${mode#*|} -L"$lib" -lcudart -Wl,-rpath,"$lib" -lm -lpthread
+    [ -x "$build/alone" ] || continue
+    CUDA_VISIBLE_DEVICES= timeout 60 "$build/alone" >"$build/log" 2>&1
+    if [ $? -eq 1 ] && grep -q 'NCCL reports "unhandled cuda error' "$build/log"; then ok "no device, ${mode%%|*}: $(cut -c 1-90 "$build/log" | head -n 1)"
+    else fail "no device, ${mode%%|*}"; fi
+    rm -f "$build/alone"
+done
+finish
