@@ -6200,15 +6200,21 @@ static void dtrain__record_lost(dtrain__control *control, int rank)
                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* The first report stands. */
+/* The first report stands. Ranks whose deadlines end together report together: who comes second
+ * returns when the first one can be read, so that a look behind the call finds it. Its writer may
+ * have been killed in the middle; hence the limit. */
 static void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
                                   const char *text)
 {
     dtrain__report *report = &control->report;
     uint32_t none = 0;
     if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
+                                     __ATOMIC_ACQUIRE)) {
+        const uint64_t begin = dtrain__now_ns();
+        while (dtrain__load(&report->state) != 2 && dtrain__now_ns() - begin < 100000000u)
+            sched_yield();
         return;
+    }
     report->rank = rank;
     report->code = (int32_t)code;
     snprintf(report->text, sizeof report->text, "%s", text);

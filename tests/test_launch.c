@@ -987,6 +987,36 @@ static void test_exchange_trouble(void)
         }
 }
 
+/* Two ranks report at the same moment: rank 1 writes, as slowly as can be, and rank 0 comes second.
+ * What rank 0 sees behind its own report must be rank 1's. */
+static int rank_reports_second(dtrain_world *world, void *user)
+{
+    dtrain__report *report = &world->control->report;
+    char mine = 0, all[2];
+    (void)user;
+    if (dtrain_world_rank(world) == 1) dtrain__store(&report->state, 1);
+    RANKS_TRY(dtrain_world_exchange(world, &mine, 1, all));
+    if (dtrain_world_rank(world) == 1) {
+        ranks_sleep_us(20000);
+        report->rank = 1;
+        report->code = DTRAIN_ERROR_TIMEOUT;
+        snprintf(report->text, sizeof report->text, "the first report");
+        dtrain__store(&report->state, 2);
+        return 0;
+    }
+    dtrain_world_report(world, DTRAIN_ERROR_TIMEOUT, "the second report");
+    CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER && says("the first report"));
+    return 0;
+}
+
+static void test_reports_together(void)
+{
+    dtrain_launch_desc desc = ranks_desc(2, THREADS);
+    (void)ranks_launch(&desc, rank_reports_second, NULL, NULL);
+    desc = ranks_desc(2, PROCESSES);
+    (void)ranks_launch(&desc, rank_reports_second, NULL, NULL);
+}
+
 static int rank_misuses_exchange(dtrain_world *world, void *user)
 {
     static char big[DTRAIN_EXCHANGE_BYTES + 1];
@@ -1030,6 +1060,7 @@ int main(int argc, char **argv)
     RUN(test_environment);
     RUN(test_exchange);
     RUN(test_exchange_trouble);
+    RUN(test_reports_together);
     RUN(test_exchange_misuse);
     RUN(test_allocator_counts);
     RUN(test_allocator_failures);
