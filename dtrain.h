@@ -1229,8 +1229,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 /* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (neither the first, nor the one gathered
- * last, nor one of its neighbours) is an error that names the one that is. */
+ * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
+ * to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -11057,6 +11057,7 @@ typedef struct dtrain__bucket {
     bool work;     /* its gradients are made in one place and kept, as shards, in another */
     int64_t count; /* elements, padding included */
     int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
+    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
@@ -11417,6 +11418,7 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: of each storage */
     int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
+    dtrain__unit shared;           /* the buckets of what several units use */
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
@@ -11490,6 +11492,7 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
     bucket->unit = unit;
     bucket->trainable = trainable;
     bucket->sharded = sharded;
+    bucket->first_param = DTRAIN__NONE;
     if (sharded && layout->cuts)
         bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
     for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
@@ -11553,8 +11556,8 @@ static void dtrain__lay_unit_buckets(dtrain__layout *layout)
         unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
         if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
     }
-    (void)dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->slots) (void)dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+    if (layout->slots) layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
 }
 
 /* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
@@ -11584,6 +11587,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 /* Fills entries, buckets and units, all zeroed by the caller. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
+    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
     if (layout->owners) /* cuts are scratch until they are filled */
         dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
@@ -11595,9 +11599,13 @@ static void dtrain__lay_out(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
         entry->bucket = storage->bucket;
+        if (entry->bucket == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
+        bucket->last_param = (uint32_t)i;
         if (!entry->trainable) continue;
         storage->uses++;
-        layout->buckets[entry->bucket].uses++;
+        bucket->uses++;
     }
 }
 
@@ -11924,6 +11932,7 @@ struct dtrain_strategy {
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
     uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
     uint32_t position;   /* unit gathered last, NONE before a pass */
     char reason[400];
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
@@ -12292,7 +12301,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     dtrain__lend(strategy);
     dtrain__list_shards(strategy);
     dtrain__strategy_rewind(strategy, true);
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
 
@@ -12805,7 +12814,7 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
     if (bucket->pending == 0) return DTRAIN_OK;
     if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
@@ -13032,26 +13041,32 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
 static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    const dtrain__bucket *bucket = &layout->buckets[b];
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->storage->index];
         if (storage->bucket != b) continue;
-        p->value = here ? layout->buckets[b].values + storage->offset : NULL;
+        p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Whoever else is in the bucket's slot has to go. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, const dtrain__bucket *guest)
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count && guest->slotted; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->slotted || (bucket->unit & 1) != (guest->unit & 1)) continue;
-        if (bucket->unit == guest->unit || bucket->presence == DTRAIN__ABSENT) continue;
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, false);
+    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
     return DTRAIN_OK;
+}
+
+/* Whoever else is in the unit's slot has to go. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+{
+    const uint32_t before = strategy->slots[unit & 1];
+    strategy->slots[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
+    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
@@ -13059,7 +13074,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, bucket));
+    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
     return dtrain__gather_start(strategy, b);
 }
 
@@ -13081,7 +13096,7 @@ static void dtrain__forget_units(dtrain_strategy *strategy)
         dtrain__show_values(strategy, b, false);
         bucket->presence = DTRAIN__ABSENT;
     }
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
 }
 
 static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
@@ -13107,8 +13122,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit; from there on to a neighbour. A backward may step over units
- * that no gradient reaches. */
+/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step over
+ * units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -13118,15 +13133,9 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_gather: no parameter belongs to unit %u", id);
     if (at == 0) return DTRAIN_OK;
-    if (last != DTRAIN__NONE) {
-        if (at == last || at == last + 1 || at + 1 == last) return DTRAIN_OK;
-        if (at < last && strategy->marked_count) return DTRAIN_OK;
-    }
-    if (last == DTRAIN__NONE) snprintf(due, sizeof due, "unit %u, the first", units[0].id);
-    else if (last + 1 < strategy->layout.unit_count)
-        snprintf(due, sizeof due, "unit %u in forward, %u in backward", units[last + 1].id,
-                 units[last ? last - 1 : 0].id);
-    else snprintf(due, sizeof due, "unit %u", units[last ? last - 1 : 0].id);
+    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
+    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
+             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
                        "in the order in which their first parameters are registered, and "
@@ -13134,21 +13143,10 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        id, due);
 }
 
-/* What several units share stays from its first gather to publish. */
-static dtrain_result dtrain__need_shared(dtrain_strategy *strategy)
+/* Both buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (bucket->sharded && bucket->unit == DTRAIN__NONE && bucket->presence != DTRAIN__HERE)
-            DTRAIN__TRY(dtrain__need(strategy, b));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, uint32_t at)
-{
-    const dtrain__unit *unit = &strategy->layout.units[at];
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable)); /* both under way before either wait */
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
     DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
     DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
     return dtrain__need(strategy, unit->frozen);
@@ -13177,8 +13175,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
     DTRAIN__TRY(dtrain__claim_work(strategy, at));
     strategy->position = at;
     if (!layout->slots) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_shared(strategy));
-    DTRAIN__TRY(dtrain__need_unit(strategy, at));
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     return dtrain__fetch_next(strategy, at, backward);
 }
 
