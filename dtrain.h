@@ -14362,6 +14362,31 @@ static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtra
     return false;
 }
 
+/* A sharded strategy has values of the gathered unit only. */
+static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p)
+{
+    const dtrain_param *storage = dtrain__param_storage(p);
+    const char *name = dtrain__param_name(p);
+    const bool foreign = tape->strategy && !p->storage;
+    if (storage->value && !foreign) return true;
+    if (foreign || !tape->strategy)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
+                          node->name, name, foreign ? "belongs to no strategy" : "has no value");
+    else if (tape->unit < 0)
+        dtrain__tape_fail(
+            tape, DTRAIN_ERROR_USAGE,
+            "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark it "
+            "with dtrain_tape_unit",
+            node->name, name, p->unit);
+    else
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
+                          "register an alias of it in each other unit that uses it",
+                          node->name, name, p->unit, (long long)tape->unit);
+    return false;
+}
+
 /* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
  * is 0; -1 takes any length. */
 static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtrain_param *p,
@@ -14375,15 +14400,7 @@ static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtr
         return false;
     }
     if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
-    const char *missing = NULL;
-    if (tape->strategy && !p->storage) missing = "belongs to no strategy";
-    else if (!dtrain__param_storage(p)->value) missing = "has no value";
-    if (missing && !tape->planning) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
-                          node->name, dtrain__param_name(p), missing);
-        return false;
-    }
+    if (!tape->planning && !dtrain__check_value(tape, node, p)) return false;
     if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
     return true;
 }
