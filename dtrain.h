@@ -32,11 +32,12 @@
    [M4] configuration              [S05] world, launch                [S24] device
    [M5] promises                   [S06] communicators                [S25] world, launch
    [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
-                                   [S08] strategies: DDP              [S27] parameters, buckets
-                                   [S11] tape and tensors             [S28] strategies: DDP
+                                   [S08] strategies                   [S27] parameters, buckets
+                                   [S09] memory                       [S28] strategies
+                                   [S11] tape and tensors             [S29] sharded parameters, memory
                                    [S12] operations                   [S31] tape and tensors
-                                   [S14] gradient clipping            [S32] operations
-                                   [S15] optimizers, schedules        [S34] gradient clipping
+                                   [S14] loss scaling, clipping       [S32] operations
+                                   [S15] optimizers, schedules        [S34] loss scaling, clipping
                                    [S16] data, samplers               [S35] optimizers, schedules
                                    [S17] trainer                      [S36] data, samplers
                                    [S19] metrics                      [S37] trainer
@@ -44,9 +45,10 @@
 
    One step of training, in the order of the sections:
 
-       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08]
-             -> bucket [S07] -> all-reduce [S06] -> finish [S08] -> norm, clip [S14]
-             -> optimizer [S15] -> record [S17, S19]
+       batch [S16] -> tape forward [S11, S12], gather, release [S08] -> loss
+             -> tape backward, gather, release, ready [S08] -> bucket [S07] -> reduce [S06]
+             -> finish [S08] -> norm, unscale, clip [S14] -> optimizer on shards [S15]
+             -> publish [S08] -> record [S17, S19]
 
    ------------------------------------------------------------------------------------------------
    [M2] A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -89,6 +91,11 @@
    world        all ranks of a run; world size = how many.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   shard        the part of parameters, gradients or optimizer state that one rank keeps.
+   ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
+                too (ZeRO-3, fully sharded data parallel).
+   gather       to bring a unit's parameters together on every rank; release lets go of them.
+   publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
@@ -97,6 +104,9 @@
    micro-batch  the samples of one forward and backward; a step may accumulate several.
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
+   autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see [S14].
+   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
 
    Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
    first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
@@ -112,6 +122,12 @@
        rank 0's bucket  | p5 .......... pad | p4 ........ pad |
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
+
+   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+
+       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
 
    ------------------------------------------------------------------------------------------------
    [M4] Configuration
@@ -133,8 +149,13 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied. GPU kernels use no floating
-                      atomics; NCCL's sums alone depend on its choice of algorithm.
+                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD adds node by node).
+                      With clipping, kinds add up the norm in different orders, in double: it is
+                      the same float but in rare cases (about one step in 10^8). GPU kernels use no
+                      floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Memory             of parameters, gradients and optimizer state follows the table in [S08], and
+                      is known before anything is allocated [S09].
    No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
                       call that can fail returns a dtrain_result and leaves a sentence in
                       dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
@@ -157,10 +178,10 @@
    launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need a
    communicator backend that crosses them (dtrain_nccl.h).
 
-   Parameters, gradients and optimizer state are fp32; activations are fp32 or, under autocast,
-   bf16; kernels and collectives take fp16 as well. On the CPU half precision is converted on the
-   way in and out: right, and slower than fp32. At most DTRAIN_MAX_RANKS ranks. Asynchronous
-   collectives of the local communicator advance inside dtrain calls, not in between.
+   Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
+   calls, not in between.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
