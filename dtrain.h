@@ -14558,20 +14558,20 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  * node->reads_input, reads_output and reads_rest say the same to activation checkpointing.
  * ==============================================================================================*/
 
-#define DTRAIN__KERNEL_CALL(op)                                                       \
-    static dtrain_result dtrain__kernel_##op(dtrain_device *device, const void *args) \
-    {                                                                                 \
-        return device->ops->op(device, (const dtrain_##op##_args *)args);             \
+#define DTRAIN__CALL(op)                                                            \
+    static dtrain_result dtrain__call_##op(dtrain_device *device, const void *args) \
+    {                                                                               \
+        return device->ops->op(device, (const dtrain_##op##_args *)args);           \
     }
-DTRAIN__KERNEL_CALL(gemm)
-DTRAIN__KERNEL_CALL(layernorm)
-DTRAIN__KERNEL_CALL(embedding)
-DTRAIN__KERNEL_CALL(attention)
-DTRAIN__KERNEL_CALL(add)
-DTRAIN__KERNEL_CALL(axpby)
-DTRAIN__KERNEL_CALL(dropout)
-DTRAIN__KERNEL_CALL(convert)
-#undef DTRAIN__KERNEL_CALL
+DTRAIN__CALL(gemm)
+DTRAIN__CALL(layernorm)
+DTRAIN__CALL(embedding)
+DTRAIN__CALL(attention)
+DTRAIN__CALL(add)
+DTRAIN__CALL(axpby)
+DTRAIN__CALL(dropout)
+DTRAIN__CALL(convert)
+#undef DTRAIN__CALL
 
 /* A node for one call. Without gradients too: the kernel's arguments have to be somewhere, and it
  * costs nothing but a little host memory until the next begin. kind is the operation's
@@ -14754,7 +14754,7 @@ static const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node)
     void *made = dtrain__take_data(tape, node, x->count, tape->cast);
     dtrain_convert_args args = {x->count, x->data, made, (dtrain_dtype)x->dtype, tape->cast};
     node->reads_rest = true;
-    if (!made || dtrain__tape_stick(tape, dtrain__run_kernel(tape, node, dtrain__kernel_convert,
+    if (!made || dtrain__tape_stick(tape, dtrain__run_kernel(tape, node, dtrain__call_convert,
                                                              &args, sizeof args)))
         return NULL;
     return made;
@@ -14927,7 +14927,7 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     if (args->aux) node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__kernel_gemm, args, sizeof *args));
+                          dtrain__run_kernel(tape, node, dtrain__call_gemm, args, sizeof *args));
 }
 
 /* ---- Layer normalisation ----------------------------------------------------------------------*/
@@ -15008,7 +15008,7 @@ static dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name, dtr
     node->reads_input = node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__kernel_layernorm, args, sizeof *args));
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_layernorm, args, sizeof *args));
 }
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -15071,7 +15071,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     args->y = node->out->data;
     args->dtype = DTRAIN_F32;
     return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__kernel_embedding, args, sizeof *args));
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
 }
 
 /* ---- Attention --------------------------------------------------------------------------------*/
@@ -15124,7 +15124,7 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     node->reads_input = node->reads_output = node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__kernel_attention, args, sizeof *args));
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_attention, args, sizeof *args));
 }
 
 /* ---- Elementwise ------------------------------------------------------------------------------*/
@@ -15156,7 +15156,7 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     dtrain_add_args args = {x->count, wide->data,          other->data,
                             out,      dtrain__dtype(wide), dtrain__dtype(other)};
     return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__kernel_add, &args, sizeof args));
+                          dtrain__run_kernel(tape, node, dtrain__call_add, &args, sizeof args));
 }
 
 /* The sum is a node of its own, whose kernel is part of the normalisation's: what only fuses the
@@ -15206,7 +15206,7 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
     if (!out) return NULL;
     dtrain_axpby_args args = {x->count, false, factor, 0, x->data, out, false, dtrain__dtype(x)};
     return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__kernel_axpby, &args, sizeof args));
+                          dtrain__run_kernel(tape, node, dtrain__call_axpby, &args, sizeof args));
 }
 
 static dtrain_result dtrain__cast_backward(dtrain_tape *tape, dtrain_node *node)
@@ -15227,8 +15227,8 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), dtype);
     if (!out) return NULL;
     dtrain_convert_args args = {x->count, x->data, out, dtrain__dtype(x), dtype};
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__kernel_convert, &args, sizeof args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_convert, &args, sizeof args));
 }
 
 /* Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
@@ -15262,8 +15262,8 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     args->x = x->data;
     args->y = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!args->y) return NULL;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__kernel_dropout, args, sizeof *args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_dropout, args, sizeof *args));
 }
 
 /* ---- One-element results ----------------------------------------------------------------------*/
