@@ -13663,6 +13663,7 @@ typedef struct dtrain_node {
     const struct dtrain_node *sum; /* layernorm of a sum: its node, whose value this kernel makes */
     dtrain__tape_segment *segment; /* NULL: this unit drops nothing */
     int64_t unit;                  /* -1: before the first mark */
+    uint32_t mark;                 /* how many marks came before it */
     bool dropped;                  /* its results are in the segment's region */
     bool needs_grad;               /* some input or parameter does, and the tape records */
     bool reads_input;              /* backward looks at in[0]->data */
@@ -14588,6 +14589,7 @@ static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kin
     node->in[0] = first;
     node->in[1] = second;
     node->unit = tape->unit;
+    node->mark = tape->mark_count;
     node->segment = tape->segment;
     node->dropped = tape->segment && (tape->dropped_ops & kind);
     return node;
@@ -14810,13 +14812,12 @@ static dtrain_dtype dtrain__dtype(const dtrain_tensor *x) { return (dtrain_dtype
  * output and has no other use, the product that makes d_x multiplies by that activation's
  * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
 
-/* The layer that made x, if this product may finish its activation's backward. Its unit must be the
- * one that is gathered now: gradients of another may not be touched, and its values may be gone. */
+/* The layer that made x, if this product may finish its activation's backward. Both must be of the
+ * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
 static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_tensor *x)
 {
     dtrain_node *inner = x->producer;
-    const bool fits = inner && inner->backward == node->backward && inner->unit == node->unit &&
-                      inner->segment == node->segment &&
+    const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
                       inner->forward.linear.activation == DTRAIN_ACT_GELU && x->pending_uses == 1 &&
                       !x->grad_written;
     return fits ? inner : NULL;
