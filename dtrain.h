@@ -13249,7 +13249,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 }
 
 /* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
-static DTRAIN__UNUSED const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+static const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                        const dtrain_param *storage,
                                                        dtrain_dtype dtype)
 {
