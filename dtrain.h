@@ -2519,6 +2519,17 @@ DTRAIN__INLINE float dtrain__gelu(float x)
     return x / (1 + (p * scale + scale));
 }
 
+/* d/dx of x s with s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. */
+DTRAIN__INLINE float dtrain__gelu_slope(float x)
+{
+    int32_t n;
+    float u = 0.797884561f * (x + 0.044715f * (x * x * x));
+    float p = dtrain__expm1_reduced(dtrain__limit(-2 * u, 80), &n);
+    float scale = dtrain__power_of_two(n);
+    float e = p * scale + scale, s = 1 / (1 + e);
+    return s + x * (s * (e * s)) * (1.595769122f * (1 + 0.134145f * (x * x)));
+}
+
 /* ---- [S24.3] Matrix multiplication ------------------------------------------------------------
  *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
@@ -2546,10 +2557,10 @@ DTRAIN__INLINE float dtrain__gelu(float x)
  * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
 
 enum {
-    DTRAIN__KC = 384,  /* k steps of a block: a panel of B takes 24 KiB of L1 */
-    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr */
+    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
-    DTRAIN__MR_MAX = 12,
+    DTRAIN__MR_MAX = 32,
     DTRAIN__NR_MAX = 32
 };
 
@@ -2565,44 +2576,144 @@ typedef struct dtrain__operand {
 typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
                                 int64_t p, int k);
 
-/* What an instruction set offers. kernel: c (mr, nr) = alpha * a * b + beta * c, a packed, b with
- * ldb elements from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * finish: bias and activation on `rows` rows of nr elements. */
+/* A part of a matrix in memory. */
+typedef struct dtrain__rectangle {
+    void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int rows, cols;
+} dtrain__rectangle;
+
+/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
+ * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
+ * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
+ * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
+ * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
+ * the work of a thread; may be NULL. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;
-    void (*kernel)(int64_t k, const float *a, const float *b, int64_t ldb, float alpha, float beta,
-                   float *c, int64_t ldc);
+    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
+    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
+    int packing; /* what packing an element costs, in multiply-adds */
+    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
+                   float beta, float *c, int64_t ldc);
     dtrain__pack_fn pack_a, pack_b;
     void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
                    uint32_t activation);
+    void (*slope)(float *c, const float *z, uint32_t activation);
+    void (*load)(float *tile, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile);
+    void (*begin)(void);
+    void (*end)(void);
 } dtrain__isa;
 
 static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_F32 ? 4 : 2; }
 
-DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n)
-{
-    const uint16_t *half = (const uint16_t *)src;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_BF16)
-        for (int64_t i = 0; i < n; i++) dst[i] = dtrain_bf16_to_f32(half[i]);
-    else
-        for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f16_to_f32(half[i]);
-}
-
-static void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n)
-{
-    uint16_t *half = (uint16_t *)dst;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_BF16)
-        for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_bf16(src[i]);
-    else
-        for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_f16(src[i]);
-}
-
 static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
 {
     return (const char *)data + index * (int64_t)dtrain__gemm_dtype_bytes(dtype);
+}
+
+/* ---- Half precision ----
+ *
+ * bf16 is shifts and adds, which vectorise in any target; fp16 has instructions since F16C, which
+ * every processor with AVX2 has. The bits are those of [S23]. */
+
+typedef void (*dtrain__f16_load_fn)(float *dst, const uint16_t *src, int64_t n);
+typedef void (*dtrain__f16_store_fn)(uint16_t *dst, const float *src, int64_t n);
+
+static DTRAIN__UNUSED void dtrain__f16_load_scalar(float *dst, const uint16_t *src, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f16_to_f32(src[i]);
+}
+
+static DTRAIN__UNUSED void dtrain__f16_store_scalar(uint16_t *dst, const float *src, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f32_to_f16(src[i]);
+}
+
+#if DTRAIN__VECTORS && defined(__x86_64__)
+DTRAIN__TARGET("avx2,f16c")
+static void dtrain__f16_load_f16c(float *dst, const uint16_t *src, int64_t n)
+{
+    for (; n >= 8; n -= 8, src += 8, dst += 8)
+        _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)src)));
+    if (n <= 0) return;
+    uint16_t tail[8] = {0};
+    float wide[8];
+    memcpy(tail, src, (size_t)n * sizeof *src);
+    _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)tail)));
+    memcpy(dst, wide, (size_t)n * sizeof *dst);
+}
+
+DTRAIN__TARGET("avx2,f16c")
+static void dtrain__f16_store_f16c(uint16_t *dst, const float *src, int64_t n)
+{
+    for (; n >= 8; n -= 8, src += 8, dst += 8)
+        _mm_storeu_si128((__m128i *)(void *)dst,
+                         _mm256_cvtps_ph(_mm256_loadu_ps(src), _MM_FROUND_TO_NEAREST_INT));
+    if (n <= 0) return;
+    uint16_t half[8];
+    float tail[8] = {0};
+    memcpy(tail, src, (size_t)n * sizeof *src);
+    _mm_storeu_si128((__m128i *)(void *)half,
+                     _mm256_cvtps_ph(_mm256_loadu_ps(tail), _MM_FROUND_TO_NEAREST_INT));
+    memcpy(dst, half, (size_t)n * sizeof *dst);
+}
+#define DTRAIN__F16_OF_AVX f16c
+#else
+#define DTRAIN__F16_OF_AVX scalar
+#endif
+
+DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n,
+                                      dtrain__f16_load_fn f16_load)
+{
+    const uint16_t *half = (const uint16_t *)src;
+    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_F16) f16_load(dst, half, n);
+    else
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t bits = (uint32_t)half[i] << 16;
+            memcpy(dst + i, &bits, sizeof bits);
+        }
+}
+
+DTRAIN__INLINE void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n,
+                                       dtrain__f16_store_fn f16_store)
+{
+    uint16_t *half = (uint16_t *)dst;
+    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_F16) f16_store(half, src, n);
+    else
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t x;
+            memcpy(&x, src + i, sizeof x);
+            const uint32_t nan = (x & 0x7fffffffu) > 0x7f800000u ? ~0u : 0;
+            const uint32_t rounded = x + 0x7fffu + (x >> 16 & 1u);
+            half[i] = (uint16_t)(((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16);
+        }
+}
+
+/* Whole rows of a tile have a width that the compiler knows. */
+DTRAIN__INLINE void dtrain__load_tile(float *tile, int nr, const dtrain__rectangle *from,
+                                      dtrain__f16_load_fn f16_load)
+{
+    for (int r = 0; r < from->rows; r++, tile += nr) {
+        const void *row = dtrain__gemm_at(from->data, from->dtype, r * from->ld);
+        if (from->cols == nr) dtrain__gemm_load(tile, row, from->dtype, nr, f16_load);
+        else dtrain__gemm_load(tile, row, from->dtype, from->cols, f16_load);
+    }
+}
+
+DTRAIN__INLINE void dtrain__store_tile(const dtrain__rectangle *to, const float *tile, int nr,
+                                       dtrain__f16_store_fn f16_store)
+{
+    for (int r = 0; r < to->rows; r++, tile += nr) {
+        void *row = (void *)(uintptr_t)dtrain__gemm_at(to->data, to->dtype, r * to->ld);
+        if (to->cols == nr) dtrain__gemm_store(row, to->dtype, tile, nr, f16_store);
+        else dtrain__gemm_store(row, to->dtype, tile, to->cols, f16_store);
+    }
 }
 
 /* ---- Packing ---- */
@@ -2650,7 +2761,8 @@ DTRAIN__INLINE void dtrain__interleave2(float *out, int width, const float *cons
 
 /* Rows beyond `count` repeat the last one: their products are never stored. */
 DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__operand *x,
-                                      int64_t index, int count, int64_t p, int k)
+                                      int64_t index, int count, int64_t p, int k,
+                                      dtrain__f16_load_fn f16_load)
 {
     float converted[4][DTRAIN__KC];
     for (int r = 0; r < width; r += 4) {
@@ -2660,7 +2772,7 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
             const void *run = dtrain__gemm_at(x->data, x->dtype, row * x->ld + p);
             in[i] = (const float *)run;
             if (x->dtype == DTRAIN_F32) continue;
-            dtrain__gemm_load(converted[i], run, x->dtype, k);
+            dtrain__gemm_load(converted[i], run, x->dtype, k, f16_load);
             in[i] = converted[i];
         }
         if (r + 4 <= width) dtrain__interleave4(panel + r, width, in, k);
@@ -2670,7 +2782,8 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
 
 /* Memory runs along the panel's width: one copy for each k. */
 DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__operand *x,
-                                       int64_t index, int count, int64_t p, int k)
+                                       int64_t index, int count, int64_t p, int k,
+                                       dtrain__f16_load_fn f16_load)
 {
     const void *from = dtrain__gemm_at(x->data, x->dtype, p * x->ld + index);
     if (x->dtype == DTRAIN_F32 && count == width) {
@@ -2680,17 +2793,18 @@ DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__op
         return;
     }
     for (int i = 0; i < k; i++, panel += width) {
-        dtrain__gemm_load(panel, from, x->dtype, count);
+        if (count == width) dtrain__gemm_load(panel, from, x->dtype, width, f16_load);
+        else dtrain__gemm_load(panel, from, x->dtype, count, f16_load);
         for (int r = count; r < width; r++) panel[r] = 0;
         from = dtrain__gemm_at(from, x->dtype, x->ld);
     }
 }
 
 DTRAIN__INLINE void dtrain__pack(float *panel, int width, const dtrain__operand *x, int64_t index,
-                                 int count, int64_t p, int k)
+                                 int count, int64_t p, int k, dtrain__f16_load_fn f16_load)
 {
-    if (x->along_k) dtrain__pack_runs(panel, width, x, index, count, p, k);
-    else dtrain__pack_steps(panel, width, x, index, count, p, k);
+    if (x->along_k) dtrain__pack_runs(panel, width, x, index, count, p, k, f16_load);
+    else dtrain__pack_steps(panel, width, x, index, count, p, k, f16_load);
 }
 
 DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, const float *bias,
@@ -2705,6 +2819,14 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
         else if (activation == DTRAIN_ACT_GELU)
             for (int j = 0; j < nr; j++) c[j] = dtrain__gelu(c[j]);
     }
+}
+
+DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t activation)
+{
+    if (activation == DTRAIN_ACT_RELU)
+        for (int i = 0; i < count; i++) c[i] = z[i] > 0 ? c[i] : 0;
+    else if (activation == DTRAIN_ACT_GELU)
+        for (int i = 0; i < count; i++) c[i] *= dtrain__gelu_slope(z[i]);
 }
 
 /* ---- The kernel ----
@@ -2732,7 +2854,29 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
     *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc); \
     *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
 
-#define DTRAIN__DEFINE_ISA(id, target, vector_lanes, rows, unroll)                                 \
+/* The functions of an instruction set but the kernel and the packing. */
+#define DTRAIN__DEFINE_TILES(id, target, rows, nr, f16)                                        \
+    target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,               \
+                                           const float *bias, float *aux, uint32_t activation) \
+    {                                                                                          \
+        dtrain__finish(c, ldc, row_count, nr, bias, aux, activation);                          \
+    }                                                                                          \
+    target static void dtrain__slope_##id(float *c, const float *z, uint32_t activation)       \
+    {                                                                                          \
+        dtrain__slope(c, z, (rows) * (nr), activation);                                        \
+    }                                                                                          \
+    target static void dtrain__load_##id(float *tile, const dtrain__rectangle *from)           \
+    {                                                                                          \
+        dtrain__load_tile(tile, nr, from, dtrain__f16_load_##f16);                             \
+    }                                                                                          \
+    target static void dtrain__store_##id(const dtrain__rectangle *to, const float *tile)      \
+    {                                                                                          \
+        dtrain__store_tile(to, tile, nr, dtrain__f16_store_##f16);                             \
+    }
+
+#define DTRAIN__DEFINE_ISA(...) \
+    DTRAIN__DEFINE_ISA2(__VA_ARGS__) /* expands f16 before it is glued */
+#define DTRAIN__DEFINE_ISA2(id, target, vector_lanes, rows, unroll, f16)                           \
     target static void dtrain__kernel_##id(int64_t k, const float *a, const float *b, int64_t ldb, \
                                            float alpha, float beta, float *c, int64_t ldc)         \
     {                                                                                              \
@@ -2752,37 +2896,353 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
     target static void dtrain__pack_a_##id(float *panel, const dtrain__operand *x, int64_t index,  \
                                            int count, int64_t p, int k)                            \
     {                                                                                              \
-        dtrain__pack(panel, rows, x, index, count, p, k);                                          \
+        dtrain__pack(panel, rows, x, index, count, p, k, dtrain__f16_load_##f16);                  \
     }                                                                                              \
     target static void dtrain__pack_b_##id(float *panel, const dtrain__operand *x, int64_t index,  \
                                            int count, int64_t p, int k)                            \
     {                                                                                              \
-        dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k);                              \
+        dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k, dtrain__f16_load_##f16);      \
     }                                                                                              \
-    target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,                   \
-                                           const float *bias, float *aux, uint32_t activation)     \
-    {                                                                                              \
-        dtrain__finish(c, ldc, row_count, 2 * vector_lanes, bias, aux, activation);                \
-    }                                                                                              \
+    DTRAIN__DEFINE_TILES(id, target, rows, 2 * vector_lanes, f16)                                  \
     static const dtrain__isa dtrain__isa_##id = {#id,                                              \
                                                  rows,                                             \
                                                  2 * vector_lanes,                                 \
+                                                 1,                                                \
+                                                 1,                                                \
+                                                 4,                                                \
                                                  dtrain__kernel_##id,                              \
                                                  dtrain__pack_a_##id,                              \
                                                  dtrain__pack_b_##id,                              \
-                                                 dtrain__finish_##id};
+                                                 dtrain__finish_##id,                              \
+                                                 dtrain__slope_##id,                               \
+                                                 dtrain__load_##id,                                \
+                                                 dtrain__store_##id,                               \
+                                                 NULL,                                             \
+                                                 NULL};
 
 #if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
-DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT)
-DTRAIN__DEFINE_ISA(avx2, DTRAIN__TARGET("avx2,fma"), 8, 6, DTRAIN__UNROLL_TWICE)
+DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT,
+                   DTRAIN__F16_OF_AVX)
+DTRAIN__DEFINE_ISA(avx2, DTRAIN__TARGET("avx2,fma"), 8, 6, DTRAIN__UNROLL_TWICE, DTRAIN__F16_OF_AVX)
 #endif
 #if DTRAIN__VECTORS && defined(__aarch64__)
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 8, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 8, DTRAIN__UNROLL_NOT, scalar)
 #elif DTRAIN__VECTORS
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 4, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 4, DTRAIN__UNROLL_NOT, scalar)
 #else
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT, scalar)
 #endif
+
+/* ---- Pairs of bf16 ----
+ *
+ * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
+ * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
+ * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
+ * count as zero, in and out, whatever MXCSR says. The order of additions is the instruction's own,
+ * so the bits differ between the two and from those of widened operands; on one machine they depend
+ * on the row of A, the column of B and k alone, like those of the other kernels.
+ *
+ *     B, and A for VDPBF16PS               A for AMX: tiles of 16 rows x 16 cells,
+ *     [cell][width], as above              [cell / 16][row / 16][16 rows][16 cells]
+ *
+ * An odd end of k, and for AMX what is missing to 16 cells, is filled with zeros on both sides.
+ *
+ * AMX has state that the system gives to processes that ask (arch_prctl; signal frames grow by
+ * 8 KiB), and per thread a configuration: loaded when a thread starts work on a product and
+ * released after it, so that nobody else's context switches carry tiles. */
+
+#if DTRAIN__VECTORS && defined(__x86_64__) && defined(__linux__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
+#define DTRAIN__PAIRS 1
+#else
+#define DTRAIN__PAIRS 0
+#endif
+
+#if DTRAIN__PAIRS
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+#define DTRAIN__ON_PAIRS \
+    DTRAIN__TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#define DTRAIN__ON_AMX \
+    DTRAIN__TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define DTRAIN__PAIRS_INLINE \
+    static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl")))
+
+/* Full zero-masks where g++ warns about the undefined value that the plain intrinsic starts from. */
+#define DTRAIN__LOW32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
+#define DTRAIN__HIGH32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
+#define DTRAIN__LOW64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
+#define DTRAIN__HIGH64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
+#define DTRAIN__LANES(a, b, which) _mm512_maskz_shuffle_i32x4(0xffff, a, b, which)
+
+/* 16 x 16 cells: v[r] holds a row before and a column after. Within the four lanes of 128 bits
+ * first, then the lanes. */
+DTRAIN__PAIRS_INLINE void dtrain__transpose16(__m512i v[16])
+{
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = DTRAIN__LOW32(v[i], v[i + 1]);
+        t[i + 1] = DTRAIN__HIGH32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { /* v[i + j], lane q: column 4 q + j of rows i ... i + 3 */
+        v[i] = DTRAIN__LOW64(t[i], t[i + 2]);
+        v[i + 1] = DTRAIN__HIGH64(t[i], t[i + 2]);
+        v[i + 2] = DTRAIN__LOW64(t[i + 1], t[i + 3]);
+        v[i + 3] = DTRAIN__HIGH64(t[i + 1], t[i + 3]);
+    }
+    for (int j = 0; j < 4; j++) {
+        const __m512i even = DTRAIN__LANES(v[j], v[4 + j], 0x88);
+        const __m512i odd = DTRAIN__LANES(v[j], v[4 + j], 0xdd);
+        const __m512i even2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0x88);
+        const __m512i odd2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0xdd);
+        t[j] = DTRAIN__LANES(even, even2, 0x88);
+        t[4 + j] = DTRAIN__LANES(odd, odd2, 0x88);
+        t[8 + j] = DTRAIN__LANES(even, even2, 0xdd);
+        t[12 + j] = DTRAIN__LANES(odd, odd2, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) v[i] = t[i];
+}
+
+DTRAIN__PAIRS_INLINE const uint16_t *dtrain__bf16_at(const dtrain__operand *x, int64_t row,
+                                                     int64_t column)
+{
+    return (const uint16_t *)x->data + row * x->ld + column;
+}
+
+/* 16 cells of one run along k, of which the first `k` elements exist. */
+DTRAIN__PAIRS_INLINE __m512i dtrain__cells_of_run(const uint16_t *run, int k)
+{
+    return k >= 32 ? _mm512_loadu_si512(run)
+                   : _mm512_maskz_loadu_epi16(k > 0 ? (1u << k) - 1u : 0u, run);
+}
+
+/* One cell of each of 16 neighbours, of which the first `count` exist; k: steps left. */
+DTRAIN__PAIRS_INLINE __m512i dtrain__cells_of_steps(const uint16_t *step, int64_t ld, int count,
+                                                    int k)
+{
+    const __mmask16 some = (__mmask16)(count >= 16 ? 0xffffu : count > 0 ? (1u << count) - 1u : 0u);
+    const __m512i first = _mm512_maskz_cvtepu16_epi32(
+        0xffff, _mm256_maskz_loadu_epi16(k > 0 ? some : (__mmask16)0, step));
+    if (k < 2) return first;
+    const __m512i second =
+        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some, step + ld));
+    return _mm512_maskz_or_epi32(0xffff, first, _mm512_maskz_slli_epi32(0xffff, second, 16));
+}
+
+/* The 16 x 16 cells from index and p on: v[c] is cell c of 16 indices where `by_cell`, else v[r] is
+ * 16 cells of index r. What the operand does not have, count indices and k steps, is 0. */
+DTRAIN__PAIRS_INLINE void dtrain__cells(__m512i v[16], const dtrain__operand *x, int64_t index,
+                                        int count, int64_t p, int k, int by_cell)
+{
+    if (x->along_k)
+        for (int r = 0; r < 16; r++)
+            v[r] = r < count ? dtrain__cells_of_run(dtrain__bf16_at(x, index + r, p), k)
+                             : _mm512_setzero_si512();
+    else
+        for (int c = 0; c < 16; c++) {
+            const int left = k - 2 * c;
+            v[c] = left > 0 ? dtrain__cells_of_steps(dtrain__bf16_at(x, p + 2 * c, index), x->ld,
+                                                     count, left)
+                            : _mm512_setzero_si512();
+        }
+    if (x->along_k == by_cell) dtrain__transpose16(v);
+}
+
+/* Cells side by side, `cells` of them. */
+DTRAIN__PAIRS_INLINE void dtrain__pack_by_cell(float *panel, int width, const dtrain__operand *x,
+                                               int64_t index, int count, int64_t p, int k,
+                                               int cells)
+{
+    for (int c = 0; c < cells; c += 16)
+        for (int r = 0; r < width; r += 16) {
+            const int lanes = width - r < 16 ? width - r : 16,
+                      some = cells - c < 16 ? cells - c : 16;
+            float *to = panel + c * width + r;
+            __m512i v[16];
+            dtrain__cells(v, x, index + r, count - r, p + 2 * c, k - 2 * c, 1);
+            if (lanes == 16 && some == 16)
+                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * width, v[i]);
+            else
+                for (int i = 0; i < 16; i++)
+                    if (i < some)
+                        _mm512_mask_storeu_epi32(to + i * width, (__mmask16)((1u << lanes) - 1u),
+                                                 v[i]);
+        }
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_a_vdpbf16(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 12, x, index, count, p, k, (k + 1) / 2);
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_b_vdpbf16(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 1) / 2);
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_a_amx(float *panel, const dtrain__operand *x,
+                                                int64_t index, int count, int64_t p, int k)
+{
+    for (; k > 0; k -= 32, p += 32)
+        for (int r = 0; r < 32; r += 16, panel += 256) {
+            __m512i v[16];
+            dtrain__cells(v, x, index + r, count - r, p, k, 0);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + i * 16, v[i]);
+        }
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_b_amx(float *panel, const dtrain__operand *x,
+                                                int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 31) / 32 * 16);
+}
+
+/* The kernel of AVX-512 with pairs for numbers. */
+#define DTRAIN__PAIR_STEP(r)                                                         \
+    {                                                                                \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(cells_a[r]);               \
+        left##r = (vec)_mm512_dpbf16_ps((__m512)left##r, pair, (__m512bh)b_left);    \
+        right##r = (vec)_mm512_dpbf16_ps((__m512)right##r, pair, (__m512bh)b_right); \
+    }
+DTRAIN__ON_PAIRS static void dtrain__kernel_vdpbf16(int64_t cells, const float *a, const float *b,
+                                                    int64_t ldb, float alpha, float beta, float *c,
+                                                    int64_t ldc)
+{
+    enum { lanes = 16 };
+    typedef float vec DTRAIN__VECTOR_OF(16);
+    typedef int32_t cell __attribute__((may_alias));
+    DTRAIN__ROWS12(DTRAIN__ROW_ZERO)
+    for (; cells > 0; cells--, a += 12, b += ldb) {
+        const __m512i b_left = _mm512_loadu_si512(b), b_right = _mm512_loadu_si512(b + 16);
+        const cell *cells_a = (const cell *)(const void *)a;
+        DTRAIN__ROWS12(DTRAIN__PAIR_STEP)
+    }
+    if (beta == 0) {
+        DTRAIN__ROWS12(DTRAIN__ROW_SET)
+    } else {
+        DTRAIN__ROWS12(DTRAIN__ROW_ADD)
+    }
+}
+
+/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. */
+static const uint8_t dtrain__amx_config[64] __attribute__((aligned(64))) = {
+    1,  0, 0,  0, 0,  0,  0,  0,  0,  0,  0,  0,  0, 0, 0, 0, 64, 0, 64, 0, 64, 0,
+    64, 0, 64, 0, 64, 0,  64, 0,  64, 0,  0,  0,  0, 0, 0, 0, 0,  0, 0,  0, 0,  0,
+    0,  0, 0,  0, 16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0,  0, 0,  0};
+
+DTRAIN__ON_AMX static void dtrain__amx_begin(void) { _tile_loadconfig(dtrain__amx_config); }
+DTRAIN__ON_AMX static void dtrain__amx_end(void) { _tile_release(); }
+
+/* 32 x 32 of C in tiles 0 to 3. Without scaling the tiles start from C and end there. */
+DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, const float *b,
+                                              int64_t ldb, float alpha, float beta, float *c,
+                                              int64_t ldc)
+{
+    const int64_t b_row = ldb * 4, c_row = ldc * 4;
+    const bool plain = alpha == 1 && (beta == 0 || beta == 1);
+    if (plain && beta == 1) {
+        _tile_loadd(0, c, c_row);
+        _tile_loadd(1, c + 16, c_row);
+        _tile_loadd(2, c + 16 * ldc, c_row);
+        _tile_loadd(3, c + 16 * ldc + 16, c_row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (; cells > 0; cells -= 16, a += 512, b += 16 * ldb) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, b_row);
+        _tile_loadd(7, b + 16, b_row);
+        _tile_loadd(5, a + 256, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    float sums[32 * 32] __attribute__((aligned(64)));
+    float *to = plain ? c : sums;
+    const int64_t ld = plain ? ldc : 32;
+    _tile_stored(0, to, ld * 4);
+    _tile_stored(1, to + 16, ld * 4);
+    _tile_stored(2, to + 16 * ld, ld * 4);
+    _tile_stored(3, to + 16 * ld + 16, ld * 4);
+    if (plain) return;
+    for (int r = 0; r < 32; r++, c += ldc)
+        for (int j = 0; j < 32; j++)
+            c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
+}
+
+DTRAIN__DEFINE_TILES(vdpbf16, DTRAIN__ON_PAIRS, 12, 32, f16c)
+DTRAIN__DEFINE_TILES(amx, DTRAIN__ON_PAIRS, 32, 32, f16c)
+
+static const dtrain__isa dtrain__isa_vdpbf16 = {"avx512_bf16",
+                                                12,
+                                                32,
+                                                2,
+                                                1,
+                                                8,
+                                                dtrain__kernel_vdpbf16,
+                                                dtrain__pack_a_vdpbf16,
+                                                dtrain__pack_b_vdpbf16,
+                                                dtrain__finish_vdpbf16,
+                                                dtrain__slope_vdpbf16,
+                                                dtrain__load_vdpbf16,
+                                                dtrain__store_vdpbf16,
+                                                NULL,
+                                                NULL};
+static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
+                                            32,
+                                            32,
+                                            2,
+                                            16,
+                                            32,
+                                            dtrain__kernel_amx,
+                                            dtrain__pack_a_amx,
+                                            dtrain__pack_b_amx,
+                                            dtrain__finish_amx,
+                                            dtrain__slope_amx,
+                                            dtrain__load_amx,
+                                            dtrain__store_amx,
+                                            dtrain__amx_begin,
+                                            dtrain__amx_end};
+
+static bool dtrain__has_vdpbf16(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+/* The processor has tiles, the system saves them, and this process may use them: it asks for that
+ * here, and again is harmless. The answer is no, for example, where alternative signal stacks are
+ * too small for the larger frames. */
+static bool dtrain__has_amx(void)
+{
+    enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    uint32_t a, b, c, d, low, high;
+    if (!dtrain__has_vdpbf16() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    __asm__ __volatile__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & TILE_STATE) != TILE_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    return (d & TILE_AND_BF16) == TILE_AND_BF16 &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif /* DTRAIN__PAIRS */
+
+/* NULL: products of bf16 are computed in fp32. */
+static const dtrain__isa *dtrain__pairs_select(void)
+{
+#if DTRAIN__PAIRS
+    if (dtrain__has_amx()) return &dtrain__isa_amx;
+    if (dtrain__has_vdpbf16()) return &dtrain__isa_vdpbf16;
+#endif
+    return NULL;
+}
 
 /* The best one this machine runs. */
 static const dtrain__isa *dtrain__isa_select(void)
@@ -2797,11 +3257,12 @@ static const dtrain__isa *dtrain__isa_select(void)
 /* ---- The driver ---- */
 
 /* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
- * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator and isa may be
- * preset. */
+ * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
+ * without pairs, may be preset. */
 typedef struct dtrain__gemm_workspace {
     const dtrain_allocator *allocator; /* NULL = malloc */
     const dtrain__isa *isa;
+    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
     void *memory;
     size_t bytes;
 } dtrain__gemm_workspace;
@@ -2811,6 +3272,7 @@ typedef struct dtrain__gemm_job {
     const dtrain__isa *isa;
     dtrain__operand a, b;
     int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
@@ -2824,7 +3286,7 @@ typedef struct dtrain__gemm_pass {
     const dtrain__gemm_job *job;
     int64_t i0, i1, j0, j1;
     int64_t p;
-    int k;
+    int k, cells; /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
@@ -2833,6 +3295,35 @@ static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
 
+static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
+                                              int cols)
+{
+    dtrain__rectangle x;
+    x.data = data;
+    x.dtype = dtype;
+    x.ld = ld;
+    x.rows = rows;
+    x.cols = cols;
+    return x;
+}
+
+/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
+static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
+                                       const dtrain__rectangle *aux, float *tile)
+{
+    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
+    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
+        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
+        isa->load(other, aux);
+        isa->slope(tile, other, x->activation);
+        return;
+    }
+    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
+    isa->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
+                x->activation);
+    if (x->aux) isa->store(aux, other);
+}
+
 /* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
  * Rows of `tile` beyond the edge are computed and dropped. */
 static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
@@ -2840,36 +3331,30 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
 {
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
-    int nr = job->isa->nr;
-    int rows = (int)dtrain__gemm_min(job->isa->mr, pass->i1 - i);
-    int cols = (int)dtrain__gemm_min(nr, pass->j1 - j);
-    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX] = {0}, aux[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
-    float bias[DTRAIN__NR_MAX] = {0};
-    float beta = pass->first ? x->beta : 1;
+    const dtrain__isa *isa = job->isa;
+    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const float beta = pass->first ? x->beta : 1;
+    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
 
-    char *c = (char *)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
-    int64_t c_row = x->ldc * (int64_t)dtrain__gemm_dtype_bytes(x->c_dtype);
-    float *partial = pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0);
-    int use_partial = job->needs_partial;
+    void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
+    const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+    const dtrain__rectangle partial =
+        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
+                             DTRAIN_F32, job->n_step, rows, cols);
 
-    for (int r = 0; r < rows && beta != 0; r++) {
-        if (use_partial && !pass->first)
-            memcpy(tile + r * nr, partial + r * job->n_step, (size_t)cols * sizeof(float));
-        else dtrain__gemm_load(tile + r * nr, c + r * c_row, x->c_dtype, cols);
+    if (beta != 0) {
+        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
+        isa->load(tile, job->needs_partial && !pass->first ? &partial : &c);
     }
-    job->isa->kernel(pass->k, a, b, ldb, x->alpha, beta, tile, nr);
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
-        if (x->bias) memcpy(bias, x->bias + j, (size_t)cols * sizeof(float));
-        job->isa->finish(tile, nr, rows, x->bias ? bias : NULL, x->aux ? aux : NULL, x->activation);
+        at = x->aux;
+        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
+        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    for (int r = 0; r < rows; r++) {
-        if (use_partial && !pass->last)
-            memcpy(partial + r * job->n_step, tile + r * nr, (size_t)cols * sizeof(float));
-        else dtrain__gemm_store(c + r * c_row, x->c_dtype, tile + r * nr, cols);
-        if (pass->last && x->aux)
-            memcpy((float *)x->aux + (i + r) * x->ldc + j, aux + r * nr,
-                   (size_t)cols * sizeof(float));
-    }
+    isa->store(job->needs_partial && !pass->last ? &partial : &c, tile);
 }
 
 static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
@@ -2884,23 +3369,23 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     }
     int64_t at = i * x->ldc + j;
     float *c = (float *)x->c + at;
-    isa->kernel(pass->k, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
         isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
                     x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
-/* Where A is stored transposed, 16 steps of k at a time: the 16 rows of memory stay in L1 while all
+/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
  * the panels take their few elements of each. */
 static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
     int mr = job->isa->mr;
-    int chunk = job->a.along_k ? pass->k : 16;
+    int chunk = job->a.along_k ? pass->k : 16 * job->isa->pair;
     for (int p = 0; p < pass->k; p += chunk) {
         int steps = pass->k - p < chunk ? pass->k - p : chunk;
-        float *panel = pass->a_block + p * mr;
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->k)
+        float *panel = pass->a_block + p / job->isa->pair * mr;
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->cells)
             job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
                              pass->p + p, steps);
     }
@@ -2924,7 +3409,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
             isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
                         pass->k);
         }
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->k)
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->cells)
             dtrain__gemm_tile(pass, i, j, a, b, ldb);
     }
 }
@@ -2933,6 +3418,7 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
 {
     dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
     const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
     dtrain__gemm_pass pass;
     (void)count;
     memset(&pass, 0, sizeof pass);
@@ -2940,9 +3426,10 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     pass.a_block = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
     pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
     pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
+    if (isa->begin) isa->begin();
     for (;;) {
         int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (at >= job->rows * job->cols) return;
+        if (at >= job->rows * job->cols) break;
         pass.i0 = at % job->rows * job->m_step;
         pass.j0 = at / job->rows * job->n_step;
         pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
@@ -2950,21 +3437,37 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
         pass.p = 0;
         do { /* once even for k == 0: beta, bias and activation remain */
             pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
+            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
             pass.first = pass.p == 0;
             pass.last = pass.p + pass.k == job->k;
             dtrain__gemm_block(&pass);
             pass.p += pass.k;
         } while (pass.p < job->k);
     }
+    if (isa->end) isa->end();
+}
+
+/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
+static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
+{
+    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
+    const int64_t whole = job->isa->pair * job->isa->unit;
+    job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
+    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->needs_partial = job->args->c_dtype != DTRAIN_F32 && job->k > job->k_step;
+    job->m_most = DTRAIN__MC / mr * mr;
+    if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
+    /* Cheap products repay taller blocks, which pack B less often. */
+    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
+    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
 }
 
 /* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
- * takes the one with the least work per thread: a rectangle's multiplications and packing, which
- * is worth about four of them per element and k. */
+ * takes the one with the least work per thread: a rectangle's multiplications and packing. */
 static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
 {
     int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
-    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, DTRAIN__MC);
+    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
     for (int64_t extra = 0; extra < threads; extra++) {
         int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
         int64_t rows = dtrain__gemm_ceil(m, m_step);
@@ -2973,7 +3476,7 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
         int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
         cols = dtrain__gemm_ceil(n, n_step);
         int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
-        int64_t cost = rounds * (m_step * n_step + 4 * (m_step + n_step));
+        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
         if (cost >= best) continue;
         best = cost;
         job->m_step = m_step;
@@ -3008,16 +3511,25 @@ static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *jo
     return 0;
 }
 
+static void dtrain__gemm_select(dtrain__gemm_workspace *ws)
+{
+    if (ws->isa) return;
+    ws->isa = dtrain__isa_select();
+    ws->pairs = dtrain__pairs_select();
+}
+
 /* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
 DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
                                        const dtrain_gemm_args *args)
 {
     dtrain__gemm_job job;
     if (args->m <= 0 || args->n <= 0) return 0;
-    if (!ws->isa) ws->isa = dtrain__isa_select();
+    dtrain__gemm_select(ws);
     memset(&job, 0, sizeof job);
     job.args = args;
     job.isa = ws->isa;
+    if (ws->pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16)
+        job.isa = ws->pairs;
     job.a.data = args->a;
     job.a.dtype = args->a_dtype;
     job.a.ld = args->lda;
@@ -3028,8 +3540,7 @@ DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspac
     job.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
 
     job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
-    job.k_step = dtrain__gemm_ceil(job.k, dtrain__gemm_ceil(job.k, DTRAIN__KC) + (job.k == 0));
-    job.needs_partial = args->c_dtype != DTRAIN_F32 && job.k > job.k_step;
+    dtrain__gemm_cut_k(&job);
 
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
