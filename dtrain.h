@@ -2519,10 +2519,11 @@ DTRAIN__INLINE float dtrain__gelu(float x)
     return x / (1 + (p * scale + scale));
 }
 
-/* d/dx of x s with s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. */
+/* d/dx of x s with s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. Outside +-10 it is 0 or 1. */
 DTRAIN__INLINE float dtrain__gelu_slope(float x)
 {
     int32_t n;
+    x = dtrain__limit(x, 10);
     float u = 0.797884561f * (x + 0.044715f * (x * x * x));
     float p = dtrain__expm1_reduced(dtrain__limit(-2 * u, 80), &n);
     float scale = dtrain__power_of_two(n);
@@ -3234,12 +3235,14 @@ static bool dtrain__has_amx(void)
 }
 #endif /* DTRAIN__PAIRS */
 
-/* NULL: products of bf16 are computed in fp32. */
+/* NULL: products of bf16 are computed in fp32. AMD starts a VDPBF16PS as often as a multiply-add;
+ * Intel every other cycle or less, a quarter as often (62 against 130 GFLOP/s of the widened
+ * product on Emerald Rapids), and has AMX. */
 static const dtrain__isa *dtrain__pairs_select(void)
 {
 #if DTRAIN__PAIRS
     if (dtrain__has_amx()) return &dtrain__isa_amx;
-    if (dtrain__has_vdpbf16()) return &dtrain__isa_vdpbf16;
+    if (dtrain__has_vdpbf16() && __builtin_cpu_is("amd")) return &dtrain__isa_vdpbf16;
 #endif
     return NULL;
 }
@@ -3984,6 +3987,114 @@ DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
     return w * dtrain__vfma(x * slope, q * w, one);
 }
 
+/* ---- Vectors in half precision ----------------------------------------------------------------
+ *
+ * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
+ * functions of [S23]: the bits are the same. A tail goes through a buffer of full width. */
+
+#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
+#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
+#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
+#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
+#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
+#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
+#if DTRAIN__ISA >= 2
+typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
+
+DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+{
+    const dtrain__vwords x = (dtrain__vwords)v;
+    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
+    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
+    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
+}
+
+DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+{
+    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
+                       << 16);
+}
+#if DTRAIN__ISA == 3
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    _mm256_storeu_si256(
+        (__m256i *)(void *)to,
+        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    return (dtrain__v)_mm512_maskz_cvtph_ps(
+        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
+}
+#else
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    _mm_storeu_si128((__m128i *)(void *)to,
+                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+#endif
+#else
+DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
+    return dtrain__vload(lanes);
+}
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
+    return dtrain__vload(lanes);
+}
+#endif
+
+#define dtrain__vload_as DTRAIN__INSTANCE(dtrain__vload_as)
+#define dtrain__vstore_as DTRAIN__INSTANCE(dtrain__vstore_as)
+
+/* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. */
+DTRAIN__VECTOR dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+{
+    if (dtype == DTRAIN_F32) return dtrain__vload_n((const float *)p + at, n);
+    const uint16_t *half = (const uint16_t *)p + at;
+    uint16_t tail[DTRAIN__W] = {0};
+    if (n < DTRAIN__W) {
+        if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
+        half = tail;
+    }
+    return dtype == DTRAIN_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
+}
+
+DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
+                                      int64_t n)
+{
+    if (dtype == DTRAIN_F32) {
+        dtrain__vstore_n((float *)p + at, v, n);
+        return;
+    }
+    uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
+    if (dtype == DTRAIN_BF16) dtrain__to_bf16(to, v);
+    else dtrain__to_f16(to, v);
+    if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+}
+
 /* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
 
 #define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
@@ -4138,87 +4249,10 @@ DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t e
     }
 }
 
-/* ---- Conversions ------------------------------------------------------------------------------
- *
- * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
- * functions of [S23]: the bits are the same. A tail goes through a buffer of full width. */
+/* ---- Conversions ------------------------------------------------------------------------------*/
 
-#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
-#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
-#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
-#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
-#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
-#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
 #define dtrain__to_half DTRAIN__INSTANCE(dtrain__to_half)
 #define dtrain__from_half DTRAIN__INSTANCE(dtrain__from_half)
-#if DTRAIN__ISA >= 2
-typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
-typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
-
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
-{
-    const dtrain__vwords x = (dtrain__vwords)v;
-    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
-    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
-    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
-    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
-}
-
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
-{
-    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
-                       << 16);
-}
-#if DTRAIN__ISA == 3
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm256_storeu_si256(
-        (__m256i *)(void *)to,
-        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm512_maskz_cvtph_ps(
-        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
-}
-#else
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm_storeu_si128((__m128i *)(void *)to,
-                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
-}
-#endif
-#else
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
-#endif
-
 /* Without vector code for a whole row: count elements, either direction. */
 DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t count,
                                     dtrain_dtype dtype)
@@ -4570,37 +4604,44 @@ DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
 
 /* d_out * act'(x); the slope of relu at 0 is 0. */
 #define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, const float *x, dtrain__v d_out,
-                                             int64_t n)
+DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(dtrain__vload_n(x, n));
+    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(x);
     if (activation == DTRAIN_ACT_RELU)
-        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), dtrain__vload_n(x, n)));
+        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
     return d_out;
 }
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
-DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                      int index)
+#define dtrain__activation_backward_as DTRAIN__INSTANCE(dtrain__activation_backward_as)
+DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
+                                                   int64_t begin, int64_t end, dtrain_dtype dtype)
 {
-    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
     const bool store = a->activation != DTRAIN_ACT_NONE || a->d_in != a->d_out;
-    const float *x = (const float *)a->x, *d_out = (const float *)a->d_out;
-    float *d_in = (float *)a->d_in;
-    (void)index;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t at = row * a->n + j, n = end - j;
-            const dtrain__v d = dtrain__vdeactivate(a->activation, x ? x + at : NULL,
-                                                    dtrain__vload_n(d_out + at, n), n);
-            if (store) dtrain__vstore_n(d_in + at, d, n);
+            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
+            if (a->activation != DTRAIN_ACT_NONE)
+                d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
+            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
+}
+
+#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
+DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                      int index)
+{
+    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
+    (void)index;
+    if (a->dtype == DTRAIN_BF16 || a->dtype == DTRAIN_F16)
+        dtrain__activation_backward_as(a, begin, end, a->dtype);
+    else dtrain__activation_backward_as(a, begin, end, DTRAIN_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
@@ -5461,6 +5502,26 @@ static dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device)
 
 /* ---- Matrix multiplication --------------------------------------------------------------------*/
 
+/* With an external library only products that the processor multiplies in bf16 stay here. */
+static bool dtrain__is_built_in(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+#ifdef DTRAIN_USE_CBLAS
+    dtrain__gemm_select(&cpu->gemm);
+    return cpu->gemm.pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16;
+#else
+    (void)cpu;
+    (void)args;
+    return true;
+#endif
+}
+
+static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
+    return DTRAIN_OK;
+}
+
 #ifdef DTRAIN_USE_CBLAS
 
 /* A copy of a (rows, columns) matrix as fp32, or back; both with leading dimension ld. */
@@ -5493,6 +5554,7 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     const int64_t c_size = args->c_dtype == DTRAIN_F32 ? 0 : args->m * args->ldc;
     dtrain_gemm_args plain = *args;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    if (dtrain__is_built_in(cpu, args)) return dtrain__built_in_product(cpu, args);
     if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
         args->ldb > INT_MAX || args->ldc > INT_MAX)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
@@ -5531,10 +5593,7 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 
 static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
-    return DTRAIN_OK;
+    return dtrain__built_in_product((dtrain__cpu *)device->state, args);
 }
 
 #endif
@@ -5581,6 +5640,14 @@ static bool dtrain__is_f32(dtrain_dtype dtype)
     return dtype == DTRAIN_F32 || dtype == DTRAIN_DTYPE_NONE;
 }
 
+static dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+{
+    if (dtrain__is_f32(dtype) || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "activations of type %s: expected f32, bf16 or f16",
+                       dtrain_dtype_name(dtype));
+}
+
 static void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype, void *y,
                                     dtrain_dtype y_dtype, int64_t count)
 {
@@ -5608,12 +5675,8 @@ static float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype 
                            int64_t count, int access)
 {
     if (!x || dtrain__is_f32(dtype) || list->result != DTRAIN_OK) return (float *)(uintptr_t)x;
-    if (dtype != DTRAIN_BF16 && dtype != DTRAIN_F16) {
-        list->result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                   "activations of type %s: expected f32, bf16 or f16",
-                                   dtrain_dtype_name(dtype));
-        return NULL;
-    }
+    list->result = dtrain__check_dtype(dtype);
+    if (list->result != DTRAIN_OK) return NULL;
     for (int i = 0; i < list->count; i++)
         if (list->items[i].narrow == x && list->items[i].count == count) {
             list->items[i].access |= access;
@@ -5658,20 +5721,15 @@ static dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const voi
 static dtrain_result dtrain__cpu_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_activation_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, count, DTRAIN__READ);
-    wide.d_out = dtrain__wide(&w, args->d_out, args->dtype, count, DTRAIN__READ);
-    wide.d_in = dtrain__wide(&w, args->d_in, args->dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain_activation_backward_args all = *args;
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     if (!args->d_bias) { /* no column sums: one long row */
-        wide.n = count;
-        wide.rows = 1;
+        all.n = args->rows * args->n;
+        all.rows = 1;
     }
-    dtrain__job job = dtrain__job_make(&wide, wide.n, DTRAIN__LINE);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->activation_backward, count));
+    dtrain__job job = dtrain__job_make(&all, all.n, DTRAIN__LINE);
+    return dtrain__job_run(cpu, &job, cpu->kernels->activation_backward, args->rows * args->n);
 }
 
 /* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
@@ -5703,54 +5761,70 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
     return DTRAIN_OK;
 }
 
-/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. */
+/* A second pass over C: slopes (z, or NULL: none) and column sums. */
+static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
+                                        uint32_t activation, const void *z, float *bias_grad)
+{
+    const dtrain_activation_backward_args after = {z ? activation : (uint32_t)DTRAIN_ACT_NONE,
+                                                   args->accumulate_bias_grad,
+                                                   args->m,
+                                                   args->n,
+                                                   z,
+                                                   args->c,
+                                                   args->c,
+                                                   bias_grad,
+                                                   args->c_dtype};
+    return dtrain__cpu_activation_backward(device, &after);
+}
+
+/* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
+static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, dtrain__wide_list *list,
+                                            const dtrain_gemm_args *args)
+{
+    if (args->flags & DTRAIN_GEMM_TRANS_A) {
+        const dtrain_activation_backward_args sums = {
+            DTRAIN_ACT_NONE, args->accumulate_bias_grad, args->k,         args->m,      NULL,
+            args->a,         (void *)(uintptr_t)args->a, args->bias_grad, args->a_dtype};
+        return dtrain__cpu_activation_backward(device, &sums);
+    }
+    const float *a = dtrain__wide(list, args->a, args->a_dtype, args->m * args->lda, DTRAIN__READ);
+    if (list->result == DTRAIN_OK) dtrain__row_sums(args, a);
+    return list->result;
+}
+
+/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. The built-in
+ * GEMM finishes the tiles of a C in half precision by itself, slopes included; others compute such
+ * a C, and aux, in fp32. */
 static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
     const bool of_c = args->bias_grad && (args->flags & DTRAIN_GEMM_BIAS_GRAD_C);
-    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
-    if (!backward && !args->bias_grad && (!args->aux || dtrain__is_f32(args->c_dtype)))
+    const bool half = !dtrain__is_f32(args->c_dtype);
+    const bool finished = half && dtrain__is_built_in((dtrain__cpu *)device->state, args);
+    if (!backward && !args->bias_grad && (!args->aux || !half || finished))
         return dtrain__cpu_product(device, args);
     dtrain__wide_list w = dtrain__wide_begin(device);
     dtrain_gemm_args plain = *args;
     DTRAIN__TRY(dtrain__check_gemm(args));
-    const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
-    plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
-    plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
-                             backward ? DTRAIN__READ : DTRAIN__WRITE);
-    const void *z = plain.aux;
-    plain.c_dtype = DTRAIN_F32;
-    if (backward) plain.activation = DTRAIN_ACT_NONE, plain.aux = NULL;
+    if (!finished) {
+        const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
+        plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
+        plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
+                                 backward ? DTRAIN__READ : DTRAIN__WRITE);
+        plain.c_dtype = DTRAIN_F32;
+    }
+    const void *z = backward && !finished ? plain.aux : NULL;
+    if (z) {
+        plain.flags &= ~DTRAIN_GEMM_ACT_BACKWARD;
+        plain.activation = DTRAIN_ACT_NONE;
+        plain.aux = NULL;
+    }
     if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);
-    if ((backward || of_c) && w.result == DTRAIN_OK) {
-        dtrain_activation_backward_args after = {backward ? args->activation
-                                                          : (uint32_t)DTRAIN_ACT_NONE,
-                                                 args->accumulate_bias_grad,
-                                                 args->m,
-                                                 args->n,
-                                                 z,
-                                                 plain.c,
-                                                 plain.c,
-                                                 of_c ? args->bias_grad : NULL,
-                                                 DTRAIN_F32};
-        w.result = dtrain__cpu_activation_backward(device, &after);
-    }
-    if (args->bias_grad && !of_c) {
-        const float *a = dtrain__wide(&w, args->a, args->a_dtype,
-                                      (trans_a ? args->k : args->m) * args->lda, DTRAIN__READ);
-        dtrain_activation_backward_args sums = {DTRAIN_ACT_NONE,
-                                                args->accumulate_bias_grad,
-                                                args->k,
-                                                args->m,
-                                                NULL,
-                                                a,
-                                                (void *)(uintptr_t)a,
-                                                args->bias_grad,
-                                                DTRAIN_F32};
-        if (w.result == DTRAIN_OK && trans_a)
-            w.result = dtrain__cpu_activation_backward(device, &sums);
-        else if (w.result == DTRAIN_OK) dtrain__row_sums(args, a);
-    }
+    if ((z || of_c) && w.result == DTRAIN_OK)
+        w.result =
+            dtrain__gemm_after(device, &plain, args->activation, z, of_c ? args->bias_grad : NULL);
+    if (args->bias_grad && !of_c && w.result == DTRAIN_OK)
+        w.result = dtrain__gemm_bias_grad(device, &w, args);
     return dtrain__wide_end(&w, w.result);
 }
 
