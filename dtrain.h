@@ -779,8 +779,11 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
 
-/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". */
+/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". The second is for
+ * products of bf16 with bf16: "amx_bf16" or "avx512_bf16" where the compiler, the processor and the
+ * system have them, else the first. */
 DTRAIN_API const char *dtrain_cpu_kernel_name(void);
+DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);
 
 /* ================================================================================================
  * [S05] World, launch
@@ -5269,6 +5272,12 @@ DTRAIN_API const char *dtrain_cpu_kernel_name(void)
 #else
     return dtrain__kernels_select()->name;
 #endif
+}
+
+DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
+{
+    const dtrain__isa *pairs = dtrain__pairs_select();
+    return pairs ? pairs->name : dtrain_cpu_kernel_name();
 }
 
 /* ---- [S24.6] The CPU device: state and memory -----------------------------------------------*/

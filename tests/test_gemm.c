@@ -200,6 +200,13 @@ static double gelu(double x)
     return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
 }
 
+static double gelu_slope(double x)
+{
+    if (fabs(x) > 10) return x > 0;
+    double t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x));
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * x * x);
+}
+
 static double activated(uint32_t activation, double x)
 {
     if (activation == DTRAIN_ACT_RELU) return x > 0 ? x : 0;
@@ -545,7 +552,7 @@ static void take_worse(worst_case *worst, double error, float x)
  * times e^-x^2/2: for large negative x the exponent's rounding is what fp32 cannot avoid. */
 static void test_functions(void)
 {
-    worst_case e = {0, 0}, t = {0, 0}, g = {0, 0};
+    worst_case e = {0, 0}, t = {0, 0}, g = {0, 0}, d = {0, 0};
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 4217) {
         float x = from_bits((uint32_t)bits);
         if (!dtrain_is_finite(x)) continue;
@@ -554,9 +561,11 @@ static void test_functions(void)
         take_worse(&t, ulps(dtrain__tanh(x), tanh(wide)), x);
         if (fabs(wide) < 1e12)
             take_worse(&g, fabs((double)dtrain__gelu(x) - gelu(wide)) / (1e-30 + fabs(wide)), x);
+        take_worse(&d, fabs((double)dtrain__gelu_slope(x) - gelu_slope(wide)), x);
     }
     CHECK_MSG(e.error < 1.5, "exp(%.9g) is %.2f ulp off", (double)e.x, e.error);
     CHECK_MSG(t.error < 4, "tanh(%.9g) is %.2f ulp off", (double)t.x, t.error);
+    CHECK_MSG(d.error < 1e-6, "the slope of gelu(%.9g) is off by %.3g", (double)d.x, d.error);
     CHECK_MSG(g.error < 3e-7, "gelu(%.9g) is off by %.3g x", (double)g.x, g.error);
 }
 
