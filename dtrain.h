@@ -3147,6 +3147,10 @@ DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, con
 {
     const int64_t b_row = ldb * 4, c_row = ldc * 4;
     const bool plain = alpha == 1 && (beta == 0 || beta == 1);
+    for (int r = 0; r < 32; r++) {
+        __builtin_prefetch(c + r * ldc, 1);
+        __builtin_prefetch(c + r * ldc + 16, 1);
+    }
     if (plain && beta == 1) {
         _tile_loadd(0, c, c_row);
         _tile_loadd(1, c + 16, c_row);
