@@ -13848,14 +13848,14 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 
 /* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
 static const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                       const dtrain_param *storage,
-                                                       dtrain_dtype dtype)
+                                        const dtrain_param *storage, dtrain_dtype dtype)
 {
     if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
         return NULL;
     const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
     const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    if (!bucket->sharded || bucket->presence != DTRAIN__HERE) return NULL;
+    if (bucket->presence != DTRAIN__HERE) return NULL;
     return bucket->low_values + entry->offset;
 }
 
