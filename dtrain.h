@@ -1110,23 +1110,55 @@ typedef struct dtrain_param {
 } dtrain_param;
 
 /* ================================================================================================
- * [S08] Strategies: DDP
+ * [S08] Strategies
  *
- * A strategy says where parameters, gradients and optimizer state live across the ranks and moves
- * them. DDP (Li et al., "PyTorch Distributed", VLDB 2020) keeps everything everywhere and averages
- * gradients bucket by bucket while backward is still running.
+ * A strategy says where parameters, gradients and optimizer state live across the ranks, and moves
+ * them. A training loop written once runs under every kind by changing one field:
  *
- *     parameters, forward order:      p0 p1 p2 p3 | p4 p5 | p6
- *     buckets, launch order:          [p6] [p5 p4] [p3 p2 p1 p0]      1 MiB first, then 25 MiB
- *                                      ^ final first in backward: its all-reduce hides behind
- *                                        the rest
+ *     kind            parameters   gradients    optimizer    sent per step and rank, P = model
+ *     DDP             whole        whole        whole        2(N-1)/N P   all-reduce
+ *     ZERO1           whole        whole        1/N          2(N-1)/N P   reduce-scatter, all-gather
+ *     SHARD_GRAD_OP   whole        1/N          1/N          2(N-1)/N P   the same (ZeRO-2)
+ *     FULL_SHARD      1/N          1/N          1/N          3(N-1)/N P   all-gather twice (ZeRO-3,
+ *                                                                         FSDP), reduce-scatter
+ *     ZERO3           owner only   owner only   owner only   3(N-1)/N P   broadcasts, reduces
+ *     HYBRID_SHARD    1/G          1/G          1/G          FULL_SHARD inside a node of G ranks,
+ *                                                            all-reduce of 1/G across nodes
+ *
+ * (Li et al., "PyTorch Distributed", VLDB 2020; Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
+ * "PyTorch FSDP", VLDB 2023.) ZERO3 leaves tensors whole and gives every rank about as many
+ * elements: what optimizers of whole matrices need.
+ *
+ * Hooks, called by the tape or by a program with its own backward:
+ *
+ *     gather(unit)    before a unit's forward, and before its backward: its parameters are whole
+ *     release(unit)   after it
+ *     ready(param)    this gradient is final for this backward
+ *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
+ *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
+ *
+ * Units are gathered in the order in which they appear in the array, in forward, and in the
+ * opposite order in backward; the next one is fetched meanwhile. Kinds that keep parameters and
+ * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
+ * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
+ * FULL_SHARD and below param->value is NULL outside gather and release.
+ *
+ * A tensor that several units use (tied weights) is registered once and has an alias in each other
+ * unit: it stays whole from its first gather in a step to the update.
  * ==============================================================================================*/
 
 typedef struct dtrain_strategy dtrain_strategy;
 
 typedef enum dtrain_strategy_kind {
     DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_DDP */
-    DTRAIN_DDP = 1
+    DTRAIN_DDP = 1,
+    DTRAIN_ZERO1 = 2,
+    DTRAIN_SHARD_GRAD_OP = 3,
+    DTRAIN_FULL_SHARD = 4,
+    DTRAIN_ZERO3 = 5,
+    DTRAIN_HYBRID_SHARD = 6,
+    DTRAIN_STRATEGY_AUTO = 7, /* the least communication that fits; see [S09] */
+    DTRAIN_NO_SHARD = DTRAIN_DDP
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
@@ -1134,12 +1166,44 @@ typedef enum dtrain_missing_gradient {
     DTRAIN_MISSING_ERROR = 1 /* finish fails and names it */
 } dtrain_missing_gradient;
 
+/* When gradients are reduced in a step of several micro-batches. */
+typedef enum dtrain_accumulation {
+    DTRAIN_ACCUMULATE_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
+                                      EVERY; HYBRID_SHARD: SHARD_EVERY */
+    DTRAIN_ACCUMULATE_LAST = 1,    /* in the last backward only: least communication; every rank
+                                      holds whole gradients */
+    DTRAIN_ACCUMULATE_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
+                                      ZERO1, which would pay for it and gain nothing */
+    DTRAIN_ACCUMULATE_SHARD_EVERY = 3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
+                                         in the last */
+} dtrain_accumulation;
+
+/* Classes of memory kept in page-locked host memory instead of a GPU's (S09). */
+#define DTRAIN_OFFLOAD_OPTIMIZER 1u /* optimizer state; the update runs on the CPU */
+#define DTRAIN_OFFLOAD_GRADS 2u     /* gradient shards; needs OPTIMIZER and a kind that shards them */
+#define DTRAIN_OFFLOAD_PARAMS 4u    /* parameter shards; needs OPTIMIZER and FULL_SHARD or HYBRID_SHARD */
+
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind */
     uint32_t missing_gradient; /* dtrain_missing_gradient */
-    bool no_overlap;           /* communicate in finish only; the bits are the same */
+    uint32_t accumulation;     /* dtrain_accumulation */
+    uint32_t param_dtype;      /* F32, or BF16, F16: what gathered parameters are rounded to and
+                                  travel as, in kinds that shard them; shards stay fp32 */
+    uint32_t reduce_dtype;     /* F32, or BF16, F16: what gradients travel as; sums are fp32 */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_* */
+    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy; 0 = those of a host */
+    bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
+    bool reshard_after_forward;  /* true: release frees a unit also between forward and backward */
+    uint32_t kept_unit_count;    /* these units are kept then, whatever the field above says */
+    const uint32_t *kept_units;  /* (kept_unit_count), read in create */
+    int64_t whole_below;       /* tensors with fewer elements are not sharded. 0: sharding small
+                                  ones costs nothing, a unit travels in one piece */
     size_t first_bucket_bytes; /* 1 MiB */
-    size_t bucket_bytes;       /* 25 MiB */
+    size_t bucket_bytes;       /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    uint64_t memory_limit;     /* AUTO: bytes a rank may use; 0 = what the world's device offers */
+    uint64_t other_bytes;      /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
+                                  activations (dtrain_plan_activations), the process itself */
+    uint32_t optimizer_states; /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
     uint64_t init_seed;        /* for parameters the library initialises */
     dtrain_comm *comm;         /* NULL = all ranks of the world */
 } dtrain_strategy_desc;
@@ -1149,7 +1213,12 @@ DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 /* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
  * and the desc except no_overlap; a difference is DTRAIN_ERROR_MISMATCH naming the first parameter
  * that differs), allocates what the host left NULL, initialises or broadcasts rank 0's values,
- * plans the buckets. An error on one rank is an error on all. desc NULL = defaults. */
+ * plans the buckets. An error on one rank is an error on all. desc NULL = defaults.
+ *
+ * Values the library initialises are drawn element by element from their place in the model: every
+ * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
+ * model. Kinds that shard parameters own them: value must be NULL. Values of the host's own are
+ * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP. */
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
@@ -1158,8 +1227,9 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
  * still in flight the communicator fails, so that the other ranks do not wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Before and after a unit's forward or backward: its parameters are whole in between. DDP keeps
- * them whole always; calling the hooks keeps a program ready for the sharded kinds. */
+/* Before and after a unit's forward or backward: its parameters are whole in between. Collective
+ * where parameters are sharded. A unit that is not due (neither the first, nor the one gathered
+ * last, nor one of its neighbours) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -1168,18 +1238,20 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  * twice between two finishes is an error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
-/* Ends a backward: handles parameters that were not marked in any micro-batch, waits for all
- * buckets; then every grad holds the mean over the ranks. DTRAIN_MISSING_ERROR costs one small
- * all-reduce, so that all ranks fail together; the next step may go on. */
+/* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
+ * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+ * DTRAIN_MISSING_ERROR costs one small all-reduce, so that all ranks fail together; the next step
+ * may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
-/* Gradient accumulation: while on, ready and finish communicate nothing and gradients add up
- * locally (the host's own backward must add, the tape does it by itself). Switch it off before
- * the last micro-batch's backward; switching it on in the middle of one is an error. */
-DTRAIN_API dtrain_result dtrain_strategy_no_sync(dtrain_strategy *strategy, bool on);
+/* Gradient accumulation: true before every micro-batch but the last, false before the last (and
+ * where there is only one). While true, finish leaves the step open and gradients add up, here or
+ * in shards as desc.accumulation says (a host's own backward must add where param->grad_written,
+ * the tape does it by itself). Changing it in the middle of a backward is an error. */
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* What this rank's optimizer updates: flat fp32 slices. For DDP every trainable parameter, whole.
- * */
+/* What this rank's optimizer updates: flat fp32 slices, at most one of a parameter. For DDP every
+ * trainable parameter, whole. After updating them (all ranks, or none) call publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter */
@@ -1190,21 +1262,61 @@ typedef struct dtrain_shard {
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
+/* Collective. Brings updated shards to where the next forward reads them. */
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
+
 typedef struct dtrain_strategy_info {
-    dtrain_strategy_desc desc; /* as resolved */
-    size_t param_count, bucket_count;
+    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
+    const char *name;          /* "DTRAIN_FULL_SHARD" */
+    size_t param_count, bucket_count, unit_count;
+    int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
     uint64_t value_bytes, grad_bytes;            /* this rank's, whoever owns them */
-    uint64_t bucket_bytes;                       /* of those, inside buckets incl. padding */
-    uint64_t sync_count;                         /* backwards that communicated */
+    uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
+    uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
+    uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula */
+    uint64_t sync_count;   /* steps that were reduced */
+    char reason[400];      /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
 DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
 
+/* host (count of the parameter) = its whole value, on every rank. Collective. */
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
+
 /* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
- * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. *hash may be NULL. */
+ * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
+ * the same model under every kind. *hash may be NULL. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
+
+/* ================================================================================================
+ * [S09] Memory
+ *
+ * The memory of a rank, by class, before anything is allocated: the strategy's own layout, counted
+ * instead of made. With AUTO dtrain_strategy_create takes the first of
+ *
+ *     ZERO1, SHARD_GRAD_OP, HYBRID_SHARD (several nodes), FULL_SHARD         (one rank: DDP)
+ *
+ * that fits the limit: communication grows along the list and memory falls. None fits: an error
+ * that says how much is missing and what would help.
+ * ==============================================================================================*/
+
+/* Bytes of one rank. */
+typedef struct dtrain_memory {
+    uint64_t params, grads, optimizer, activations, activation_grads;
+    uint64_t buffers;   /* where a strategy gathers and reduces units */
+    uint64_t workspace; /* the process itself: code, libc, communicator (0 where ranks are threads,
+                           and on a GPU, whose memory is meant) */
+    uint64_t total;
+} dtrain_memory;
+
+/* params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most, and
+ * their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: needs no world;
+ * completes count and shape of params in place. */
+DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
+                                              const dtrain_strategy_desc *desc, int rank_count,
+                                              dtrain_memory *memory);
 
 /* ================================================================================================
  * [S11] Tape and tensors
@@ -1239,6 +1351,7 @@ typedef struct dtrain_tensor {
  * the sums of residual connections stay fp32, as torch.autocast does. Parameters and their
  * gradients are fp32; a weight is rounded once per pass. */
 #define DTRAIN_TAPE_BF16 2u
+#define DTRAIN_TAPE_F16 4u /* the same with fp16, whose range asks for loss scaling [S14] */
 
 /* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
  * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
@@ -1520,13 +1633,6 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss);
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Bytes of one rank. */
-typedef struct dtrain_memory {
-    uint64_t params, grads, optimizer, activations, activation_grads;
-    uint64_t workspace; /* the process itself: code, libc, communicator (0 where ranks are threads,
-                           and on a GPU, whose memory is meant) */
-    uint64_t total;
-} dtrain_memory;
 /* Predicts a step's memory by running the loss once on the plan device; workspace is what the
  * process held before the model came. Local; needs a next_batch. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory);
