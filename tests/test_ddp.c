@@ -159,7 +159,7 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
     for (micro = 0; micro < c->accumulation; micro++) {
         bool last = micro == c->accumulation - 1;
         int first = (step * ranks + rank) * share * c->accumulation + micro * share;
-        DTRAIN__TRY(dtrain_strategy_no_sync(ddp, !last));
+        DTRAIN__TRY(dtrain_strategy_accumulate(ddp, !last));
         memset(m->g, 0, sizeof m->g);
         for (k = 0; k < share; k++)
             sum += model_sample(m, (uint64_t)(first + k), 1.0f / (float)(share * c->accumulation));
@@ -167,10 +167,8 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
         DTRAIN__TRY(backward(m, ddp, c->shuffle, (uint64_t)(step * 100 + rank)));
         dtrain_comm_query(dtrain_world_comm(world), &after);
         CHECK(last || after.operation_count == before.operation_count);
-        if (!last && micro % 2)
-            DTRAIN__TRY(dtrain_strategy_finish(ddp)); /* optional with no_sync */
+        DTRAIN__TRY(dtrain_strategy_finish(ddp));
     }
-    DTRAIN__TRY(dtrain_strategy_finish(ddp));
     *loss = (float)(sum / (share * c->accumulation));
     return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
                              NULL);
@@ -883,9 +881,10 @@ static int missing_error_main(dtrain_world *world, void *user)
         if (!bad) CHECK(p[MANY - 1].grad[2] == 2 && p[0].grad[0] == 2);
     }
     /* seen in an earlier micro-batch of the step is enough */
-    RANKS_TRY(dtrain_strategy_no_sync(ddp, true));
+    RANKS_TRY(dtrain_strategy_accumulate(ddp, true));
     RANKS_TRY(partial_backward(p, ddp, rank, MANY));
-    RANKS_TRY(dtrain_strategy_no_sync(ddp, false));
+    RANKS_TRY(dtrain_strategy_finish(ddp));
+    RANKS_TRY(dtrain_strategy_accumulate(ddp, false));
     RANKS_TRY(partial_backward(p, ddp, rank, rank == 0 ? 3 : MANY));
     RANKS_TRY(dtrain_strategy_finish(ddp));
     CHECK(p[MANY - 1].grad[0] == 2);
@@ -916,8 +915,8 @@ static int misuse_main(dtrain_world *world, void *user)
     CHECK(dtrain_strategy_ready(ddp, PARAMS) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_strategy_ready(ddp, FIXED) == DTRAIN_ERROR_USAGE);
     CHECK_MSG(strstr(dtrain_last_error(), "\"fixed\""), "%s", dtrain_last_error());
-    CHECK(dtrain_strategy_no_sync(ddp, true) == DTRAIN_ERROR_USAGE);
-    RANKS_TRY(dtrain_strategy_no_sync(ddp, false));
+    CHECK(dtrain_strategy_accumulate(ddp, true) == DTRAIN_ERROR_USAGE);
+    RANKS_TRY(dtrain_strategy_accumulate(ddp, false));
     RANKS_TRY(dtrain_strategy_release(ddp, 0));
     RANKS_TRY(dtrain_strategy_finish(ddp));
     RANKS_TRY(dtrain_strategy_ready(ddp, B2)); /* a new backward */
@@ -1035,7 +1034,7 @@ static int failed_main(dtrain_world *world, void *user)
     dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
     CHECK(dtrain_strategy_finish(ddp) == first && dtrain_strategy_verify(ddp, NULL) == first);
-    CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_no_sync(ddp, true) == first);
+    CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_accumulate(ddp, true) == first);
     CHECK_MSG(strcmp(dtrain_last_error(), text) == 0, "%s, not %s", dtrain_last_error(), text);
     dtrain_strategy_destroy(ddp);
     free(m);
