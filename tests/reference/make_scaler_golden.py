@@ -77,7 +77,7 @@ def main(path):
     out, table = [], []
     for number, (name, initial, growth, backoff, interval, pattern) in enumerate(cases()):
         rows = record(initial, growth, backoff, interval, pattern)
-        lines = ["    " + ", ".join(rows[i:i + 5]) for i in range(0, len(rows), 5)]
+        lines = ["    " + ", ".join(rows[i:i + 4]) for i in range(0, len(rows), 4)]
         out.append(f"static const scaler_step scaler_steps_{number}[{len(rows)}] = {{\n" + ",\n".join(lines) + "\n};\n")
         table.append(f'    {{"{name}", {c_float(initial)}, {c_float(growth)}, {c_float(backoff)}, {interval}, '
                      f"{len(rows)}, scaler_steps_{number}}}")
