@@ -14803,14 +14803,14 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     const char *missing = NULL;
     dtrain_comm_info comm;
     dtrain_comm_query(trainer->comm, &comm);
-    if (dtrain_world_device(trainer->world)->ops->host_memory)
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (dtrain_world_device(trainer->world)->ops->host_memory)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
-    else if (trainer->scaling)
-        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
-                  "which needs no scale, or graph = false";
     else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
         missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
