@@ -13761,17 +13761,19 @@ DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
     return desc;
 }
 
-/* Comparisons are written so that NaN fails them. The reciprocal of a denormal may be infinite: the
- * minimum is at least the least normal number. */
+/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
 static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
 {
     const char *wrong = NULL;
-    if (!(desc->minimum_scale >= FLT_MIN)) wrong = "minimum_scale >= 1.18e-38";
-    if (!(desc->initial_scale >= desc->minimum_scale && dtrain_is_finite(desc->initial_scale)))
+    if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
+        wrong = "minimum_scale >= 1.18e-38";
+    if (!dtrain_is_finite(desc->initial_scale) || desc->initial_scale < desc->minimum_scale)
         wrong = "a finite initial_scale >= minimum_scale";
-    if (!(desc->growth_factor > 1 && dtrain_is_finite(desc->growth_factor)))
+    if (!dtrain_is_finite(desc->growth_factor) || desc->growth_factor <= 1)
         wrong = "a finite growth_factor > 1";
-    if (!(desc->backoff_factor > 0 && desc->backoff_factor < 1)) wrong = "0 < backoff_factor < 1";
+    if (!dtrain_is_finite(desc->backoff_factor) || desc->backoff_factor <= 0 ||
+        desc->backoff_factor >= 1)
+        wrong = "0 < backoff_factor < 1";
     if (!desc->growth_interval) wrong = "growth_interval >= 1";
     if (!desc->hysteresis) wrong = "hysteresis >= 1";
     if (!wrong) return DTRAIN_OK;
@@ -14973,7 +14975,7 @@ static uint64_t dtrain__micro_seed(uint32_t micro)
     return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
 }
 
-/* What the loss's gradient starts as. A scale that is a power of two changes no bit of the update. */
+/* What the loss's gradient starts as. A power of two as scale changes no bit of the update. */
 static float dtrain__backward_scale(const dtrain_trainer *trainer)
 {
     const float scale = trainer->scaling ? trainer->scaler.scale : 1;

@@ -1034,7 +1034,8 @@ static int failed_main(dtrain_world *world, void *user)
     dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
     CHECK(dtrain_strategy_finish(ddp) == first && dtrain_strategy_verify(ddp, NULL) == first);
-    CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_accumulate(ddp, true) == first);
+    CHECK(dtrain_strategy_gather(ddp, 0) == first &&
+          dtrain_strategy_accumulate(ddp, true) == first);
     CHECK_MSG(strcmp(dtrain_last_error(), text) == 0, "%s, not %s", dtrain_last_error(), text);
     dtrain_strategy_destroy(ddp);
     free(m);

@@ -1,9 +1,9 @@
-/* test_scaler.c: [S14] loss scaling: the scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
+/* test_scaler.c: [S14] loss scaling: scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
  * overflows that one rank alone has, the trainer's skipped steps, fp16 training.
  *
  *     cc -std=c99 -O2 -I.. test_scaler.c -o test_scaler -lm -pthread && ./test_scaler
  *
- * The tests named test_overflow_* are also run in a build with -ffast-math. */
+ * test_compile.sh runs it in a build with -ffast-math as well. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
@@ -156,7 +156,7 @@ static void check_refused(const dtrain_scaler_desc *desc, const char *why)
 
 static void test_arguments(void)
 {
-    const float wrong[] = {0, -1, NAN, INFINITY};
+    const float wrong[] = {0, -1, float_of(not_finite[0]), float_of(not_finite[2])};
     dtrain_scaler_desc desc;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         desc = dtrain_scaler_defaults();
@@ -392,8 +392,8 @@ static dtrain_result next_batch(void *user)
     return DTRAIN_OK;
 }
 
-/* The spiky rank's loss is what it is, and its gradient passes through 1e36 times itself: fp32 holds
- * that if the scale is at most 256. */
+/* The spiky rank's loss is what it is, and its gradient passes through 1e36 times itself: fp32
+ * holds that if the scale is at most 256. */
 static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
 {
     rank_state *s = (rank_state *)user;
@@ -526,7 +526,7 @@ static dtrain_scaler_desc scaling_of(float scale, uint32_t interval)
     return desc;
 }
 
-/* A power of two moves exponents only, whatever else is multiplied: scaled or not, the same bits. */
+/* A power of two moves exponents only: scaled or not, the same bits. */
 static void test_scale_changes_no_bit(void)
 {
     for (uint32_t ranks = 1; ranks <= 3; ranks++)

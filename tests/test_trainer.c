@@ -521,7 +521,7 @@ static void test_plan_is_what_happens(void)
         CHECK(m->params == PARAMS * 4 && m->grads >= PARAMS * 4);
         CHECK(m->optimizer == PARAMS * 8);
         CHECK(m->total == m->params + m->grads + m->optimizer + m->activations +
-                              m->activation_grads + m->workspace);
+                              m->activation_grads + m->buffers + m->workspace);
         CHECK(m->total < (uint64_t)64 << 20);
     }
 }
