@@ -1394,7 +1394,6 @@ typedef struct dtrain_tape_info {
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
-DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
 
 /* ================================================================================================
  * [S12] Operations
@@ -11602,8 +11601,6 @@ struct dtrain_strategy {
     dtrain_shard *shards;    /* (param_count), shard_count in use */
     int64_t *gathered;       /* (ranks): scratch */
     double *sum_squares;     /* (1) device memory: of the gradients, for clipping */
-    dtrain_comm *shard_comm;
-    bool *counted;
     size_t bucket_count, shard_count;
     float *grads, *values; /* gradient region; values of parameters the library owns */
     size_t grad_bytes, value_bytes;
@@ -12666,9 +12663,9 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->seed = seed;
     tape->dropout_count = 0;
     tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16 ? DTRAIN_BF16 : flags & DTRAIN_TAPE_F16 ? DTRAIN_F16 : DTRAIN_F32;
+    tape->cast = flags & DTRAIN_TAPE_BF16 ? DTRAIN_BF16 : DTRAIN_F32;
     tape->casts = NULL;
-    if (flags & ~(DTRAIN_TAPE_NO_GRAD | DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16))
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | DTRAIN_TAPE_BF16))
         dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x",
                           flags);
     else dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
@@ -12816,12 +12813,6 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
     }
     return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
                                    DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops)
-{
-    (void)tape, (void)ops;
-    return every ? dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_tape_checkpoint: not here") : DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
@@ -12973,7 +12964,7 @@ static const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape, dtrai
 static bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i, dtrain_dtype dtype)
 {
     const dtrain_tensor *x = node->in[i];
-    const bool low = x && dtype == DTRAIN_F32 && (x->dtype == DTRAIN_BF16 || x->dtype == DTRAIN_F16);
+    const bool low = x && dtype == DTRAIN_F32 && x->dtype == DTRAIN_BF16; /* of autocast */
     if (x && (x->dtype == (uint32_t)dtype || low)) {
         if (x->needs_grad) node->needs_grad = true;
         return true;
