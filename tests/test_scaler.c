@@ -299,7 +299,6 @@ static void test_overflow_of_one_rank(void)
 static int sharded_main(dtrain_world *world, void *user)
 {
     const int ranks = dtrain_world_size(world), rank = dtrain_world_rank(world);
-    bool counted[2] = {rank == 0, true}; /* "a" is everywhere, each rank has its own "b" */
     dtrain_scaler scaler;
     float norm, scale;
     bool found;
@@ -309,7 +308,7 @@ static int sharded_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_scaler_init(&scaler, NULL));
     RANKS_TRY(grads_create(world, &g));
     g.ddp->shard_comm = g.ddp->comm;
-    g.ddp->counted = counted;
+    g.ddp->counted[0] = rank == 0; /* "a" is everywhere, each rank has its own "b" */
     for (int k = 0; k < COUNT; k++) {
         g.grad[0][k] = 3;
         g.grad[1][k] = (float)rank + 0.3f;
@@ -323,7 +322,6 @@ static int sharded_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
     CHECK(found);
     g.ddp->shard_comm = NULL;
-    g.ddp->counted = NULL;
     dtrain_strategy_destroy(g.ddp);
     return 0;
 }
@@ -344,12 +342,12 @@ static void test_overflow_in_a_shard(void)
 #define HIDDEN 32
 #define GLOBAL_BATCH 24
 #define STEPS 40
-#define RANKS 3
+#define RANKS 4
 #define PARAMS (VOCAB * WIDTH + HIDDEN * WIDTH + HIDDEN + VOCAB * HIDDEN + VOCAB)
 
 /* One training and what its ranks saw, in shared memory. */
 typedef struct run {
-    uint32_t ranks, accumulation, tape_flags;
+    uint32_t ranks, accumulation, tape_flags, kind;
     int steps, spiky_rank, nan_rank;
     float clip, factor; /* on the loss */
     dtrain_scaler_desc scaling;
@@ -402,6 +400,7 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     shape[0] = s->batch, shape[1] = 1;
     dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, s->tokens, false);
     dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, s->targets, false);
+    dtrain_tape_unit(tape, 0);
     dtrain_tensor *h = dtrain_embedding(tape, tokens, &p[0], NULL);
     h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACT_GELU);
     h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACT_NONE);
@@ -446,12 +445,13 @@ static dtrain_trainer_desc trainer_desc(rank_state *s, dtrain_strategy *strategy
     return desc;
 }
 
-/* Parameters and optimizer state before step `step`. */
-static void remember(rank_state *s, const dtrain_optimizer *optimizer, int step)
+/* All parameters, and this rank's optimizer state, before step `step`. */
+static dtrain_result remember(rank_state *s, const dtrain_trainer *trainer, int step)
 {
+    const dtrain_optimizer *optimizer = trainer->desc.optimizer;
     float *params = s->r->params[s->rank][step], *state = s->r->state[s->rank][step];
-    for (int i = 0; i < 5; i++) {
-        memcpy(params, s->params[i].value, (size_t)s->params[i].count * sizeof(float));
+    for (size_t i = 0; i < 5; i++) {
+        DTRAIN__TRY(dtrain_strategy_read(trainer->desc.strategy, i, params));
         params += s->params[i].count;
     }
     for (size_t i = 0; i < optimizer->tensor_count; i++) {
@@ -461,10 +461,10 @@ static void remember(rank_state *s, const dtrain_optimizer *optimizer, int step)
         state += 2 * t->count;
     }
     s->r->updates[s->rank] = optimizer->step_count;
+    return DTRAIN_OK;
 }
 
-static dtrain_result take_steps(dtrain_world *world, rank_state *s, dtrain_trainer *trainer,
-                                const dtrain_optimizer *optimizer)
+static dtrain_result take_steps(dtrain_world *world, rank_state *s, dtrain_trainer *trainer)
 {
     run *r = s->r;
     dtrain_metrics_desc desc;
@@ -474,13 +474,13 @@ static dtrain_result take_steps(dtrain_world *world, rank_state *s, dtrain_train
     desc.jsonl_path = r->log;
     DTRAIN__TRY(dtrain_metrics_create(world, &desc, &metrics));
     for (int step = 0; step < r->steps && result == DTRAIN_OK; step++) {
-        remember(s, optimizer, step);
+        DTRAIN__TRY(remember(s, trainer, step));
         result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
-        remember(s, optimizer, step + 1);
+        snprintf(r->error[s->rank], sizeof r->error[0], "%s", dtrain_last_error());
+        DTRAIN__TRY(remember(s, trainer, step + 1));
         if (result == DTRAIN_OK) result = dtrain_metrics_step(metrics, &r->records[s->rank][step]);
         if (result == DTRAIN_OK) r->taken[s->rank]++;
     }
-    snprintf(r->error[s->rank], sizeof r->error[0], "%s", dtrain_last_error());
     DTRAIN__TRY(dtrain_metrics_destroy(metrics));
     return result;
 }
@@ -492,17 +492,20 @@ static int run_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_strategy_desc how = dtrain_strategy_defaults();
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.rank = dtrain_world_rank(world);
     s.batch = GLOBAL_BATCH / (s.r->ranks * s.r->accumulation);
     adamw.epsilon = 1e-20f; /* gradients of any size move parameters alike */
     fill_params(s.params);
-    RANKS_TRY(dtrain_strategy_create(world, s.params, 5, NULL, &strategy));
+    how.kind = s.r->kind;
+    how.node_size = s.r->kind == DTRAIN_HYBRID_SHARD ? 2 : 0;
+    RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &how, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
-    s.r->ended[s.rank] = take_steps(world, &s, trainer, optimizer);
+    s.r->ended[s.rank] = take_steps(world, &s, trainer);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
@@ -551,10 +554,11 @@ static void test_scale_changes_no_bit(void)
 
 /* One rank's gradient overflows until the scale fits: all ranks skip the same steps, nothing moves
  * meanwhile, and afterwards they train. */
-static void check_spiky(uint32_t ranks, uint32_t accumulation, uint32_t mode)
+static run *check_spiky(uint32_t kind, uint32_t ranks, uint32_t accumulation, uint32_t mode)
 {
     const int skips = accumulation == 1 ? 8 : 7; /* 65536 to 256, or to twice that over two */
     run *r = run_create(ranks, accumulation);
+    r->kind = kind;
     r->spiky_rank = (int)ranks - 1;
     r->scaling = scaling_of(65536, 2000);
     run_all(r, mode);
@@ -576,15 +580,30 @@ static void check_spiky(uint32_t ranks, uint32_t accumulation, uint32_t mode)
         }
         CHECK(r->records[rank][STEPS - 1].loss < 0.7 * r->records[rank][0].loss);
     }
-    munmap(r, sizeof *r);
+    return r;
 }
 
 static void test_overflow_is_everybodys_skip(void)
 {
-    check_spiky(1, 1, DTRAIN_LAUNCH_THREADS);
-    check_spiky(2, 1, DTRAIN_LAUNCH_THREADS);
-    check_spiky(2, 2, DTRAIN_LAUNCH_PROCESSES);
-    check_spiky(3, 2, DTRAIN_LAUNCH_THREADS);
+    check_spiky(DTRAIN_DDP, 1, 1, DTRAIN_LAUNCH_THREADS);
+    check_spiky(DTRAIN_DDP, 2, 1, DTRAIN_LAUNCH_THREADS);
+    check_spiky(DTRAIN_DDP, 2, 2, DTRAIN_LAUNCH_PROCESSES);
+    check_spiky(DTRAIN_DDP, 3, 2, DTRAIN_LAUNCH_THREADS);
+}
+
+/* Whose shards and replicas they are: the verdict, and after it every bit, is that of DDP. */
+static void test_overflow_under_every_strategy(void)
+{
+    for (uint32_t accumulation = 1; accumulation <= 2; accumulation++) {
+        run *ddp = check_spiky(DTRAIN_DDP, 4, accumulation, DTRAIN_LAUNCH_THREADS);
+        for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_HYBRID_SHARD; kind++) {
+            run *r = check_spiky(kind, 4, accumulation, DTRAIN_LAUNCH_THREADS);
+            CHECK_MSG(same_bits(r->params[0], ddp->params[0], sizeof r->params[0]),
+                      "kind %u, accumulation %u", (unsigned)kind, (unsigned)accumulation);
+            munmap(r, sizeof *r);
+        }
+        munmap(ddp, sizeof *ddp);
+    }
 }
 
 static void test_overflow_without_end(void)
@@ -754,6 +773,7 @@ int main(int argc, char **argv)
     RUN(test_overflow_in_a_shard);
     RUN(test_scale_changes_no_bit);
     RUN(test_overflow_is_everybodys_skip);
+    RUN(test_overflow_under_every_strategy);
     RUN(test_overflow_without_end);
     RUN(test_overflow_of_the_loss);
     RUN(test_trainer_arguments);
