@@ -591,15 +591,19 @@ static void test_overflow_is_everybodys_skip(void)
     check_spiky(DTRAIN_DDP, 3, 2, DTRAIN_LAUNCH_THREADS);
 }
 
-/* Whose shards and replicas they are: the verdict, and after it every bit, is that of DDP. */
+/* Whoever has the shard that overflows: the verdict is that of DDP. So are the bits, where
+ * gradients are added in the same order. */
 static void test_overflow_under_every_strategy(void)
 {
     for (uint32_t accumulation = 1; accumulation <= 2; accumulation++) {
         run *ddp = check_spiky(DTRAIN_DDP, 4, accumulation, DTRAIN_LAUNCH_THREADS);
         for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_HYBRID_SHARD; kind++) {
             run *r = check_spiky(kind, 4, accumulation, DTRAIN_LAUNCH_THREADS);
-            CHECK_MSG(same_bits(r->params[0], ddp->params[0], sizeof r->params[0]),
-                      "kind %u, accumulation %u", (unsigned)kind, (unsigned)accumulation);
+            const bool same_order =
+                kind == DTRAIN_ZERO1 || (accumulation == 1 && kind != DTRAIN_HYBRID_SHARD);
+            if (same_order) CHECK(same_bits(r->params[0], ddp->params[0], sizeof r->params[0]));
+            for (int step = 0; step < STEPS; step++)
+                CHECK_CLOSE(r->records[0][step].loss, ddp->records[0][step].loss, 1e-5);
             munmap(r, sizeof *r);
         }
         munmap(ddp, sizeof *ddp);
