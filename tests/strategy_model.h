@@ -392,6 +392,7 @@ static inline dtrain_result strategy_job_run(strategy_job *job)
             result = strategy_pass(job, 1000000, DTRAIN_TAPE_NO_GRAD, 0,
                                    &job->out->eval_loss[job->rank]);
         }
+        if (step == 3) result = strategy_job_read(job); /* as a checkpoint would */
         dtrain_comm_query(dtrain_strategy_comm(job->strategy), &before);
         if (result == DTRAIN_OK) result = strategy_step(job, step);
         if (result != DTRAIN_OK) return result;
