@@ -83,6 +83,7 @@ static void matrix_run(matrix *m)
     for (i = 0; i < m->count; i++) {
         const strategy_name name = strategy_case_name(&m->cases[i], m->ranks);
         strategy_check_ranks(&m->out[i], m->ranks, name.text);
+        strategy_check_shards(&m->cases[i], &m->out[i], m->ranks, name.text);
         for (k = 0; k < i; k++)
             if (strcmp(m->cases[k].group, m->cases[i].group) == 0) break;
         if (k < i) strategy_check_bits(&m->out[i], &m->out[k], name.text);
@@ -625,8 +626,8 @@ typedef struct hand_model {
 typedef struct hand_run {
     uint32_t kind, micro;
     int ranks;
-    bool owned;      /* values and gradients are the library's */
-    bool stop_early; /* backward ends before unit 0: its gradients are missing in step 1 */
+    bool owned;       /* values and gradients are the library's */
+    uint32_t skipped; /* unit that backward leaves out in step 1; HAND_UNITS = none */
 } hand_run;
 
 static float hand_start(int param, int64_t i)
@@ -643,7 +644,7 @@ static float hand_target(int rank, uint32_t micro, int step, int param, int64_t 
 
 static bool hand_missing(const hand_run *run, int param, int step)
 {
-    return param == SKIPPED || (run->stop_early && step == 1 && hand_units[param] == 0);
+    return param == SKIPPED || (step == 1 && hand_units[param] == run->skipped);
 }
 
 /* The same training without any strategy, in the documented order: micro-batches, then ranks, then
@@ -752,7 +753,6 @@ static dtrain_result hand_pass(hand_model *m, const hand_run *run, dtrain_strate
                                int rank, uint32_t micro, int step)
 {
     float forward[HAND_PARAMS] = {0}, backward[HAND_PARAMS] = {0};
-    const uint32_t first = run->stop_early && step == 1 ? 1 : 0;
     uint32_t unit;
     int p;
     for (unit = 0; unit < HAND_UNITS; unit++) {
@@ -760,14 +760,16 @@ static dtrain_result hand_pass(hand_model *m, const hand_run *run, dtrain_strate
         hand_look(m, unit, "forward", forward);
         DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
     }
-    for (unit = HAND_UNITS; unit-- > first;) {
+    for (unit = HAND_UNITS; unit-- > 0;) {
+        if (step == 1 && unit == run->skipped) continue;
         DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
         hand_look(m, unit, "backward", backward);
         DTRAIN__TRY(hand_backward(m, run, strategy, rank, micro, step, unit));
         DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
     }
     for (p = 0; p < HAND_PARAMS; p++)
-        CHECK(hand_units[p] < first || memcmp(&forward[p], &backward[p], sizeof *forward) == 0);
+        CHECK((step == 1 && hand_units[p] == run->skipped) ||
+              memcmp(&forward[p], &backward[p], sizeof *forward) == 0);
     return dtrain_strategy_finish(strategy);
 }
 
@@ -834,10 +836,10 @@ static void test_hooks_by_hand(void)
     int i;
     memset(&run, 0, sizeof run);
     for (run.ranks = 1; run.ranks <= 4; run.ranks++)
-        for (i = 0; i < 8; i++) {
+        for (i = 0; i < 16; i++) {
             run.micro = i & 1 ? 3 : 1;
-            run.stop_early = (i & 2) != 0;
-            run.owned = (i & 4) != 0;
+            run.owned = (i & 2) != 0;
+            run.skipped = (uint32_t)i / 4;
             for (run.kind = DTRAIN_DDP; run.kind <= DTRAIN_HYBRID_SHARD; run.kind++)
                 if (run.owned || run.kind <= DTRAIN_SHARD_GRAD_OP)
                     ranks_run(run.ranks, DTRAIN_LAUNCH_THREADS, hand_rank, &run);
