@@ -1168,11 +1168,11 @@ typedef enum dtrain_missing_gradient {
 
 /* When gradients are reduced in a step of several micro-batches. */
 typedef enum dtrain_accumulation {
-    DTRAIN_ACCUMULATE_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
+    DTRAIN_ACCUMULATE_DEFAULT = 0,    /* LAST where gradients are whole anyway (DDP, ZERO1), else
                                       EVERY; HYBRID_SHARD: SHARD_EVERY */
-    DTRAIN_ACCUMULATE_LAST = 1,    /* in the last backward only: least communication; every rank
+    DTRAIN_ACCUMULATE_LAST = 1,       /* in the last backward only: least communication; every rank
                                       holds whole gradients */
-    DTRAIN_ACCUMULATE_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
+    DTRAIN_ACCUMULATE_EVERY = 2,      /* in every backward: sharded gradients stay sharded. Not for
                                       ZERO1, which would pay for it and gain nothing */
     DTRAIN_ACCUMULATE_SHARD_EVERY = 3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
                                          in the last */
@@ -1180,32 +1180,33 @@ typedef enum dtrain_accumulation {
 
 /* Classes of memory kept in page-locked host memory instead of a GPU's (S09). */
 #define DTRAIN_OFFLOAD_OPTIMIZER 1u /* optimizer state; the update runs on the CPU */
-#define DTRAIN_OFFLOAD_GRADS 2u     /* gradient shards; needs OPTIMIZER and a kind that shards them */
-#define DTRAIN_OFFLOAD_PARAMS 4u    /* parameter shards; needs OPTIMIZER and FULL_SHARD or HYBRID_SHARD */
+#define DTRAIN_OFFLOAD_GRADS 2u /* gradient shards; needs OPTIMIZER and a kind that shards them */
+#define DTRAIN_OFFLOAD_PARAMS \
+    4u /* parameter shards; needs OPTIMIZER and FULL_SHARD or HYBRID_SHARD */
 
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind */
     uint32_t missing_gradient; /* dtrain_missing_gradient */
     uint32_t accumulation;     /* dtrain_accumulation */
-    uint32_t param_dtype;      /* F32, or BF16, F16: what gathered parameters are rounded to and
+    uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
                                   travel as, in kinds that shard them; shards stay fp32 */
-    uint32_t reduce_dtype;     /* F32, or BF16, F16: what gradients travel as; sums are fp32 */
+    uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
     uint32_t offload;          /* DTRAIN_OFFLOAD_* */
     uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy; 0 = those of a host */
     bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
-    bool reshard_after_forward;  /* true: release frees a unit also between forward and backward */
-    uint32_t kept_unit_count;    /* these units are kept then, whatever the field above says */
-    const uint32_t *kept_units;  /* (kept_unit_count), read in create */
-    int64_t whole_below;       /* tensors with fewer elements are not sharded. 0: sharding small
+    bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
+    uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
+    const uint32_t *kept_units; /* (kept_unit_count), read in create */
+    int64_t whole_below;        /* tensors with fewer elements are not sharded. 0: sharding small
                                   ones costs nothing, a unit travels in one piece */
-    size_t first_bucket_bytes; /* 1 MiB */
-    size_t bucket_bytes;       /* 25 MiB; where gradients are sharded, a unit is a bucket */
-    uint64_t memory_limit;     /* AUTO: bytes a rank may use; 0 = what the world's device offers */
-    uint64_t other_bytes;      /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
+    size_t first_bucket_bytes;  /* 1 MiB */
+    size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what the world's device offers */
+    uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
                                   activations (dtrain_plan_activations), the process itself */
-    uint32_t optimizer_states; /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
-    uint64_t init_seed;        /* for parameters the library initialises */
-    dtrain_comm *comm;         /* NULL = all ranks of the world */
+    uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
+    uint64_t init_seed;         /* for parameters the library initialises */
+    dtrain_comm *comm;          /* NULL = all ranks of the world */
 } dtrain_strategy_desc;
 
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
@@ -1472,8 +1473,9 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
-/* One update; every gradient is multiplied by grad_scale on the way in. Local. A rate or scale that
- * is not finite, or a negative rate, is an error before anything is touched. */
+/* One update; every gradient is multiplied by grad_scale on the way in; then the strategy publishes
+ * it: collective where anything is sharded. A rate or scale that is not finite, or a negative rate,
+ * is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
 DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
@@ -7701,7 +7703,7 @@ static uint64_t dtrain__prove(const dtrain__placement *place, const uint64_t non
 }
 
 /* What must be equal for ranks to share memory and frames. */
-static uint64_t dtrain__layout(void)
+static uint64_t dtrain__struct_layout(void)
 {
     const uint64_t none[2] = {0, 0};
     const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__fate), sizeof(dtrain__card),
@@ -7713,7 +7715,7 @@ static void dtrain__card_make(const dtrain__rendezvous *r, const uint64_t nonce[
                               dtrain__card *card)
 {
     memset(card, 0, sizeof *card);
-    card->layout = dtrain__layout();
+    card->layout = dtrain__struct_layout();
     card->rank = r->world->rank;
     card->size = r->world->size;
     card->pid = (int32_t)getpid();
@@ -7909,7 +7911,8 @@ static dtrain_result dtrain__check_card(dtrain__rendezvous *r, const dtrain__con
                                         const dtrain__card *card)
 {
     const dtrain_world *world = r->world;
-    if (strcmp(card->version, DTRAIN_VERSION_STRING) != 0 || card->layout != dtrain__layout())
+    if (strcmp(card->version, DTRAIN_VERSION_STRING) != 0 ||
+        card->layout != dtrain__struct_layout())
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
@@ -11034,21 +11037,32 @@ static void dtrain__world_comm_end(dtrain_world *world)
  * ==============================================================================================*/
 
 typedef struct dtrain__entry {
-    uint32_t bucket;  /* of its storage's gradient */
-    uint32_t uses;    /* storages: trainable entries that share this gradient ... */
-    uint32_t pending; /* ... and how many of them are not yet marked in this backward */
-    int64_t offset;   /* storages: first element in the gradient region */
-    bool trainable;
-    bool marked;                  /* ready was called in this backward */
-    bool seen;                    /* ready was called since the last synchronised finish */
-    bool warned;                  /* its missing gradient has been reported */
+    uint32_t bucket;       /* of its storage, or NONE */
+    uint32_t unit;         /* storages: place of their unit, NONE when several units use them */
+    uint32_t uses;         /* storages: trainable entries that share this gradient ... */
+    uint32_t pending;      /* ... and how many of them are not yet marked in this backward */
+    int64_t offset;        /* storages: first element within the bucket */
+    float *place;          /* storages whose whole value the library owns */
+    bool trainable, whole; /* whole: never sharded */
+    bool marked;           /* ready was called in this backward */
+    bool seen;             /* ready was called in this step */
+    bool warned;           /* its missing gradient has been reported */
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
-    int64_t first, count;   /* elements of the gradient region, padding included */
-    uint32_t uses, pending; /* as in dtrain__entry, of all gradients inside */
-    dtrain_work *work;      /* between launch and finish */
+    uint32_t unit; /* place of the unit that it is, or NONE */
+    bool trainable, sharded;
+    bool slotted;  /* its values share memory with every other unit's */
+    bool work;     /* its gradients are made in one place and kept, as shards, in another */
+    int64_t count; /* elements, padding included */
+    int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
+    int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
+    uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
+    uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
+    float *values, *grads;            /* (count) */
+    float *value_shard, *grad_shard;  /* (shard_count) */
+    uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
 /* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
@@ -11245,10 +11259,10 @@ static dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t
 typedef struct dtrain__registration {
     const dtrain_param *params;
     size_t count;
-    char settings[160]; /* of the strategy */
+    char settings[310]; /* of the strategy */
 } dtrain__registration;
 
-#define DTRAIN__LINE_BYTES 320
+#define DTRAIN__LINE_BYTES 384
 
 /* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
@@ -11287,7 +11301,7 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
                                                   const dtrain__registration *mine, size_t line,
                                                   int64_t *gathered)
 {
-    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the settings";
+    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the desc";
     int usual, odd;
     dtrain__registration_line(mine, line, usual_text);
     dtrain__registration_line(mine, line, odd_text);
@@ -11329,7 +11343,83 @@ dtrain__registration_compare(dtrain_comm *comm, const dtrain__registration *mine
                        "dtrain_strategy_create: registrations differ, but no line does");
 }
 
-/* ---- The bucket plan --------------------------------------------------------------------------*/
+/* ---- The layout -------------------------------------------------------------------------------
+ *
+ * Which parameters travel together, and who keeps what of them: a pure function of what all ranks
+ * have in common. They need not exchange it, and a plan or a simulator can make one without ranks.
+ *
+ * What a kind shards decides the rest:                                   state  grads  params
+ *     DDP: buckets by size, last parameter first, everything whole       -      -      -
+ *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
+ *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
+ *     made in one of two buffers that take turns ("work"), and what
+ *     is reduced of them is kept apart, in shards
+ *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
+ *     buffers that take turns ("slots"); unit u uses number u % 2, so
+ *     that its addresses are the same whenever it is there
+ *     ZERO3: slices end where tensors end                                owner  owner  owner
+ *
+ *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
+ *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
+ *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
+ *
+ * Buckets are launched in their order: units from the last to the first, then what several units
+ * share, then what is whole. Frozen parameters of sharded units have buckets of their own, which
+ * are gathered and never reduced. */
+
+typedef struct dtrain__traits {
+    uint32_t kind;
+    const char *name;
+    bool state, grads, params; /* what it shards */
+    bool owners;               /* slices are whole tensors */
+} dtrain__traits;
+
+static const dtrain__traits dtrain__kinds_of_strategy[] = {
+    {DTRAIN_DDP, "DTRAIN_DDP", false, false, false, false},
+    {DTRAIN_ZERO1, "DTRAIN_ZERO1", true, false, false, false},
+    {DTRAIN_SHARD_GRAD_OP, "DTRAIN_SHARD_GRAD_OP", true, true, false, false},
+    {DTRAIN_FULL_SHARD, "DTRAIN_FULL_SHARD", true, true, true, false},
+    {DTRAIN_ZERO3, "DTRAIN_ZERO3", true, true, true, true},
+    {DTRAIN_HYBRID_SHARD, "DTRAIN_HYBRID_SHARD", true, true, true, false},
+};
+
+static const dtrain__traits *dtrain__traits_of(uint32_t kind)
+{
+    const size_t count = sizeof dtrain__kinds_of_strategy / sizeof dtrain__kinds_of_strategy[0];
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__kinds_of_strategy[i].kind == kind) return &dtrain__kinds_of_strategy[i];
+    return NULL;
+}
+
+#define DTRAIN__NONE UINT32_MAX
+
+/* In registration order of their first parameters. */
+typedef struct dtrain__unit {
+    uint32_t id;                /* dtrain_param.unit */
+    uint32_t trainable, frozen; /* its buckets, or NONE */
+    bool kept;                  /* has memory of its own: stays gathered until publish */
+} dtrain__unit;
+
+enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__CLASSES };
+
+typedef struct dtrain__layout {
+    const dtrain_param *params;
+    size_t count;
+    const dtrain_strategy_desc *desc; /* resolved */
+    const dtrain__traits *traits;
+    int ranks, rank;         /* of those that share one copy of the model */
+    bool shards;             /* more than one rank, and a kind that shards */
+    bool slots;              /* values are gathered */
+    bool work;               /* gradients of a unit are made in alternating buffers */
+    dtrain__entry *entries;  /* (count) */
+    dtrain__bucket *buckets; /* (count), bucket_count in use */
+    dtrain__unit *units;     /* (count), unit_count in use */
+    uint32_t *owners;        /* (count) ZERO3: of each storage */
+    int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
+    size_t bucket_count, unit_count;
+    char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
+    size_t bytes[DTRAIN__CLASSES];
+} dtrain__layout;
 
 static int64_t dtrain__padded(int64_t count)
 {
@@ -11337,60 +11427,343 @@ static int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
-/* A pure function of what all ranks have in common: they need not exchange the plan, and a
- * simulator can make one without ranks. Fills entries (count) and buckets (room for count),
- * both zeroed by the caller, and returns how many buckets there are. A bucket exceeds its cap
- * only when a single gradient does. */
-static size_t dtrain__plan_buckets(const dtrain_param *params, size_t count, size_t first_cap,
-                                   size_t cap, dtrain__entry *entries, dtrain__bucket *buckets)
+/* Place of a unit in the order; a new one gets the next place. */
+static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
-    size_t used = 0;
-    for (size_t i = count; i-- > 0;) {
-        if (params[i].storage != &params[i] || !dtrain__is_trainable(&params[i])) continue;
-        const int64_t length = dtrain__padded(params[i].count);
-        const size_t limit = (used == 1 ? first_cap : cap) / sizeof(float);
-        dtrain__bucket *last = &buckets[used ? used - 1 : 0];
-        if (used == 0 || (last->count && (size_t)(last->count + length) > limit)) {
-            const int64_t end = used ? last->first + last->count : 0;
-            last = &buckets[used++];
-            last->first = end;
+    for (size_t i = layout->unit_count; i-- > 0;)
+        if (layout->units[i].id == id) return (uint32_t)i;
+    dtrain__unit *unit = &layout->units[layout->unit_count];
+    unit->id = id;
+    unit->trainable = unit->frozen = DTRAIN__NONE;
+    unit->kept = !layout->desc->reshard_after_forward;
+    for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
+        if (layout->desc->kept_units[i] == id) unit->kept = true;
+    return (uint32_t)layout->unit_count++;
+}
+
+/* Which unit each storage is part of, NONE for one that several use; who is trainable. */
+static void dtrain__lay_units(dtrain__layout *layout)
+{
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        const uint32_t unit = dtrain__unit_index(layout, p->unit);
+        entry->trainable = dtrain__is_trainable(p);
+        entry->bucket = DTRAIN__NONE;
+        if (p->storage == p) entry->unit = unit;
+        else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
+        entry->whole = !layout->shards || p->count < layout->desc->whole_below;
+    }
+}
+
+/* The largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
+ * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). order (count) and
+ * load (ranks) are scratch. */
+static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t *load)
+{
+    size_t count = 0;
+    memset(load, 0, (size_t)layout->ranks * sizeof *load);
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        size_t at = count;
+        if (p->storage != p || layout->entries[i].whole) continue;
+        for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
+            order[at] = order[at - 1];
+        order[at] = (uint32_t)i;
+        count++;
+    }
+    for (size_t k = 0; k < count; k++) {
+        int least = 0;
+        for (int r = 1; r < layout->ranks; r++)
+            if (load[r] < load[least]) least = r;
+        layout->owners[order[k]] = (uint32_t)least;
+        load[least] += dtrain__padded(layout->params[order[k]].count);
+    }
+}
+
+/* first_run: the first rank that owns something of it. */
+static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
+                                          bool sharded, int first_run)
+{
+    dtrain__bucket *bucket = &layout->buckets[layout->bucket_count];
+    memset(bucket, 0, sizeof *bucket);
+    bucket->unit = unit;
+    bucket->trainable = trainable;
+    bucket->sharded = sharded;
+    if (sharded && layout->cuts)
+        bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
+    for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
+    layout->bucket_count++;
+    return bucket;
+}
+
+static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, size_t index)
+{
+    dtrain__entry *entry = &layout->entries[index];
+    entry->bucket = (uint32_t)(bucket - layout->buckets);
+    entry->offset = bucket->count;
+    bucket->count += dtrain__padded(layout->params[index].count);
+}
+
+/* Slices of equal length, or cuts where owners change: who keeps what. */
+static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const int64_t ranks = layout->ranks;
+    bucket->shard_first = 0;
+    bucket->shard_count = bucket->count;
+    if (!bucket->sharded) return;
+    if (bucket->cuts) {
+        bucket->shard_first = bucket->cuts[layout->rank];
+        bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
+        return;
+    }
+    bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
+    bucket->count = bucket->shard_count * ranks;
+    bucket->shard_first = bucket->shard_count * layout->rank;
+}
+
+/* The bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units use);
+ * NONE if there are none. */
+static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
+{
+    const int runs = layout->owners ? layout->ranks : 1;
+    dtrain__bucket *bucket = NULL;
+    for (int r = 0; r < runs; r++) {
+        if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
+        for (size_t i = 0; i < layout->count; i++) {
+            const dtrain__entry *entry = &layout->entries[i];
+            if (layout->params[i].storage != &layout->params[i] || entry->whole) continue;
+            if (entry->unit != unit || entry->trainable != trainable) continue;
+            if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
+            if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
+            dtrain__bucket_add(layout, bucket, i);
         }
-        entries[i].bucket = (uint32_t)(used - 1);
-        entries[i].offset = last->first + last->count;
-        last->count += length;
     }
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_param *storage = params[i].storage;
-        if (!dtrain__is_trainable(&params[i])) continue;
-        entries[i].trainable = true;
-        entries[i].bucket = entries[storage->index].bucket;
-        entries[storage->index].uses++;
-        buckets[entries[i].bucket].uses++;
+    if (!bucket) return DTRAIN__NONE;
+    if (bucket->cuts) bucket->cuts[runs] = bucket->count;
+    dtrain__bucket_cut(layout, bucket);
+    return (uint32_t)(bucket - layout->buckets);
+}
+
+/* Where a unit is a bucket. */
+static void dtrain__lay_unit_buckets(dtrain__layout *layout)
+{
+    for (size_t u = layout->unit_count; u-- > 0;) {
+        dtrain__unit *unit = &layout->units[u];
+        unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
+        if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
     }
-    return used;
+    (void)dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+    if (layout->slots) (void)dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+}
+
+/* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
+ * gradient is final when its last use, the first entry of the group, is done: it travels at that
+ * entry's place. */
+static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
+{
+    const size_t first = layout->bucket_count;
+    dtrain__bucket *last = NULL;
+    for (size_t i = layout->count; i-- > 0;) {
+        const dtrain__entry *entry = &layout->entries[i];
+        if (layout->params[i].storage != &layout->params[i] || !entry->trainable) continue;
+        if (entry->whole == sharded) continue;
+        const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
+                                                             : layout->desc->bucket_bytes;
+        const size_t limit = cap / sizeof(float);
+        const int64_t length = dtrain__padded(layout->params[i].count);
+        if (!last || (last->count && (size_t)(last->count + length) > limit)) {
+            if (last) dtrain__bucket_cut(layout, last);
+            last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded, 0);
+        }
+        dtrain__bucket_add(layout, last, i);
+    }
+    if (last) dtrain__bucket_cut(layout, last);
+}
+
+/* Fills entries, buckets and units, all zeroed by the caller. */
+static void dtrain__lay_out(dtrain__layout *layout)
+{
+    dtrain__lay_units(layout);
+    if (layout->owners) /* cuts are scratch until they are filled */
+        dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
+                           layout->cuts);
+    if (layout->traits->grads) dtrain__lay_unit_buckets(layout);
+    else dtrain__lay_size_buckets(layout, true);
+    dtrain__lay_size_buckets(layout, false);
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        entry->bucket = storage->bucket;
+        if (!entry->trainable) continue;
+        storage->uses++;
+        layout->buckets[entry->bucket].uses++;
+    }
+}
+
+/* A tensor in no sharded bucket: every rank has all of it. */
+static bool dtrain__value_is_whole(const dtrain__layout *layout, const dtrain__entry *entry)
+{
+    return entry->bucket == DTRAIN__NONE || !layout->buckets[entry->bucket].sharded;
+}
+
+/* ---- Memory of a layout ------------------------------------------------------------------------
+ *
+ * Three blocks: values, gradients, buffers. Laid out twice by the same code: counted, then, when
+ * the blocks are there, cut into pieces. */
+
+static void *dtrain__carve(dtrain__layout *layout, int block, int64_t count, size_t unit_bytes)
+{
+    char *memory = layout->memory[block];
+    void *piece = memory ? memory + layout->bytes[block] : NULL;
+    layout->bytes[block] += dtrain__round_up((size_t)count * unit_bytes, DTRAIN__CACHE_LINE);
+    return piece;
+}
+
+static float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
+static uint16_t *dtrain__low_after(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
+
+static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
+{
+    return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
+}
+
+/* The buffers that take turns, one pair of each sort. */
+typedef struct dtrain__turns {
+    float *values[2], *grads[2];
+    uint16_t *low_values[2], *low_grads[2];
+} dtrain__turns;
+
+static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
+{
+    const bool low_values = layout->desc->param_dtype != DTRAIN_F32;
+    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_F32;
+    int64_t values = 0, grads = 0;
+    dtrain__turns turns;
+    memset(&turns, 0, sizeof turns);
+    for (size_t u = 0; u < layout->unit_count; u++) {
+        const dtrain__unit *unit = &layout->units[u];
+        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
+        if (layout->slots && !unit->kept && both > values) values = both;
+        if (layout->work && trainable > grads) grads = trainable;
+    }
+    for (int i = 0; i < 2; i++) {
+        turns.values[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 4);
+        turns.grads[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 4);
+        if (low_values)
+            turns.low_values[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 2);
+        if (low_grads)
+            turns.low_grads[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 2);
+    }
+    return turns;
+}
+
+static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
+                               const dtrain__turns *turns)
+{
+    const bool low = layout->desc->param_dtype != DTRAIN_F32;
+    if (!bucket->sharded) return;
+    if (!layout->slots) {
+        bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
+        bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
+        return;
+    }
+    bucket->value_shard = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->shard_count, 4);
+    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
+        bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
+        if (low)
+            bucket->low_values =
+                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
+        return;
+    }
+    const dtrain__unit *unit = &layout->units[bucket->unit];
+    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
+    bucket->slotted = true;
+    bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
+    bucket->low_values = dtrain__low_after(turns->low_values[bucket->unit & 1], first);
+}
+
+static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
+                              const dtrain__turns *turns)
+{
+    const bool low = layout->desc->reduce_dtype != DTRAIN_F32;
+    const bool work = layout->work && bucket->sharded;
+    if (!bucket->trainable) return;
+    if (work && bucket->unit != DTRAIN__NONE) {
+        bucket->grads = turns->grads[bucket->unit & 1];
+        bucket->low_grads = turns->low_grads[bucket->unit & 1];
+    } else {
+        const int block = work ? DTRAIN__BUFFERS : DTRAIN__GRADS;
+        bucket->grads = (float *)dtrain__carve(layout, block, bucket->count, 4);
+        if (low)
+            bucket->low_grads =
+                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
+    }
+    bucket->work = work;
+    bucket->grad_shard = work
+                             ? (float *)dtrain__carve(layout, DTRAIN__GRADS, bucket->shard_count, 4)
+                             : dtrain__after(bucket->grads, bucket->shard_first);
+}
+
+/* Whole values the library owns lie in registration order behind those of buckets. */
+static void dtrain__lay_memory(dtrain__layout *layout)
+{
+    for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
+    const dtrain__turns turns = dtrain__lay_turns(layout);
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__lay_values(layout, &layout->buckets[b], &turns);
+        dtrain__lay_grads(layout, &layout->buckets[b], &turns);
+    }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i];
+        if (p->storage != p || !dtrain__value_is_whole(layout, entry)) continue;
+        if (!p->value || entry->lends_value)
+            entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
+    }
+}
+
+/* The part of storage i that this rank updates; false if there is none. */
+static bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset, int64_t *count)
+{
+    const dtrain_param *p = &layout->params[i];
+    const dtrain__entry *entry = &layout->entries[i];
+    *offset = 0;
+    *count = p->count;
+    if (p->storage != p || !entry->trainable) return false;
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (!bucket->sharded) return true;
+    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
+    const int64_t high =
+        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
+    *offset = low - entry->offset;
+    *count = high - low;
+    return *count > 0;
+}
+
+/* What this rank holds, whoever allocated it. */
+static void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values, uint64_t *grads)
+{
+    *values = *grads = 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        const uint64_t whole = (uint64_t)bucket->count * 4,
+                       shard = (uint64_t)bucket->shard_count * 4;
+        if (bucket->sharded) *values += layout->slots ? shard : whole;
+        if (bucket->trainable) *grads += bucket->work ? shard : whole;
+    }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        if (p->storage != p) continue;
+        const bool hosts = p->value && !entry->lends_value;
+        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
+        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
+    }
 }
 
 /* ---- Values and gradients ---------------------------------------------------------------------*/
-
-/* Points params at memory of the library; aliases follow their storage. */
-static void dtrain__lend(dtrain_param *params, size_t count, dtrain__entry *entries, float *values,
-                         float *grads)
-{
-    int64_t next = 0;
-    for (size_t i = 0; i < count; i++) {
-        dtrain_param *p = &params[i], *storage = p->storage;
-        dtrain__entry *entry = &entries[i];
-        if (!p->value) {
-            entry->lends_value = true;
-            p->value = storage != p ? storage->value : values + next;
-            if (storage == p) next += dtrain__padded(p->count);
-        }
-        if (!p->grad && entry->trainable) {
-            entry->lends_grad = true;
-            p->grad = storage != p ? storage->grad : grads + entry->offset;
-        }
-    }
-}
 
 /* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
  * element) only: the same on every rank, for any slicing. */
@@ -11413,19 +11786,20 @@ static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t fir
 
 #define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
-static dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p, uint64_t seed)
+/* value (count) = elements [first, first + count) of parameter p. */
+static dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p, uint64_t seed,
+                                        int64_t first, int64_t count, float *value)
 {
-    const dtrain_device_ops *ops = device->ops;
     float staging[DTRAIN__STAGING_COUNT];
-    if (dtrain__on_host(device, p->value)) {
-        dtrain__init_block(p, seed, 0, p->count, p->value);
+    if (dtrain__on_host(device, value)) {
+        dtrain__init_block(p, seed, first, count, value);
         return DTRAIN_OK;
     }
-    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
-        dtrain__init_block(p, seed, at, count, staging);
-        DTRAIN__TRY(ops->copy(device, p->value + at, staging, (size_t)count * sizeof(float),
-                              DTRAIN_COPY_HOST_TO_DEVICE));
+    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
+        dtrain__init_block(p, seed, first + at, some, staging);
+        DTRAIN__TRY(device->ops->copy(device, value + at, staging, (size_t)some * sizeof(float),
+                                      DTRAIN_COPY_HOST_TO_DEVICE));
     }
     return DTRAIN_OK;
 }
@@ -11496,61 +11870,62 @@ static size_t dtrain__list_missing(const dtrain_param *params, size_t param_coun
 }
 
 /* ================================================================================================
- * [S28] Strategies: DDP
+ * [S28] Strategies
  *
- * The books are the same for every kind: which gradients are marked, which buckets are complete. A
- * kind adds a few hooks (dtrain__strategy_ops). DDP's whole content is "to reduce a bucket is to
- * all-reduce it in place".
+ * The books are the same for every kind: which gradients are marked, which buckets are complete.
+ * What the kinds differ in is in the layout [S27] (where values, gradients and shards are) and in
+ * three places here and in [S29]: how a bucket is reduced, what publish does, what gather does.
  *
  *     ready(p)     mark p; copy its gradient into the bucket if the host owns it
  *                  launch complete buckets, in bucket order; give the communicator a turn
  *     finish()     fill what was not marked; launch the rest, in the same order; wait; copy back
  *
- * Why it cannot deadlock: the collectives of a step are buckets 0, 1, 2, ... on every rank, in
+ *     reducing     whole          all-reduce in place
+ *     a bucket     sharded        reduce-scatter to the shard (ZERO3: one reduce an owner)
+ *                  several nodes  then all-reduce of the shard with the same shard of other nodes
+ *
+ * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
  * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
  * waits for those before it.
  *
- * Why the bits do not depend on overlap, bucket size or copying: each element is the sum over the
- * ranks, in rank order, times 1/N, wherever it lies.
+ * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
+ * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
+ * another: HYBRID_SHARD has its own bits.)
  *
  * What grad_written means: the storage's grad holds a part of this step's gradient. The tape sets
- * it at the first write, ready sets it for hosts with their own backward, finish clears it unless
- * no_sync is on. A gradient that was not written in the whole step counts as zero.
+ * it at the first write, ready sets it for hosts with their own backward, finish clears it when the
+ * gradient has been moved on. A gradient that was not written in the whole step counts as zero.
  * ==============================================================================================*/
 
-/* reduce starts bucket->work when all its gradients are there. shards lists what this rank's
- * optimizer updates, at most one slice per parameter, and returns how many. */
-typedef struct dtrain__strategy_ops {
-    uint32_t kind;
-    const char *name;
-    bool whole_shards; /* every rank updates everything: norms need no reduction */
-    dtrain_result (*gather)(dtrain_strategy *strategy, uint32_t unit);
-    dtrain_result (*release)(dtrain_strategy *strategy, uint32_t unit);
-    dtrain_result (*reduce)(dtrain_strategy *strategy, dtrain__bucket *bucket);
-    size_t (*shards)(dtrain_strategy *strategy, dtrain_shard *shards);
-} dtrain__strategy_ops;
+enum { DTRAIN__REDUCE_IDLE, DTRAIN__REDUCE_SHARD, DTRAIN__REDUCE_REPLICAS, DTRAIN__REDUCED };
 
 struct dtrain_strategy {
-    const dtrain__strategy_ops *ops;
+    const dtrain__traits *traits;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain_comm *comm;
+    dtrain_comm *comm;         /* all ranks */
+    dtrain_comm *shard_comm;   /* those that share one copy; NULL: every rank has everything */
+    dtrain_comm *replica_comm; /* HYBRID_SHARD: those with the same shard; NULL elsewhere */
     dtrain_allocator allocator;
     dtrain_strategy_desc desc; /* resolved */
     dtrain_param *params;      /* the host's */
     size_t param_count;
-    dtrain__entry *entries;  /* (param_count) */
-    dtrain__bucket *buckets; /* (param_count), bucket_count in use */
-    dtrain_shard *shards;    /* (param_count), shard_count in use */
-    int64_t *gathered;       /* (ranks): scratch */
-    double *sum_squares;     /* (1) device memory: of the gradients, for clipping */
-    size_t bucket_count, shard_count;
-    float *grads, *values; /* gradient region; values of parameters the library owns */
-    size_t grad_bytes, value_bytes;
+    dtrain__layout layout;
+    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
+    dtrain_work **works;  /* (bucket_count, 2 * works_per_bucket): of reduces and of gathers */
+    dtrain_shard *shards; /* (param_count), shard_count in use */
+    bool *counted;        /* (param_count): this rank's share of the norm, see clipping */
+    int64_t *gathered;    /* (ranks): scratch */
+    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
+    size_t works_per_bucket, shard_count;
     size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
     size_t marked_count;     /* in this backward */
-    bool no_sync;
+    bool more;               /* micro-batches of this step follow */
+    bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
+    uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t position;   /* unit gathered last, NONE before a pass */
+    char reason[400];
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[sizeof dtrain__error_text];
 };
@@ -11558,105 +11933,152 @@ struct dtrain_strategy {
 #define DTRAIN__FIRST_BUCKET_BYTES ((size_t)1 << 20)
 #define DTRAIN__BUCKET_BYTES ((size_t)25 << 20)
 
-/* ---- DDP --------------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__ddp_keep(dtrain_strategy *strategy, uint32_t unit)
-{
-    (void)strategy;
-    (void)unit;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__ddp_reduce(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    float *grads = strategy->grads + bucket->first;
-    return dtrain_all_reduce(strategy->comm, grads, grads, (size_t)bucket->count, DTRAIN_F32,
-                             DTRAIN_MEAN, &bucket->work);
-}
-
-/* Whole tensors, tied ones once: every rank makes the same update of everything. */
-static size_t dtrain__ddp_shards(dtrain_strategy *strategy, dtrain_shard *shards)
-{
-    size_t count = 0;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->storage != p || !strategy->entries[i].trainable) continue;
-        shards[count].param = p;
-        shards[count].offset = 0;
-        shards[count].count = p->count;
-        shards[count].value = p->value;
-        shards[count++].grad = p->grad;
-    }
-    return count;
-}
-
-static const dtrain__strategy_ops dtrain__strategies[] = {
-    {DTRAIN_DDP, "DTRAIN_DDP", true, dtrain__ddp_keep, dtrain__ddp_keep, dtrain__ddp_reduce,
-     dtrain__ddp_shards},
-};
-
-static const dtrain__strategy_ops *dtrain__strategy_find(uint32_t kind)
-{
-    const size_t count = sizeof dtrain__strategies / sizeof dtrain__strategies[0];
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__strategies[i].kind == kind) return &dtrain__strategies[i];
-    return NULL;
-}
-
-/* ---- Creation ---------------------------------------------------------------------------------
- *
- * 1. local: check the array, allocate the tables             -> agree
- * 2. compare the registration of all ranks
- * 3. local: allocate gradients and values, initialise        -> agree
- * 4. broadcast rank 0's values of parameters the host owns */
+/* ---- Settings ---------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
 {
     dtrain_strategy_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.kind = DTRAIN_DDP;
+    desc.reshard_after_forward = true;
+    desc.optimizer_states = 2;
     desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
     desc.bucket_bytes = DTRAIN__BUCKET_BYTES;
     return desc;
 }
 
+static bool dtrain__is_float_dtype(uint32_t dtype)
+{
+    return dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
+}
+
+/* Fields that stand by themselves. */
+static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->missing_gradient > DTRAIN_MISSING_ERROR)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_missing_gradient", call,
+                           (unsigned)desc->missing_gradient);
+    if (desc->accumulation > DTRAIN_ACCUMULATE_SHARD_EVERY)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_accumulation", call,
+                           (unsigned)desc->accumulation);
+    if (!dtrain__is_float_dtype(desc->param_dtype) || !dtrain__is_float_dtype(desc->reduce_dtype))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: param_dtype is %s and reduce_dtype %s; expected f32, bf16 or f16",
+                           call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
+    if (desc->kept_unit_count && !desc->kept_units)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kept_unit_count is %u, kept_units is NULL",
+                           call, desc->kept_unit_count);
+    if (desc->whole_below < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: whole_below is %lld", call,
+                           (long long)desc->whole_below);
+    if (desc->kind > DTRAIN_STRATEGY_AUTO)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
+                           (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
+    return DTRAIN_OK;
+}
+
+/* What is left to the default, in a desc whose kind is known. */
+static void dtrain__resolve_accumulation(dtrain_strategy_desc *desc, const dtrain__traits *traits)
+{
+    if (desc->accumulation) return;
+    if (!traits->grads) desc->accumulation = DTRAIN_ACCUMULATE_LAST;
+    else if (traits->kind == DTRAIN_HYBRID_SHARD)
+        desc->accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+    else desc->accumulation = DTRAIN_ACCUMULATE_EVERY;
+}
+
+/* Fields that not every kind can honour: a clear error, never a silent downgrade. */
+static dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
+                                               const dtrain__traits *traits)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->accumulation == DTRAIN_ACCUMULATE_EVERY && traits->state && !traits->grads)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: %s keeps whole gradients, so reducing them in every micro-batch "
+                           "would cost time and save no memory; use DTRAIN_ACCUMULATE_LAST, or "
+                           "DTRAIN_SHARD_GRAD_OP",
+                           call, traits->name);
+    if (desc->accumulation == DTRAIN_ACCUMULATE_SHARD_EVERY && traits->kind != DTRAIN_HYBRID_SHARD)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: DTRAIN_ACCUMULATE_SHARD_EVERY needs two levels of ranks, which %s "
+                           "does not have; use DTRAIN_HYBRID_SHARD",
+                           call, traits->name);
+    if (desc->param_dtype != DTRAIN_F32 && !traits->params)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: param_dtype %s: %s keeps parameters whole, in fp32; autocast of "
+                           "the tape rounds them where they are used",
+                           call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype), traits->name);
+    if (desc->node_size && traits->kind != DTRAIN_HYBRID_SHARD)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: node_size is %u, which means something to DTRAIN_HYBRID_SHARD "
+                           "only, not to %s",
+                           call, desc->node_size, traits->name);
+    if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: reshard_after_forward is false or units are to be kept, but %s "
+                           "never shards parameters",
+                           call, traits->name);
+    if (desc->whole_below && !traits->state)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: whole_below is %lld, but %s shards nothing", call,
+                           (long long)desc->whole_below, traits->name);
+    return DTRAIN_OK;
+}
+
+/* Zeros become defaults. */
+static void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
+{
+    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_DDP;
+    if (!desc->param_dtype) desc->param_dtype = DTRAIN_F32;
+    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_F32;
+    if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
+    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
+}
+
 static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
                                               const dtrain_strategy_desc *given)
 {
-    dtrain_strategy_desc *desc = &strategy->desc;
-    *desc = given ? *given : dtrain_strategy_defaults();
-    desc->comm = strategy->comm;
-    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_DDP;
-    if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
-    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
-    if (desc->missing_gradient > DTRAIN_MISSING_ERROR)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_create: %u is not a dtrain_missing_gradient",
-                           (unsigned)desc->missing_gradient);
-    strategy->ops = dtrain__strategy_find(desc->kind);
-    if (strategy->ops) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_UNSUPPORTED,
-        "dtrain_strategy_create: strategy kind %u is not built in; use DTRAIN_DDP (%u)",
-        (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
+    strategy->desc = given ? *given : dtrain_strategy_defaults();
+    strategy->desc.comm = strategy->comm;
+    dtrain__resolve_zeros(&strategy->desc);
+    return dtrain__check_fields(&strategy->desc);
 }
 
-static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
+/* Settings that decide which collectives a step makes, or what values it starts from.
+ * no_overlap only decides when: ranks may differ in it, and in who owns the gradients. */
+static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
 {
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    const size_t ranks = (size_t)dtrain_comm_size(strategy->comm);
-    strategy->entries =
-        (dtrain__entry *)dtrain__alloc(a, count, sizeof *strategy->entries, "parameter entries");
-    strategy->buckets =
-        (dtrain__bucket *)dtrain__alloc(a, count, sizeof *strategy->buckets, "buckets");
-    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    strategy->gathered =
-        (int64_t *)dtrain__alloc(a, ranks, sizeof *strategy->gathered, "gathered hashes");
-    const bool all =
-        strategy->entries && strategy->buckets && strategy->shards && strategy->gathered;
-    return all ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain__traits *traits = dtrain__traits_of(desc->kind);
+    const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
+    dtrain__registration mine;
+    memset(&mine, 0, sizeof mine);
+    mine.params = strategy->params;
+    mine.count = strategy->param_count;
+    snprintf(mine.settings, sizeof mine.settings,
+             "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
+             "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
+             "%lld, buckets of %zu and %zu bytes, init_seed %llu",
+             traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
+             (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+             dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
+             (unsigned)desc->node_size, desc->reshard_after_forward,
+             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
+             (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
+             (unsigned long long)desc->init_seed);
+    return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }
+
+/* ---- Creation ---------------------------------------------------------------------------------
+ *
+ * 1. local: check the array and the desc                        -> agree
+ * 2. compare the registration of all ranks
+ * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
+ * 4. local: lay out, allocate, initialise                       -> agree
+ * 5. broadcast rank 0's values of parameters the host owns; publish */
 
 static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
                                                const dtrain_strategy_desc *desc)
@@ -11669,7 +12091,10 @@ static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_create: %zu parameters are too many", count);
     DTRAIN__TRY(dtrain__strategy_resolve(strategy, desc));
-    DTRAIN__TRY(dtrain__strategy_tables(strategy));
+    strategy->gathered =
+        (int64_t *)dtrain__alloc(&strategy->allocator, (size_t)dtrain_comm_size(strategy->comm),
+                                 sizeof *strategy->gathered, "gathered hashes");
+    if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
     uint64_t *hashes =
         (uint64_t *)dtrain__alloc(&strategy->allocator, count, sizeof *hashes, "name hashes");
     if (!hashes) return DTRAIN_ERROR_MEMORY;
@@ -11678,80 +12103,258 @@ static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
     return result;
 }
 
-/* Settings that decide which collectives a step makes, or what values it starts from.
- * no_overlap only decides when: ranks may differ in it, and in who owns the gradients. */
-static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
+/* HYBRID_SHARD: consecutive ranks are one node. */
+static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
 {
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    dtrain__registration mine;
-    memset(&mine, 0, sizeof mine);
-    mine.params = strategy->params;
-    mine.count = strategy->param_count;
-    snprintf(mine.settings, sizeof mine.settings,
-             "kind %s, missing_gradient %u, buckets of %zu and %zu bytes, init_seed %llu",
-             strategy->ops->name, (unsigned)desc->missing_gradient, desc->first_bucket_bytes,
-             desc->bucket_bytes, (unsigned long long)desc->init_seed);
-    return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
-}
-
-/* The state between two steps. */
-static void dtrain__strategy_rewind(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain__entry *entry = &strategy->entries[i];
-        entry->marked = entry->seen = false;
-        entry->pending = entry->uses;
-        strategy->params[i].grad_written = false;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const char *const call = "dtrain_strategy_create";
+    const int ranks = dtrain_comm_size(strategy->comm);
+    if (desc->node_size == 0) {
+        if (dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: DTRAIN_HYBRID_SHARD shards inside a node and replicates across "
+                               "nodes, but all ranks are on one; set node_size, or use "
+                               "DTRAIN_FULL_SHARD",
+                               call);
+        desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
     }
-    for (size_t i = 0; i < strategy->bucket_count; i++)
-        strategy->buckets[i].pending = strategy->buckets[i].uses;
-    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: node_size %u does not divide %d ranks; every node must have as "
+                           "many",
+                           call, desc->node_size, ranks);
+    return DTRAIN_OK;
 }
 
-/* One block of gradients, one of values. A line more than is needed: also an empty tensor, or the
- * only tensor of a model, gets an address of its own. */
-static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
+static dtrain_result dtrain__strategy_split(dtrain_strategy *strategy)
 {
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    size_t value_bytes = DTRAIN__CACHE_LINE, grad_bytes = DTRAIN__CACHE_LINE;
-    void *memory;
-    strategy->bucket_count =
-        dtrain__plan_buckets(strategy->params, strategy->param_count, desc->first_bucket_bytes,
-                             desc->bucket_bytes, strategy->entries, strategy->buckets);
-    for (size_t i = 0; i < strategy->bucket_count; i++)
-        grad_bytes += (size_t)strategy->buckets[i].count * sizeof(float);
+    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    if (!strategy->traits->state) return DTRAIN_OK;
+    if (strategy->traits->kind != DTRAIN_HYBRID_SHARD) {
+        if (ranks > 1) strategy->shard_comm = strategy->comm;
+        return DTRAIN_OK;
+    }
+    DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
+    const int size = (int)strategy->desc.node_size;
+    dtrain_comm *node, *across;
+    DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &node));
+    strategy->shard_comm = node;
+    DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &across));
+    strategy->replica_comm = across;
+    return DTRAIN_OK;
+}
+
+/* The tables of a layout, zeroed; what there is of them is freed by _free also after an error. */
+static dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
+                                         const dtrain_param *params, size_t count,
+                                         const dtrain_strategy_desc *desc, int ranks, int rank)
+{
+    const size_t cuts = (size_t)ranks + 1;
+    memset(layout, 0, sizeof *layout);
+    layout->params = params;
+    layout->count = count;
+    layout->desc = desc;
+    layout->traits = dtrain__traits_of(desc->kind);
+    layout->ranks = ranks;
+    layout->rank = rank;
+    layout->shards = ranks > 1 && layout->traits->state;
+    layout->slots = layout->shards && layout->traits->params;
+    layout->work =
+        layout->shards && layout->traits->grads && desc->accumulation != DTRAIN_ACCUMULATE_LAST;
+    layout->entries =
+        (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
+    layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
+    layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
+    if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
+    if (layout->shards && layout->traits->owners) {
+        layout->owners =
+            (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
+        layout->cuts = (int64_t *)dtrain__alloc(a, count, cuts * sizeof *layout->cuts, "cuts");
+        if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
+    }
+    dtrain__lay_out(layout);
+    return DTRAIN_OK;
+}
+
+static void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    const size_t cuts = (size_t)layout->ranks + 1;
+    dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
+    dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
+    dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
+    dtrain__free(a, layout->buckets, layout->count, sizeof *layout->buckets);
+    dtrain__free(a, layout->entries, layout->count, sizeof *layout->entries);
+}
+
+static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
+{
+    const dtrain_allocator *a = &strategy->allocator;
+    const size_t count = strategy->param_count;
+    dtrain_comm *shared = strategy->shard_comm;
+    DTRAIN__TRY(dtrain__layout_make(&strategy->layout, a, strategy->params, count, &strategy->desc,
+                                    shared ? dtrain_comm_size(shared) : 1,
+                                    shared ? dtrain_comm_rank(shared) : 0));
+    strategy->works_per_bucket = strategy->layout.owners ? (size_t)strategy->layout.ranks : 1;
+    strategy->works = (dtrain_work **)dtrain__alloc(
+        a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    strategy->counted = (bool *)dtrain__alloc(a, count, sizeof *strategy->counted, "shards");
+    return strategy->works && strategy->shards && strategy->counted ? DTRAIN_OK
+                                                                    : DTRAIN_ERROR_MEMORY;
+}
+
+/* The state between two backwards, and between two steps. Work buffers have been emptied: the next
+ * backward overwrites them. Whole gradients go on until the step ends. */
+static void dtrain__strategy_rewind(dtrain_strategy *strategy, bool step_done)
+{
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        entry->marked = false;
+        if (step_done) entry->seen = false;
+        entry->pending = entry->uses;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].grad_written = false;
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].pending = layout->buckets[b].uses;
+        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
+    }
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
+    strategy->accumulated = !step_done;
+}
+
+/* Points params at memory of the library; aliases follow their storage. Values of gathered units
+ * have no address until gather. */
+static void dtrain__lend(dtrain_strategy *strategy)
+{
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param *p = &strategy->params[i], *storage = p->storage;
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        if (!p->value) {
+            entry->lends_value = true;
+            if (storage != p) p->value = storage->value;
+            else if (dtrain__value_is_whole(layout, entry)) p->value = entry->place;
+            else if (!layout->slots) p->value = bucket->values + entry->offset;
+        }
+        if (!p->grad && entry->trainable) {
+            entry->lends_grad = true;
+            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
+        }
+    }
+}
+
+static void dtrain__list_shards(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    strategy->shard_count = 0;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->storage == p && !p->value)
-            value_bytes += (size_t)dtrain__padded(p->count) * sizeof(float);
+        const dtrain__entry *entry = &layout->entries[i];
+        int64_t offset, count;
+        if (!dtrain__piece(layout, i, &offset, &count)) continue;
+        const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        const int64_t at = entry->offset + offset - bucket->shard_first;
+        dtrain_shard *shard = &strategy->shards[strategy->shard_count];
+        strategy->counted[strategy->shard_count++] = bucket->sharded || layout->rank == 0;
+        shard->param = p;
+        shard->offset = offset;
+        shard->count = count;
+        shard->value = bucket->sharded ? bucket->value_shard + at : p->value;
+        shard->grad = bucket->sharded ? bucket->grad_shard + at : p->grad;
     }
-    DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, grad_bytes, &memory));
-    strategy->grads = (float *)memory;
-    strategy->grad_bytes = grad_bytes;
-    DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, value_bytes, &memory));
-    strategy->values = (float *)memory;
-    strategy->value_bytes = value_bytes;
+}
+
+/* A line more than is needed: also an empty tensor, or the only tensor of a model, gets an address
+ * of its own. What other ranks read is memory of the communicator. */
+static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
+{
+    dtrain__layout *layout = &strategy->layout;
+    void *memory;
+    dtrain__lay_memory(layout);
+    for (int block = 0; block < DTRAIN__CLASSES; block++) {
+        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
+        if (block == DTRAIN__BUFFERS && !layout->bytes[block]) continue;
+        if (block == DTRAIN__VALUES && !layout->shards)
+            DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, bytes, &memory));
+        else DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
+        layout->memory[block] = (char *)memory;
+        strategy->block_bytes[block] = bytes;
+    }
     DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, sizeof(double), &memory));
     strategy->sum_squares = (double *)memory;
-    dtrain__lend(strategy->params, strategy->param_count, strategy->entries, strategy->values,
-                 strategy->grads);
-    strategy->shard_count = strategy->ops->shards(strategy, strategy->shards);
-    dtrain__strategy_rewind(strategy);
+    dtrain__lay_memory(layout);
+    dtrain__lend(strategy);
+    dtrain__list_shards(strategy);
+    dtrain__strategy_rewind(strategy, true);
+    strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
+}
+
+/* Kinds that shard parameters have nowhere to put a host's whole array. */
+static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count && layout->slots; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->value && !dtrain__value_is_whole(layout, &layout->entries[i]))
+            return dtrain__param_fail(p, i,
+                                      "its value is the host's, but %s shards parameters and has "
+                                      "to own them: leave value NULL and give it an init",
+                                      strategy->traits->name);
+    }
+    return DTRAIN_OK;
+}
+
+/* Of storage i: everything, or this rank's part of a sharded bucket. */
+static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain_param *p = &strategy->params[i];
+    const dtrain__entry *entry = &layout->entries[i];
+    const uint64_t seed = strategy->desc.init_seed;
+    if (p->storage != p || !entry->lends_value) return DTRAIN_OK;
+    if (dtrain__value_is_whole(layout, entry))
+        return dtrain__init_param(strategy->device, p, seed, 0, p->count, p->value);
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
+    const int64_t high =
+        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
+    if (high <= low) return DTRAIN_OK;
+    return dtrain__init_param(strategy->device, p, seed, low - entry->offset, high - low,
+                              bucket->value_shard + (low - bucket->shard_first));
 }
 
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
+    DTRAIN__TRY(dtrain__strategy_tables(strategy));
+    DTRAIN__TRY(dtrain__check_ownership(strategy));
     DTRAIN__TRY(dtrain__strategy_memory(strategy));
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->storage == p && strategy->entries[i].lends_value)
-            DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed));
-    }
+    for (size_t i = 0; i < strategy->param_count; i++)
+        DTRAIN__TRY(dtrain__init_values(strategy, i));
     return DTRAIN_OK;
 }
 
-/* ---- Life -------------------------------------------------------------------------------------*/
+/* ZERO1 and SHARD_GRAD_OP with arrays of the host: between them and the flat buckets. */
+static dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        if (p->storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
+            continue;
+        float *place = layout->buckets[entry->bucket].values + entry->offset;
+        DTRAIN__TRY(dtrain__copy_any(strategy->device, to_host ? p->value : place,
+                                     to_host ? place : p->value, (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
 
 /* *out is set before anything can fail, so that the caller destroys what there is of it. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params,
@@ -11773,12 +12376,23 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return dtrain__strategy_register(strategy, desc);
 }
 
+static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy); /* AUTO: [S29] */
+
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_compare(strategy));
+    DTRAIN__TRY(dtrain__strategy_choose(strategy));
+    strategy->traits = dtrain__traits_of(strategy->desc.kind);
+    dtrain__resolve_accumulation(&strategy->desc, strategy->traits);
+    DTRAIN__TRY(dtrain__check_combination(&strategy->desc, strategy->traits));
+    DTRAIN__TRY(dtrain__strategy_split(strategy));
     DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
-    return dtrain__broadcast_values(strategy->comm, strategy->params, strategy->param_count,
-                                    strategy->entries);
+    DTRAIN__TRY(dtrain__broadcast_values(strategy->comm, strategy->params, strategy->param_count,
+                                         strategy->layout.entries));
+    DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
+    strategy->desc.kept_units = NULL; /* the caller's, and read */
+    strategy->desc.kept_unit_count = 0;
+    return dtrain_strategy_publish(strategy);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
@@ -11798,25 +12412,73 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     return result;
 }
 
+/* ---- Handles ----------------------------------------------------------------------------------*/
+
+/* Of bucket b's reduces (gather false) or gathers, works_per_bucket of them. */
+static dtrain_work **dtrain__works(const dtrain_strategy *strategy, size_t b, bool gather)
+{
+    const size_t per = strategy->works_per_bucket;
+    return strategy->works + (2 * b + (gather ? 1 : 0)) * per;
+}
+
+/* Every handle goes back, also after an error: waiting on a failed communicator returns at once. */
+static dtrain_result dtrain__wait_works(const dtrain_strategy *strategy, dtrain_work **works)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
+        const dtrain_result one = dtrain_work_wait(works[i]);
+        works[i] = NULL;
+        if (result == DTRAIN_OK) result = one;
+    }
+    return result;
+}
+
+static dtrain_result dtrain__test_works(const dtrain_strategy *strategy, dtrain_work **works,
+                                        bool *done)
+{
+    *done = true;
+    for (size_t i = 0; i < strategy->works_per_bucket && *done; i++)
+        if (works[i]) DTRAIN__TRY(dtrain_work_test(works[i], done));
+    return DTRAIN_OK;
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
 /* Gradients in flight are also read and written by other ranks, and those expect the rest of the
  * step: the communicator fails, which they hear of at once. Why this rank gave up is more
- * interesting than this consequence: its last error stays. */
+ * interesting than this consequence: its last error stays. A unit that is only being fetched ahead
+ * is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     char text[sizeof dtrain__error_text];
     size_t flights = 0;
-    for (size_t i = 0; i < strategy->bucket_count; i++)
-        flights += strategy->buckets[i].work != NULL;
-    if (flights == 0) return;
+    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+        for (size_t i = 0; i < strategy->works_per_bucket; i++)
+            flights += dtrain__works(strategy, b, false)[i] != NULL;
     memcpy(text, dtrain__error_text, sizeof text);
-    strategy->comm->ops->fail(strategy->comm, DTRAIN_ERROR_USAGE,
-                              "dtrain_strategy_destroy: called between ready and finish, with "
-                              "gradients in flight");
-    for (size_t i = 0; i < strategy->bucket_count; i++) {
-        dtrain_work_wait(strategy->buckets[i].work);
-        strategy->buckets[i].work = NULL;
+    if (flights)
+        strategy->comm->ops->fail(strategy->comm, DTRAIN_ERROR_USAGE,
+                                  "dtrain_strategy_destroy: called between ready and finish, with "
+                                  "gradients in flight");
+    for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
+        dtrain__wait_works(strategy, dtrain__works(strategy, b, false));
+        dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
     }
     if (text[0]) memcpy(dtrain__error_text, text, sizeof text);
+}
+
+static void dtrain__strategy_free_blocks(dtrain_strategy *strategy)
+{
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_device *device = strategy->device;
+    for (int block = 0; block < DTRAIN__CLASSES; block++) {
+        const size_t bytes = strategy->block_bytes[block];
+        if (!layout->memory[block]) continue;
+        if (block == DTRAIN__VALUES && !layout->shards)
+            device->ops->free(device, layout->memory[block], bytes);
+        else dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
+    }
+    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
 }
 
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
@@ -11824,25 +12486,24 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     if (!strategy) return;
     const dtrain_allocator a = strategy->allocator;
     const size_t count = strategy->param_count;
-    if (strategy->buckets) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; strategy->entries && i < count; i++) {
-        if (strategy->entries[i].lends_value) strategy->params[i].value = NULL;
-        if (strategy->entries[i].lends_grad) strategy->params[i].grad = NULL;
+    if (strategy->works) dtrain__strategy_abandon(strategy);
+    for (size_t i = 0; strategy->layout.entries && i < count; i++) {
+        if (strategy->layout.entries[i].lends_value) strategy->params[i].value = NULL;
+        if (strategy->layout.entries[i].lends_grad) strategy->params[i].grad = NULL;
     }
-    if (strategy->values)
-        strategy->device->ops->free(strategy->device, strategy->values, strategy->value_bytes);
-    dtrain_comm_free(strategy->comm, strategy->grads, strategy->grad_bytes);
-    if (strategy->sum_squares)
-        strategy->device->ops->free(strategy->device, strategy->sum_squares, sizeof(double));
+    dtrain__strategy_free_blocks(strategy);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->counted, count, sizeof *strategy->counted);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
-    dtrain__free(&a, strategy->buckets, count, sizeof *strategy->buckets);
-    dtrain__free(&a, strategy->entries, count, sizeof *strategy->entries);
+    dtrain__free(&a, strategy->works, count,
+                 2 * strategy->works_per_bucket * sizeof *strategy->works);
+    dtrain__layout_free(&strategy->layout, &a);
+    if (strategy->replica_comm) dtrain_comm_destroy(strategy->replica_comm);
+    if (strategy->shard_comm && strategy->shard_comm != strategy->comm)
+        dtrain_comm_destroy(strategy->shard_comm);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }
-
-/* ---- A backward -------------------------------------------------------------------------------*/
 
 static dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy, const char *call)
 {
@@ -11863,41 +12524,196 @@ static dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_res
     return strategy->failure;
 }
 
-/* The hooks' way in: the kind may do nothing. */
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
+/* ---- Reducing a bucket ------------------------------------------------------------------------
+ *
+ *     gradients --(reduce_dtype)--> wire -> collective -> result -> shard
+ *
+ * The result of a first or only micro-batch goes straight to the shard; that of a later one
+ * replaces this rank's slice of the buffer the gradients were made in, and is added from there. */
+
+static bool dtrain__last_micro(const dtrain_strategy *strategy) { return !strategy->more; }
+
+/* Where the fp32 result of this backward is to be. */
+static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    return dtrain__strategy_keep(strategy, strategy->ops->gather(strategy, unit));
+    if (bucket->work && strategy->accumulated) return bucket->grads + bucket->shard_first;
+    return bucket->grad_shard;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+static dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count, const void *x,
+                                     uint32_t x_dtype, void *y, uint32_t y_dtype)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    return dtrain__strategy_keep(strategy, strategy->ops->release(strategy, unit));
+    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
+    if (count == 0) return DTRAIN_OK;
+    return strategy->device->ops->convert(strategy->device, &args);
 }
+
+static bool dtrain__reduces_low(const dtrain_strategy *strategy)
+{
+    return strategy->desc.reduce_dtype != DTRAIN_F32;
+}
+
+/* With several nodes the mean is not made here: sums first, and one factor at the end. */
+static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    const bool low = dtrain__reduces_low(strategy);
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    const dtrain_reduce_op op =
+        bucket->sharded && strategy->replica_comm ? DTRAIN_SUM : DTRAIN_MEAN;
+    dtrain_work **works = dtrain__works(strategy, b, false);
+    bucket->stage = DTRAIN__REDUCE_SHARD;
+    if (dtrain_comm_size(strategy->comm) == 1) return DTRAIN_OK; /* its mean is what it has */
+    if (low)
+        DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->grads, DTRAIN_F32,
+                                    bucket->low_grads, dtype));
+    char *send = low ? (char *)bucket->low_grads : (char *)bucket->grads;
+    if (!bucket->sharded)
+        return dtrain_all_reduce(strategy->comm, send, send, (size_t)bucket->count, dtype, op,
+                                 works);
+    char *own = low ? send + (size_t)bucket->shard_first * unit
+                    : (char *)dtrain__reduce_target(strategy, bucket);
+    if (!bucket->cuts)
+        return dtrain_reduce_scatter(strategy->shard_comm, send, own, (size_t)bucket->shard_count,
+                                     dtype, op, works);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, send + (size_t)first * unit,
+                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
+                                  r, &works[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* shard += result of a later micro-batch. */
+static dtrain_result dtrain__accumulate_shard(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const float *result = dtrain__reduce_target(strategy, bucket);
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
+                           bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
+    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    return strategy->device->ops->add(strategy->device, &add);
+}
+
+/* HYBRID_SHARD: x (shard_count) is one node's sum; all nodes' replaces it. */
+static dtrain_result dtrain__replicas_start(dtrain_strategy *strategy, size_t b, float *x)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    void *wire = x;
+    bucket->stage = DTRAIN__REDUCE_REPLICAS;
+    if (dtrain__reduces_low(strategy)) {
+        wire = bucket->low_grads + bucket->shard_first;
+        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, x, DTRAIN_F32, wire, dtype));
+    }
+    return dtrain_all_reduce(strategy->replica_comm, wire, wire, (size_t)bucket->shard_count, dtype,
+                             DTRAIN_SUM, dtrain__works(strategy, b, false));
+}
+
+static dtrain_result dtrain__replicas_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          float *x)
+{
+    const float factor = 1.0f / (float)dtrain_comm_size(strategy->comm);
+    if (dtrain__reduces_low(strategy))
+        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count,
+                                    bucket->low_grads + bucket->shard_first,
+                                    strategy->desc.reduce_dtype, x, DTRAIN_F32));
+    dtrain_axpby_args mean = {bucket->shard_count, false, factor, 0, x, x, false, DTRAIN_F32};
+    if (bucket->shard_count == 0) return DTRAIN_OK;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* The collective of a stage is done: what follows it. Across nodes either every micro-batch's sum
+ * travels, or what the shard has gathered up to the last. */
+static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    float *result = dtrain__reduce_target(strategy, bucket);
+    const bool across = strategy->replica_comm && bucket->sharded;
+    if (bucket->stage == DTRAIN__REDUCE_REPLICAS) {
+        DTRAIN__TRY(dtrain__replicas_end(strategy, bucket, every ? result : bucket->grad_shard));
+        bucket->stage = DTRAIN__REDUCED;
+        return every ? dtrain__accumulate_shard(strategy, bucket) : DTRAIN_OK;
+    }
+    if (dtrain__reduces_low(strategy) && dtrain_comm_size(strategy->comm) > 1) {
+        const uint16_t *wire = bucket->low_grads;
+        if (bucket->sharded) wire += bucket->shard_first;
+        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, wire,
+                                    strategy->desc.reduce_dtype, result, DTRAIN_F32));
+    }
+    if (across && every) return dtrain__replicas_start(strategy, b, result);
+    DTRAIN__TRY(dtrain__accumulate_shard(strategy, bucket));
+    if (across && dtrain__last_micro(strategy))
+        return dtrain__replicas_start(strategy, b, bucket->grad_shard);
+    bucket->stage = DTRAIN__REDUCED;
+    return DTRAIN_OK;
+}
+
+/* Moves a launched bucket on, waiting for it or not. */
+static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bool wait, bool *done)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain_work **works = dtrain__works(strategy, b, false);
+    *done = true;
+    while (bucket->stage != DTRAIN__REDUCED) {
+        if (!wait) DTRAIN__TRY(dtrain__test_works(strategy, works, done));
+        if (!*done) return DTRAIN_OK;
+        DTRAIN__TRY(dtrain__wait_works(strategy, works));
+        DTRAIN__TRY(dtrain__reduce_next(strategy, b));
+    }
+    return DTRAIN_OK;
+}
+
+/* Buckets are finished in their order too: a second stage is a collective like any other. */
+static dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
+{
+    bool done;
+    for (; strategy->oldest < end; strategy->oldest++)
+        DTRAIN__TRY(dtrain__reduce_turn(strategy, strategy->oldest, true, &done));
+    return DTRAIN_OK;
+}
+
+/* ---- A backward -------------------------------------------------------------------------------*/
 
 /* Between a storage's own gradient and its place in the bucket; nothing to do when it lives
  * there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
-    const dtrain__entry *entry = &strategy->entries[storage->index];
-    float *place = strategy->grads + entry->offset;
+    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == place || bytes == 0) return DTRAIN_OK;
     return dtrain__copy_any(strategy->device, back ? storage->grad : place,
                             back ? place : storage->grad, bytes);
 }
 
-/* In bucket order, up to the first that still waits for a gradient. A single rank's mean is
- * what it has. */
+/* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
+ * left there has been reduced. */
+static dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
+{
+    if (!strategy->layout.work || unit == DTRAIN__NONE) return DTRAIN_OK;
+    uint32_t *working = &strategy->working[unit & 1];
+    const uint32_t before = *working;
+    *working = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    const uint32_t bucket = strategy->layout.units[before].trainable;
+    if (bucket == DTRAIN__NONE || bucket >= strategy->launched) return DTRAIN_OK;
+    return dtrain__reduce_until(strategy, (size_t)bucket + 1);
+}
+
+/* In bucket order, up to the first that still waits for a gradient. Frozen buckets have no
+ * gradients. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 {
-    const bool alone = dtrain_comm_size(strategy->comm) == 1;
-    for (; strategy->launched < strategy->bucket_count; strategy->launched++) {
-        dtrain__bucket *bucket = &strategy->buckets[strategy->launched];
+    for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
-        if (!alone) DTRAIN__TRY(strategy->ops->reduce(strategy, bucket));
+        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
+        else bucket->stage = DTRAIN__REDUCED;
     }
     return DTRAIN_OK;
 }
@@ -11909,7 +12725,7 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     bool done = true;
     while (strategy->oldest < strategy->launched) {
-        DTRAIN__TRY(dtrain_work_test(strategy->buckets[strategy->oldest].work, &done));
+        DTRAIN__TRY(dtrain__reduce_turn(strategy, strategy->oldest, false, &done));
         if (!done) break;
         strategy->oldest++;
     }
@@ -11919,9 +12735,13 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 /* Constant time: three counters tell what became final, no list is searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
+    dtrain__layout *layout = &strategy->layout;
     dtrain_param *storage = strategy->params[index].storage;
-    dtrain__entry *entry = &strategy->entries[index], *place = &strategy->entries[storage->index];
-    dtrain__bucket *bucket = &strategy->buckets[entry->bucket];
+    dtrain__entry *entry = &layout->entries[index], *place = &layout->entries[storage->index];
+    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (bucket->work && bucket->unit != DTRAIN__NONE &&
+        strategy->working[bucket->unit & 1] != bucket->unit)
+        DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
     entry->marked = true;
     strategy->marked_count++;
     bucket->pending--;
@@ -11930,8 +12750,14 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* With no_sync on, nothing tells where one backward ends and the next begins: marks are not
- * kept. */
+/* True while gradients only add up on this rank. */
+static bool dtrain__only_adds(const dtrain_strategy *strategy)
+{
+    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATE_LAST;
+}
+
+/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+ * are not kept. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_ready"));
@@ -11939,7 +12765,7 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_ready: index %zu, there are %zu parameters", index,
                            strategy->param_count);
-    dtrain__entry *entry = &strategy->entries[index];
+    dtrain__entry *entry = &strategy->layout.entries[index];
     if (!entry->trainable)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "dtrain_strategy_ready: parameter %zu (\"%.100s\") is frozen", index,
@@ -11952,42 +12778,55 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
             index, strategy->params[index].name);
     entry->seen = true;
     strategy->params[index].storage->grad_written = true;
-    if (strategy->no_sync) return DTRAIN_OK;
+    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_no_sync(dtrain_strategy *strategy, bool on)
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_no_sync"));
-    if (on && strategy->marked_count)
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_accumulate"));
+    if (more != strategy->more && strategy->marked_count)
         return dtrain_fail(
             DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_no_sync: %zu parameters of this backward are already marked; "
-            "switch it on before a backward, or call dtrain_strategy_finish first",
+            "dtrain_strategy_accumulate: %zu parameters of this backward are already marked; "
+            "call it before a backward, and dtrain_strategy_finish after each",
             strategy->marked_count);
-    strategy->no_sync = on;
+    strategy->more = more;
     return DTRAIN_OK;
 }
 
 /* ---- The end of a backward --------------------------------------------------------------------*/
 
-/* Gradients that wait for a mark: what an earlier micro-batch or another use has left counts,
- * the rest is zero. */
-static dtrain_result dtrain__settle_grads(dtrain_strategy *strategy)
+/* Gradients of a bucket that wait for a mark: what an earlier micro-batch or another use has left
+ * counts, the rest is zero. */
+static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
+    dtrain__layout *layout = &strategy->layout;
+    const uint32_t index = (uint32_t)(bucket - layout->buckets);
+    if (bucket->pending == 0) return DTRAIN_OK;
+    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain__entry *entry = &strategy->entries[i];
+        dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending) continue;
+        if (!entry->pending || entry->bucket != index) continue;
         if (p->grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
-            DTRAIN__TRY(strategy->device->ops->zero(strategy->device,
-                                                    strategy->grads + entry->offset,
+            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
         entry->pending = 0;
     }
-    for (size_t i = strategy->launched; i < strategy->bucket_count; i++)
-        strategy->buckets[i].pending = 0;
+    bucket->pending = 0;
+    return DTRAIN_OK;
+}
+
+/* Settles and launches buckets up to `end`, one by one: a buffer is zeroed for the next only when
+ * the one before it has been launched. */
+static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+{
+    while (strategy->launched < end) {
+        DTRAIN__TRY(dtrain__settle_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    }
     return DTRAIN_OK;
 }
 
@@ -11997,8 +12836,9 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     char names[640];
     dtrain_result result = DTRAIN_OK;
     const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR;
-    const size_t count = dtrain__list_missing(strategy->params, strategy->param_count,
-                                              strategy->entries, !strict, names, sizeof names);
+    const size_t count =
+        dtrain__list_missing(strategy->params, strategy->param_count, strategy->layout.entries,
+                             !strict, names, sizeof names);
     if (!strict) {
         if (count)
             dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
@@ -12015,19 +12855,16 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     return dtrain__agree(strategy->comm, result);
 }
 
-/* Every handle goes back, also after an error: waiting on a failed communicator returns at
- * once. */
-static dtrain_result dtrain__wait_buckets(dtrain_strategy *strategy)
+/* Whole gradients go back to the arrays of a host that has its own. */
+static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
 {
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->launched; i++) {
-        const dtrain_result one = dtrain_work_wait(strategy->buckets[i].work);
-        strategy->buckets[i].work = NULL;
-        if (result == DTRAIN_OK) result = one;
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_param *p = strategy->shards[i].param;
+        if (layout->buckets[layout->entries[p->index].bucket].sharded) continue;
+        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
-    for (size_t i = 0; i < strategy->shard_count && result == DTRAIN_OK; i++)
-        result = dtrain__move_grad(strategy, strategy->shards[i].param, true);
-    return result;
+    return DTRAIN_OK;
 }
 
 /* The order matters: everything is launched before ranks exchange what is missing, and waited for
@@ -12037,16 +12874,49 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
-    if (strategy->no_sync) return DTRAIN_OK;
-    dtrain_result result = dtrain__settle_grads(strategy);
-    if (result == DTRAIN_OK) result = dtrain__launch_buckets(strategy);
-    if (result == DTRAIN_OK) missing = dtrain__report_missing(strategy);
-    const dtrain_result waited = dtrain__wait_buckets(strategy);
-    if (result == DTRAIN_OK) result = waited;
+    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    const size_t count = strategy->layout.bucket_count;
+    const bool last = dtrain__last_micro(strategy);
+    dtrain_result result = dtrain__close_buckets(strategy, count);
+    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
+    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
-    dtrain__strategy_rewind(strategy);
-    if (missing == DTRAIN_OK) strategy->sync_count++;
+    dtrain__strategy_rewind(strategy, last);
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
     return missing;
+}
+
+/* ---- Publishing -------------------------------------------------------------------------------*/
+
+static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
+static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+
+/* ZERO1 and SHARD_GRAD_OP: every rank's slice of a bucket to all. */
+static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        if (!bucket->sharded) continue;
+        DTRAIN__TRY(dtrain_all_gather(strategy->shard_comm, bucket->value_shard, bucket->values,
+                                      (size_t)bucket->shard_count, DTRAIN_F32,
+                                      dtrain__works(strategy, b, true)));
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
+    return dtrain__copy_host_values(strategy, true);
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
+    if (!strategy->layout.shards) return DTRAIN_OK;
+    if (!strategy->layout.slots)
+        return dtrain__strategy_keep(strategy, dtrain__gather_slices(strategy));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
+    dtrain__forget_units(strategy);
+    return DTRAIN_OK;
 }
 
 /* ---- Queries ----------------------------------------------------------------------------------*/
@@ -12066,47 +12936,329 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!strategy) return;
-    info->desc = strategy->desc;
-    info->param_count = strategy->param_count;
-    info->bucket_count = strategy->bucket_count;
-    info->sync_count = strategy->sync_count;
-    for (size_t i = 0; i < strategy->bucket_count; i++)
-        info->bucket_bytes += (uint64_t)strategy->buckets[i].count * sizeof(float);
-    info->grad_bytes = info->bucket_bytes;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->storage != p) continue;
-        info->total_elements += (uint64_t)p->count;
-        if (!strategy->entries[i].trainable) continue;
-        info->trainable_elements += (uint64_t)p->count;
-        if (!strategy->entries[i].lends_grad)
-            info->grad_bytes += (uint64_t)p->count * sizeof(float);
-    }
-    info->value_bytes = info->total_elements * sizeof(float);
-}
-
 DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
 {
     return strategy ? strategy->comm : NULL;
 }
 
-/* ---- Replicas that drifted apart --------------------------------------------------------------*/
+/* The books of all its communicators together. */
+static void dtrain__strategy_comm_info(const dtrain_strategy *strategy, dtrain_comm_info *info)
+{
+    dtrain_comm *more[2] = {strategy->replica_comm, strategy->shard_comm};
+    dtrain_comm_query(strategy->comm, info);
+    for (int i = 0; i < 2; i++) {
+        dtrain_comm_info one;
+        if (!more[i] || more[i] == strategy->comm) continue;
+        dtrain_comm_query(more[i], &one);
+        info->operation_count += one.operation_count;
+        info->payload_bytes += one.payload_bytes;
+        info->wire_bytes += one.wire_bytes;
+        info->staged_bytes += one.staged_bytes;
+        info->inside_seconds += one.inside_seconds;
+        info->flight_seconds += one.flight_seconds;
+    }
+}
+
+/* ================================================================================================
+ * [S29] Sharded parameters, memory
+ *
+ * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
+ * other is filled:
+ *
+ *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
+ *     slot 0     [ 0 used ]  [ 2 coming ][ 2 used ] . . . . . . |. . . . .  [ 2 used ] [ 0 coming ]
+ *     slot 1     [ 1 coming ][ 1 used ]  [ 3 coming ][ 3 used . | used ]    [ 1 coming][ 1 used ]
+ *
+ * Unit u lives in slot u % 2, so its addresses are the same whenever it is there, and what the tape
+ * has recorded stays right. Memory is constant: two units, however deep the model. What is still in
+ * a slot is not fetched again (units 3 and 2 at the turn above).
+ *
+ * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
+ * that unit's slot. On a device with streams a collective starts behind the work queued before it.
+ *
+ * Units must be gathered in order because every rank has to start the same collectives: a rank that
+ * went another way would get another unit's numbers when the sizes happen to agree. So the order is
+ * checked on each rank, and a violation is an error instead of wrong weights.
+ * ==============================================================================================*/
+
+enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
+
+/* ---- One bucket -------------------------------------------------------------------------------*/
+
+/* Starts bringing a bucket's values together. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    const bool low = dtype != DTRAIN_F32;
+    dtrain_work **works = dtrain__works(strategy, b, true);
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    char *own = whole + (size_t)bucket->shard_first * unit;
+    bucket->presence = DTRAIN__COMING;
+    if (low)
+        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, bucket->value_shard, DTRAIN_F32,
+                                    own, dtype));
+    if (!bucket->cuts)
+        return dtrain_all_gather(strategy->shard_comm,
+                                 low ? (const void *)own : (const void *)bucket->value_shard, whole,
+                                 (size_t)bucket->shard_count, dtype, works);
+    if (!low && bucket->shard_count)
+        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, bucket->value_shard,
+                                                (size_t)bucket->shard_count * unit,
+                                                DTRAIN_COPY_DEVICE_TO_DEVICE));
+    for (int r = 0; r < layout->ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
+                                     (size_t)count, dtype, r, &works[r]));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
+    bucket->presence = DTRAIN__HERE;
+    if (strategy->desc.param_dtype == DTRAIN_F32) return DTRAIN_OK;
+    return dtrain__convert(strategy, bucket->count, bucket->low_values, strategy->desc.param_dtype,
+                           bucket->values, DTRAIN_F32);
+}
+
+/* Points the parameters of a bucket at its values, or at nothing. */
+static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *storage = &layout->entries[p->storage->index];
+        if (storage->bucket != b) continue;
+        p->value = here ? layout->buckets[b].values + storage->offset : NULL;
+    }
+}
+
+/* Whoever else is in the bucket's slot has to go. */
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, const dtrain__bucket *guest)
+{
+    for (uint32_t b = 0; b < strategy->layout.bucket_count && guest->slotted; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        if (!bucket->slotted || (bucket->unit & 1) != (guest->unit & 1)) continue;
+        if (bucket->unit == guest->unit || bucket->presence == DTRAIN__ABSENT) continue;
+        DTRAIN__TRY(dtrain__gather_end(strategy, b));
+        dtrain__show_values(strategy, b, false);
+        bucket->presence = DTRAIN__ABSENT;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
+{
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, bucket));
+    return dtrain__gather_start(strategy, b);
+}
+
+static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
+{
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__fetch(strategy, b));
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, true);
+    return DTRAIN_OK;
+}
+
+/* After publish: what was gathered is not what the shards hold any more. */
+static void dtrain__forget_units(dtrain_strategy *strategy)
+{
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        if (!bucket->sharded) continue;
+        dtrain__show_values(strategy, b, false);
+        bucket->presence = DTRAIN__ABSENT;
+    }
+    strategy->position = DTRAIN__NONE;
+}
+
+static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+{
+    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+        DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    return DTRAIN_OK;
+}
+
+/* ---- Hooks ------------------------------------------------------------------------------------*/
+
+/* Hosts walk from one neighbour to the next: looking there first makes it constant time. */
+static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t count = (uint32_t)layout->unit_count;
+    const uint32_t from =
+        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = (from + i) % count;
+        if (layout->units[at].id == id) return at;
+    }
+    return DTRAIN__NONE;
+}
+
+/* A pass begins with the first unit; from there on to a neighbour. A backward may step over units
+ * that no gradient reaches. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t last = strategy->position;
+    char due[96];
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_gather: no parameter belongs to unit %u", id);
+    if (at == 0) return DTRAIN_OK;
+    if (last != DTRAIN__NONE) {
+        if (at == last || at == last + 1 || at + 1 == last) return DTRAIN_OK;
+        if (at < last && strategy->marked_count) return DTRAIN_OK;
+    }
+    if (last == DTRAIN__NONE) snprintf(due, sizeof due, "unit %u, the first", units[0].id);
+    else if (last + 1 < strategy->layout.unit_count)
+        snprintf(due, sizeof due, "unit %u in forward, %u in backward", units[last + 1].id,
+                 units[last ? last - 1 : 0].id);
+    else snprintf(due, sizeof due, "unit %u", units[last ? last - 1 : 0].id);
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
+                       "in the order in which their first parameters are registered, and "
+                       "backwards in backward",
+                       id, due);
+}
+
+/* What several units share stays from its first gather to publish. */
+static dtrain_result dtrain__need_shared(dtrain_strategy *strategy)
+{
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
+        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        if (bucket->sharded && bucket->unit == DTRAIN__NONE && bucket->presence != DTRAIN__HERE)
+            DTRAIN__TRY(dtrain__need(strategy, b));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, uint32_t at)
+{
+    const dtrain__unit *unit = &strategy->layout.units[at];
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable)); /* both under way before either wait */
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
+    DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
+    return dtrain__need(strategy, unit->frozen);
+}
+
+static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, bool backward)
+{
+    const uint32_t next = backward ? at - 1 : at + 1;
+    if (strategy->desc.no_overlap || (backward && at == 0)) return DTRAIN_OK;
+    if (next >= strategy->layout.unit_count) return DTRAIN_OK;
+    const dtrain__unit *unit = &strategy->layout.units[next];
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
+    return dtrain__fetch(strategy, unit->frozen);
+}
+
+/* In backward all units behind this one are finished: their gradients are closed, in the same order
+ * on every rank. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
+{
+    dtrain__layout *layout = &strategy->layout;
+    const uint32_t at = dtrain__find_unit(strategy, id), last = strategy->position;
+    const bool backward = strategy->marked_count > 0 || (last != DTRAIN__NONE && at < last && at);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, id));
+    if (layout->work && strategy->marked_count && layout->units[at].trainable != DTRAIN__NONE)
+        DTRAIN__TRY(dtrain__close_buckets(strategy, layout->units[at].trainable));
+    DTRAIN__TRY(dtrain__claim_work(strategy, at));
+    strategy->position = at;
+    if (!layout->slots) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__need_shared(strategy));
+    DTRAIN__TRY(dtrain__need_unit(strategy, at));
+    return dtrain__fetch_next(strategy, at, backward);
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    if (!strategy->layout.slots && !strategy->layout.work) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
+}
+
+/* The values stay where they are until the slot is wanted; only the pointers go, so that use after
+ * release is noticed. */
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    if (!strategy->layout.slots) return DTRAIN_OK;
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    const dtrain__unit *u = &strategy->layout.units[at];
+    if (u->trainable != DTRAIN__NONE) dtrain__show_values(strategy, u->trainable, false);
+    if (u->frozen != DTRAIN__NONE) dtrain__show_values(strategy, u->frozen, false);
+    return DTRAIN_OK;
+}
+
+/* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
+static DTRAIN__UNUSED const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+                                                       const dtrain_param *storage,
+                                                       dtrain_dtype dtype)
+{
+    if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
+        return NULL;
+    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
+    if (!bucket->sharded || bucket->presence != DTRAIN__HERE) return NULL;
+    return bucket->low_values + entry->offset;
+}
+
+/* ---- Whole parameters -------------------------------------------------------------------------*/
+
+/* Storage i with its value whole, wherever it has to be brought from. */
+static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    *whole = strategy->params[i];
+    if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
+    dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
+    DTRAIN__TRY(dtrain__fetch(strategy, entry->bucket));
+    DTRAIN__TRY(dtrain__gather_end(strategy, entry->bucket));
+    whole->value = bucket->values + entry->offset;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+{
+    dtrain_param whole;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
+    if (index >= strategy->param_count || !host)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
+            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+    const size_t storage = strategy->params[index].storage->index;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
+    return dtrain__copy_any(strategy->device, host, whole.value,
+                            (size_t)whole.count * sizeof(float));
+}
 
 /* The hash of everything differs somewhere: parameter by parameter, up to the first. */
 static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
+        dtrain_param whole;
         uint64_t hash;
         int usual, odd;
         bool common;
-        if (p->storage != p) continue;
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, p, &hash));
+        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
         DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
         if (common) continue;
         DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
@@ -12114,7 +13266,7 @@ static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
             DTRAIN_ERROR_MISMATCH,
             "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
             "are not those of rank %d; every rank must make the same updates",
-            i, p->name, dtrain_comm_world_rank(strategy->comm, odd),
+            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
             dtrain_comm_world_rank(strategy->comm, usual));
     }
     return dtrain_fail(DTRAIN_ERROR_INTERNAL,
@@ -12128,9 +13280,11 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
     for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
         uint64_t one;
         if (strategy->params[i].storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &strategy->params[i], &one));
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
         all = dtrain__fnv1a(all, &one, sizeof one);
     }
     DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
@@ -12138,6 +13292,259 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     if (hash) *hash = all;
     return DTRAIN_OK;
 }
+
+/* ---- What a step sends ------------------------------------------------------------------------*/
+
+static uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks)
+{
+    dtrain_collective what;
+    memset(&what, 0, sizeof what);
+    what.kind = kind;
+    what.dtype = (dtrain_dtype)dtype;
+    what.count = (size_t)count;
+    return dtrain__wire_bytes(&what, ranks);
+}
+
+/* Once every owner's run, or once everything. */
+static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                    bool reduce, uint32_t dtype)
+{
+    uint64_t bytes = 0;
+    if (!bucket->cuts)
+        return dtrain__wire(reduce ? DTRAIN_REDUCE_SCATTER : DTRAIN_ALL_GATHER, bucket->shard_count,
+                            dtype, layout->ranks);
+    for (int r = 0; r < layout->ranks; r++)
+        bytes += dtrain__wire(reduce ? DTRAIN_REDUCE : DTRAIN_BROADCAST,
+                              bucket->cuts[r + 1] - bucket->cuts[r], dtype, layout->ranks);
+    return bytes;
+}
+
+/* Is a unit still in its slot when backward comes to it? */
+static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
+{
+    if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
+    for (uint32_t later = unit + 2; later < layout->unit_count; later += 2) {
+        const dtrain__unit *u = &layout->units[later];
+        if (!u->kept && (u->trainable != DTRAIN__NONE || u->frozen != DTRAIN__NONE)) return false;
+    }
+    return true;
+}
+
+/* By the ring formula, in a step of one micro-batch. ranks: of the whole world. */
+static uint64_t dtrain__step_bytes(const dtrain__layout *layout, int ranks)
+{
+    const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
+    const int replicas = ranks / layout->ranks;
+    uint64_t bytes = 0;
+    if (ranks == 1) return 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        if (!bucket->sharded) {
+            bytes += dtrain__wire(DTRAIN_ALL_REDUCE, bucket->count, grads, ranks);
+            continue;
+        }
+        if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
+        if (bucket->trainable && layout->traits->kind == DTRAIN_HYBRID_SHARD)
+            bytes += dtrain__wire(DTRAIN_ALL_REDUCE, bucket->shard_count, grads, replicas);
+        const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
+        bytes += gather;
+        if (layout->slots && !dtrain__stays(layout, bucket->unit)) bytes += gather;
+    }
+    return bytes;
+}
+
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!strategy) return;
+    const dtrain__layout *layout = &strategy->layout;
+    const int ranks = dtrain_comm_size(strategy->comm);
+    info->desc = strategy->desc;
+    info->name = strategy->traits->name;
+    info->param_count = strategy->param_count;
+    info->bucket_count = layout->bucket_count;
+    info->unit_count = layout->unit_count;
+    info->shard_ranks = layout->ranks;
+    info->replicas = ranks / layout->ranks;
+    info->sync_count = strategy->sync_count;
+    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->step_bytes = dtrain__step_bytes(layout, ranks);
+    dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].trainable)
+            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->storage != p) continue;
+        info->total_elements += (uint64_t)p->count;
+        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
+    }
+    memcpy(info->reason, strategy->reason, sizeof info->reason);
+}
+
+/* ---- Planning ---------------------------------------------------------------------------------*/
+
+/* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
+static uint64_t dtrain__layout_state(const dtrain__layout *layout)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        int64_t offset, count;
+        if (dtrain__piece(layout, i, &offset, &count))
+            bytes += (uint64_t)dtrain__padded(count) * sizeof(float);
+    }
+    return bytes * layout->desc->optimizer_states;
+}
+
+/* Of one kind, for the rank that holds most; params are resolved. */
+static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
+                                       size_t count, dtrain_strategy_desc desc, uint32_t kind,
+                                       int ranks, dtrain_memory *memory, uint64_t *step_bytes)
+{
+    desc.kind = kind;
+    const dtrain__traits *traits = dtrain__traits_of(kind);
+    const int shard_ranks = !traits->state                                  ? 1
+                            : kind == DTRAIN_HYBRID_SHARD && desc.node_size ? (int)desc.node_size
+                                                                            : ranks;
+    dtrain__resolve_accumulation(&desc, traits);
+    memset(memory, 0, sizeof *memory);
+    if (step_bytes) *step_bytes = 0;
+    for (int rank = 0; rank < (traits->owners ? shard_ranks : 1); rank++) {
+        dtrain__layout layout;
+        dtrain_memory one;
+        dtrain_result result =
+            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank);
+        memset(&one, 0, sizeof one);
+        if (result == DTRAIN_OK) {
+            dtrain__lay_memory(&layout);
+            dtrain__layout_bytes(&layout, &one.params, &one.grads);
+            one.buffers = layout.bytes[DTRAIN__BUFFERS];
+            one.optimizer = dtrain__layout_state(&layout);
+            one.total = one.params + one.grads + one.buffers + one.optimizer;
+            if (step_bytes) *step_bytes = dtrain__step_bytes(&layout, ranks);
+        }
+        dtrain__layout_free(&layout, a);
+        DTRAIN__TRY(result);
+        if (one.total > memory->total) *memory = one;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
+                                              const dtrain_strategy_desc *desc, int rank_count,
+                                              dtrain_memory *memory)
+{
+    const char *const call = "dtrain_strategy_plan";
+    const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    if (!params || !desc || !memory || rank_count < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
+                           call, rank_count);
+    dtrain_strategy_desc resolved = *desc;
+    dtrain__resolve_zeros(&resolved);
+    const dtrain__traits *traits = dtrain__traits_of(resolved.kind);
+    if (!traits)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
+                           call, (unsigned)desc->kind);
+    DTRAIN__TRY(dtrain__check_fields(&resolved));
+    DTRAIN__TRY(dtrain__check_combination(&resolved, traits));
+    if (desc->node_size && rank_count % (int)desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
+                           desc->node_size, rank_count);
+    uint64_t *hashes = (uint64_t *)dtrain__alloc(&a, param_count, sizeof *hashes, "name hashes");
+    if (!hashes) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__resolve_params(params, param_count, hashes);
+    dtrain__free(&a, hashes, param_count, sizeof *hashes);
+    if (result == DTRAIN_OK)
+        result = dtrain__plan_kind(&a, params, param_count, resolved, resolved.kind, rank_count,
+                                   memory, NULL);
+    return result;
+}
+
+/* ---- AUTO -------------------------------------------------------------------------------------*/
+
+/* What a rank may use, less what is used beside the strategy. The rank that has least decides for
+ * all: the choice must be one. */
+static dtrain_result dtrain__auto_limit(dtrain_strategy *strategy, uint64_t *limit)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    dtrain_device_info device;
+    uint64_t have = desc->memory_limit;
+    if (!have && strategy->device->ops->host_memory)
+        have = dtrain__free_memory() / (uint64_t)dtrain_world_local_size(strategy->world);
+    else if (!have) {
+        DTRAIN__TRY(strategy->device->ops->query(strategy->device, &device));
+        have = device.free_bytes;
+    }
+    int64_t rest = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
+                   (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
+    DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &rest, &rest, 1, DTRAIN_I64, DTRAIN_MIN, NULL));
+    *limit = rest > 0 ? (uint64_t)rest : 0;
+    return DTRAIN_OK;
+}
+
+static double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
+
+static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_t least,
+                                        uint64_t limit)
+{
+    return dtrain_fail(
+        DTRAIN_ERROR_MEMORY,
+        "dtrain_strategy_create: no strategy fits: the smallest needs %.1f MiB a rank for "
+        "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside %.1f "
+        "MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
+        "checkpointing, a smaller batch or, on a GPU, offload would help",
+        dtrain__mib(least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
+        dtrain__mib(least - limit));
+}
+
+/* The first that fits of those that send least. What the candidate before it was short of is the
+ * reason. */
+static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
+{
+    static const uint32_t order[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
+                                     DTRAIN_HYBRID_SHARD, DTRAIN_FULL_SHARD};
+    const int ranks = dtrain_comm_size(strategy->comm);
+    const int nodes = dtrain_world_node_count(strategy->world);
+    const int node_size = dtrain_world_local_size(strategy->world);
+    uint64_t limit, least = UINT64_MAX;
+    char before[160] = "";
+    if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__auto_limit(strategy, &limit));
+    for (size_t i = 0; i < sizeof order / sizeof order[0]; i++) {
+        const uint32_t kind = order[i];
+        dtrain_strategy_desc desc = strategy->desc;
+        dtrain_memory memory;
+        uint64_t step_bytes;
+        if ((kind == DTRAIN_DDP) != (ranks == 1)) continue;
+        if (kind == DTRAIN_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks)) continue;
+        if (kind == DTRAIN_HYBRID_SHARD) desc.node_size = (uint32_t)node_size;
+        if (dtrain__check_combination(&desc, dtrain__traits_of(kind)) != DTRAIN_OK) continue;
+        DTRAIN__TRY(
+            dtrain__agree(strategy->comm, dtrain__plan_kind(&strategy->allocator, strategy->params,
+                                                            strategy->param_count, desc, kind,
+                                                            ranks, &memory, &step_bytes)));
+        const char *name = dtrain__traits_of(kind)->name;
+        if (memory.total < least) least = memory.total;
+        if (memory.total > limit) {
+            snprintf(before, sizeof before, "; %s would need %.1f MiB", name,
+                     dtrain__mib(memory.total));
+            continue;
+        }
+        snprintf(strategy->reason, sizeof strategy->reason,
+                 "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
+                 "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
+                 name, dtrain__mib(memory.total), dtrain__mib(memory.params),
+                 dtrain__mib(memory.grads), dtrain__mib(memory.optimizer),
+                 dtrain__mib(memory.buffers), dtrain__mib(limit), dtrain__mib(step_bytes), before);
+        strategy->desc.kind = kind;
+        strategy->desc.node_size = desc.node_size;
+        return DTRAIN_OK;
+    }
+    return dtrain__auto_fails(strategy, least, limit);
+}
+
 /* ================================================================================================
  * [S31] Tape and tensors
  *
@@ -13614,7 +15021,7 @@ static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
         args.scale = 1;
         args.x = strategy->shards[i].grad;
         args.total = strategy->sum_squares;
-        if (args.count) DTRAIN__TRY(device->ops->sum(device, &args));
+        if (args.count && strategy->counted[i]) DTRAIN__TRY(device->ops->sum(device, &args));
     }
     return DTRAIN_OK;
 }
@@ -13624,11 +15031,12 @@ static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
 {
     int64_t bits;
-    if (strategy->ops->whole_shards) return DTRAIN_OK;
+    if (!strategy->shard_comm) return DTRAIN_OK;
     memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(strategy->comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(
+        dtrain_all_gather(strategy->shard_comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
     *total = 0;
-    for (int i = 0; i < dtrain_comm_size(strategy->comm); i++) {
+    for (int i = 0; i < dtrain_comm_size(strategy->shard_comm); i++) {
         double one;
         memcpy(&one, &strategy->gathered[i], sizeof one);
         *total += one;
@@ -13673,6 +15081,7 @@ struct dtrain_optimizer {
     dtrain_device *device;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
+    dtrain_strategy *strategy;
     dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
     size_t tensor_count;
     float *state;
@@ -13804,6 +15213,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->desc = *desc;
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
+    optimizer->strategy = strategy;
     optimizer->shards = shards;
     optimizer->shard_count = shard_count;
     dtrain_result result = dtrain__optimizer_state(optimizer);
@@ -13895,9 +15305,9 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    const dtrain_result result = dtrain__optimizer_run(optimizer, &now, NULL);
+    DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
     optimizer->step_count++;
-    return result;
+    return dtrain_strategy_publish(optimizer->strategy);
 }
 
 /* ---- Learning rates ---------------------------------------------------------------------------*/
@@ -14598,7 +16008,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (!trainer->desc.strategy->ops->whole_shards) missing = "a strategy of whole parameters";
+    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
     else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
         missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
@@ -14748,7 +16158,7 @@ static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t mic
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     float loss = 0;
-    DTRAIN__TRY(dtrain_strategy_no_sync(desc->strategy, micro + 1 < desc->accumulation));
+    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
     if (desc->next_batch) DTRAIN__TRY(desc->next_batch(desc->user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, desc->tape_flags,
                                   dtrain__step_seed(trainer) + dtrain__micro_seed(micro)));
@@ -14756,7 +16166,7 @@ static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t mic
     DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, 1.0f / (float)desc->accumulation));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *loss_sum += (double)loss;
-    return DTRAIN_OK;
+    return dtrain_strategy_finish(desc->strategy);
 }
 
 /* Micro-batches, finish, norm, update. Fills loss, grad_norm and lr. */
@@ -14767,7 +16177,6 @@ static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step
     double loss_sum = 0;
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
-    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
     DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
     record->loss = loss_sum / desc->accumulation;
@@ -14783,7 +16192,7 @@ static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
     dtrain__feed *feed = &queue->feeds[micro];
-    DTRAIN__TRY(dtrain_strategy_no_sync(desc->strategy, micro + 1 < desc->accumulation));
+    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
     if (!feed->filled) DTRAIN__TRY(desc->next_batch(desc->user));
     feed->next = 0;
     trainer->tape->feed = feed;
@@ -14979,12 +16388,12 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     dtrain_comm_info before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
-    dtrain_comm_query(trainer->comm, &before);
+    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     double start = dtrain_seconds();
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain_comm_query(trainer->comm, &after);
+    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
 
     /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
     double exposed = after.inside_seconds - before.inside_seconds;
@@ -15074,13 +16483,14 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
     dtrain_strategy_query(trainer->desc.strategy, &strategy);
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
+    memory->buffers = strategy.buffer_bytes;
     if (trainer->desc.optimizer)
         memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
     memory->activations = tape.activation_bytes;
     memory->activation_grads = tape.gradient_bytes;
     if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
     memory->total = memory->params + memory->grads + memory->optimizer + memory->activations +
-                    memory->activation_grads + memory->workspace;
+                    memory->activation_grads + memory->buffers + memory->workspace;
     return DTRAIN_OK;
 }
 

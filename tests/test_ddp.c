@@ -159,7 +159,7 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
     for (micro = 0; micro < c->accumulation; micro++) {
         bool last = micro == c->accumulation - 1;
         int first = (step * ranks + rank) * share * c->accumulation + micro * share;
-        DTRAIN__TRY(dtrain_strategy_no_sync(ddp, !last));
+        DTRAIN__TRY(dtrain_strategy_accumulate(ddp, !last));
         memset(m->g, 0, sizeof m->g);
         for (k = 0; k < share; k++)
             sum += model_sample(m, (uint64_t)(first + k), 1.0f / (float)(share * c->accumulation));
@@ -669,9 +669,9 @@ static int one_bad_main(dtrain_world *world, void *user)
     model_init(m, &c, 0);
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, NULL, bad ? NULL : &ddp) ==
           DTRAIN_ERROR_ARGUMENT);
-    desc.kind = bad ? 7 : DTRAIN_DDP;
+    desc.kind = bad ? 77 : DTRAIN_DDP;
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp) == DTRAIN_ERROR_UNSUPPORTED);
-    CHECK_MSG(strstr(dtrain_last_error(), "kind 7"), "%s", dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "77 is not a dtrain_strategy_kind"), "%s", dtrain_last_error());
     CHECK(dtrain_seconds() - start < 10);
     free(m);
     return 0;
@@ -883,9 +883,9 @@ static int missing_error_main(dtrain_world *world, void *user)
         if (!bad) CHECK(p[MANY - 1].grad[2] == 2 && p[0].grad[0] == 2);
     }
     /* seen in an earlier micro-batch of the step is enough */
-    RANKS_TRY(dtrain_strategy_no_sync(ddp, true));
+    RANKS_TRY(dtrain_strategy_accumulate(ddp, true));
     RANKS_TRY(partial_backward(p, ddp, rank, MANY));
-    RANKS_TRY(dtrain_strategy_no_sync(ddp, false));
+    RANKS_TRY(dtrain_strategy_accumulate(ddp, false));
     RANKS_TRY(partial_backward(p, ddp, rank, rank == 0 ? 3 : MANY));
     RANKS_TRY(dtrain_strategy_finish(ddp));
     CHECK(p[MANY - 1].grad[0] == 2);
@@ -916,8 +916,8 @@ static int misuse_main(dtrain_world *world, void *user)
     CHECK(dtrain_strategy_ready(ddp, PARAMS) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_strategy_ready(ddp, FIXED) == DTRAIN_ERROR_USAGE);
     CHECK_MSG(strstr(dtrain_last_error(), "\"fixed\""), "%s", dtrain_last_error());
-    CHECK(dtrain_strategy_no_sync(ddp, true) == DTRAIN_ERROR_USAGE);
-    RANKS_TRY(dtrain_strategy_no_sync(ddp, false));
+    CHECK(dtrain_strategy_accumulate(ddp, true) == DTRAIN_ERROR_USAGE);
+    RANKS_TRY(dtrain_strategy_accumulate(ddp, false));
     RANKS_TRY(dtrain_strategy_release(ddp, 0));
     RANKS_TRY(dtrain_strategy_finish(ddp));
     RANKS_TRY(dtrain_strategy_ready(ddp, B2)); /* a new backward */
@@ -1017,14 +1017,16 @@ static void test_overlap(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, overlap_mai
 static int failed_main(dtrain_world *world, void *user)
 {
     config c = usual(0);
+    dtrain_strategy_desc desc = dtrain_strategy_defaults();
     dtrain_strategy *ddp;
     dtrain_result first;
     char text[1024];
     float x = 0;
     model *m = (model *)malloc(sizeof *m);
     (void)user;
+    desc.no_overlap = true; /* finish is the first to start anything */
     model_init(m, &c, 0);
-    RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, NULL, &ddp));
+    RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
     RANKS_TRY(backward(m, ddp, false, 0));
     if (dtrain_world_rank(world) == 1) /* a collective that the others do not make */
         dtrain_all_reduce(dtrain_world_comm(world), &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, NULL);
@@ -1035,7 +1037,7 @@ static int failed_main(dtrain_world *world, void *user)
     dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
     CHECK(dtrain_strategy_finish(ddp) == first && dtrain_strategy_verify(ddp, NULL) == first);
-    CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_no_sync(ddp, true) == first);
+    CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_accumulate(ddp, true) == first);
     CHECK_MSG(strcmp(dtrain_last_error(), text) == 0, "%s, not %s", dtrain_last_error(), text);
     dtrain_strategy_destroy(ddp);
     free(m);
@@ -1292,40 +1294,48 @@ static int group_main(dtrain_world *world, void *user)
 
 static void test_subgroups(void) { ranks_run(5, DTRAIN_LAUNCH_THREADS, group_main, NULL); }
 
+
+/* DDP's buckets: one after the other, last parameter first, each gradient on a cache line. */
 static void test_bucket_plan(void)
 {
     static const int64_t counts[] = {100, 1, 0, 16, 17, 300, 5};
     enum { N = 7 };
-    dtrain_param p[N];
-    dtrain__entry entries[N];
-    dtrain__bucket buckets[N];
-    size_t used, i, cap;
-    for (cap = 1; cap < 4000; cap = cap * 3 + 1) {
-        int64_t next = 0;
-        memset(entries, 0, sizeof entries);
-        memset(buckets, 0, sizeof buckets);
-        for (i = 0; i < N; i++) {
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    for (size_t cap = 1; cap < 4000; cap = cap * 3 + 1) {
+        dtrain_param p[N];
+        dtrain__layout layout;
+        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        int64_t next = 0, total = 0;
+        uint32_t bucket = 0;
+        desc.first_bucket_bytes = cap / 2;
+        desc.bucket_bytes = cap;
+        for (size_t i = 0; i < N; i++) {
             p[i] = ranks_param("x", NULL, NULL, counts[i], 0);
             p[i].storage = &p[i];
             p[i].index = (uint32_t)i;
             p[i].count = counts[i];
         }
         p[3].flags = DTRAIN_PARAM_FROZEN;
-        used = dtrain__plan_buckets(p, N, cap / 2, cap, entries, buckets);
-        for (i = N; i-- > 0;) { /* one after the other, last first, each on a cache line */
+        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0) == DTRAIN_OK);
+        for (size_t i = N; i-- > 0;) {
+            const dtrain__entry *entry = &layout.entries[i];
             if (i == 3) continue;
-            CHECK(entries[i].offset == next && next % 16 == 0);
+            if (entry->bucket != bucket) next = 0;
+            CHECK(entry->bucket == bucket || entry->bucket == bucket + 1);
+            CHECK(entry->offset == next && next % 16 == 0);
+            bucket = entry->bucket;
             next += (counts[i] + 15) / 16 * 16;
         }
-        for (i = 0, next = 0; i < used; i++) {
-            size_t limit = i == 0 ? cap / 2 : cap, k, inside = 0;
-            CHECK(buckets[i].first == next);
-            next += buckets[i].count;
-            for (k = 0; k < N; k++)
-                inside += entries[k].uses && counts[k] && entries[k].bucket == i;
-            CHECK((size_t)buckets[i].count * 4 <= limit || inside == 1);
+        for (size_t b = 0; b < layout.bucket_count; b++) {
+            const size_t limit = b == 0 ? cap / 2 : cap;
+            size_t inside = 0;
+            for (size_t k = 0; k < N; k++)
+                inside += k != 3 && counts[k] && layout.entries[k].bucket == b;
+            CHECK((size_t)layout.buckets[b].count * 4 <= limit || inside == 1);
+            total += layout.buckets[b].count;
         }
-        CHECK(next == 112 + 16 + 32 + 304 + 16 && used >= 1 && !entries[3].trainable);
+        CHECK(total == 112 + 16 + 32 + 304 + 16 && !layout.entries[3].trainable);
+        dtrain__layout_free(&layout, &allocator);
     }
 }
 

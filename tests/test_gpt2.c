@@ -414,7 +414,7 @@ static dtrain_result accumulate(dtrain_world *world, const run *r, gpt2 *model)
     DTRAIN__TRY(dtrain_tape_create(world, ddp, NULL, &tape));
     for (int step = 0; step < 2; step++) { /* twice: the sum must start anew */
         for (int64_t micro = 0; micro < GOLDEN_BATCH; micro++) {
-            DTRAIN__TRY(dtrain_strategy_no_sync(ddp, micro < GOLDEN_BATCH - 1));
+            DTRAIN__TRY(dtrain_strategy_accumulate(ddp, micro < GOLDEN_BATCH - 1));
             DTRAIN__TRY(dtrain_tape_begin(tape, 0, 1));
             dtrain_tensor *loss = gpt2_loss(tape, model, micro, 1);
             DTRAIN__TRY(dtrain_tape_backward(tape, loss, 1.0f / (float)GOLDEN_BATCH));
