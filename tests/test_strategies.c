@@ -56,29 +56,48 @@ static int matrix_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-/* One rank on the whole batch, once for each setting that is to be compared with it. */
-static matrix *matrix_joined(const matrix *m)
+/* The place of c in joined, where it is put if it is not there. */
+static int matrix_joined_case(matrix *joined, const strategy_case *c)
 {
-    matrix *joined = matrix_create(1, m->mode);
     int i;
-    for (i = 0; i < m->count; i++) {
-        strategy_case *c = &joined->cases[joined->count];
-        if (m->cases[i].tolerance == 0) continue;
-        *c = m->cases[i];
-        c->kind = DTRAIN_DDP;
-        c->micro = 1;
-        c->accumulation = c->node_size = c->param_dtype = c->reduce_dtype = 0;
-        joined->count++;
+    for (i = 0; i < joined->count; i++) {
+        const strategy_case *known = &joined->cases[i];
+        if (known->model == c->model && known->tape_flags == c->tape_flags &&
+            known->optimizer == c->optimizer && known->batch == c->batch &&
+            known->steps == c->steps)
+            return i;
     }
-    ranks_run(1, joined->mode, matrix_rank, joined);
-    return joined;
+    joined->cases[i].model = c->model;
+    joined->cases[i].tape_flags = c->tape_flags;
+    joined->cases[i].optimizer = c->optimizer;
+    joined->cases[i].batch = c->batch;
+    joined->cases[i].steps = c->steps;
+    joined->cases[i].kind = DTRAIN_DDP;
+    joined->cases[i].micro = 1;
+    joined->count++;
+    return i;
 }
 
-/* Runs all cases in one launch; compares groups bit for bit, and the rest with the joined batch. */
+/* One rank on the whole batch, once for each setting that is to be compared with it. */
+static void matrix_check_joined(const matrix *m)
+{
+    matrix *joined = matrix_create(1, m->mode);
+    int places[MOST_CASES], i;
+    for (i = 0; i < m->count; i++)
+        if (m->cases[i].tolerance > 0) places[i] = matrix_joined_case(joined, &m->cases[i]);
+    ranks_run(1, joined->mode, matrix_rank, joined);
+    for (i = 0; i < m->count; i++)
+        if (m->cases[i].tolerance > 0)
+            strategy_check_close(&m->out[i], m->ranks, &joined->out[places[i]], 1,
+                                 m->cases[i].tolerance,
+                                 strategy_case_name(&m->cases[i], m->ranks).text);
+    munmap(joined, sizeof *joined);
+}
+
+/* Runs all cases in one launch; compares groups bit for bit, and all with the joined batch. */
 static void matrix_run(matrix *m)
 {
-    matrix *joined = matrix_joined(m);
-    int i, k, next = 0;
+    int i, k;
     ranks_run(m->ranks, m->mode, matrix_rank, m);
     for (i = 0; i < m->count; i++) {
         const strategy_name name = strategy_case_name(&m->cases[i], m->ranks);
@@ -87,11 +106,8 @@ static void matrix_run(matrix *m)
         for (k = 0; k < i; k++)
             if (strcmp(m->cases[k].group, m->cases[i].group) == 0) break;
         if (k < i) strategy_check_bits(&m->out[i], &m->out[k], name.text);
-        if (m->cases[i].tolerance > 0)
-            strategy_check_close(&m->out[i], m->ranks, &joined->out[next++], 1,
-                                 m->cases[i].tolerance, name.text);
     }
-    munmap(joined, sizeof *joined);
+    matrix_check_joined(m);
 }
 
 static const uint32_t flat_kinds[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
@@ -200,6 +216,7 @@ static void check_autocast(int ranks, uint32_t flags, uint32_t checkpoint_every,
     strategy_case like = plain_case(tolerance);
     like.tape_flags = flags;
     like.checkpoint_every = checkpoint_every;
+    if (ranks < 4) like.batch = 24;
     matrix_add_kinds(m, "autocast", like);
     matrix_run(m);
 }
@@ -209,6 +226,23 @@ static void test_bf16_autocast(void)
     check_autocast(2, DTRAIN_TAPE_BF16, 0, 4e-3);
     check_autocast(3, DTRAIN_TAPE_BF16, 0, 4e-3);
     if (ranks_full()) check_autocast(8, DTRAIN_TAPE_BF16, 0, 4e-3);
+}
+
+static void test_f16_autocast(void) { check_autocast(3, DTRAIN_TAPE_F16, 0, 1e-3); }
+
+/* Units that run again in backward are gathered for it like others: the bits of no checkpoints. */
+static void test_checkpointing(void)
+{
+    matrix *m = matrix_create(3, DTRAIN_LAUNCH_PROCESSES);
+    int i;
+    for (i = 0; i < FLAT_KINDS * 3; i++) {
+        strategy_case *c = matrix_add(m, "one micro-batch", flat_kinds[i / 3], 1, 0);
+        c->checkpoint_every = (uint32_t)i % 3;
+        c = matrix_add(m, "last", flat_kinds[i / 3], 4, DTRAIN_ACCUMULATE_LAST);
+        c->checkpoint_every = (uint32_t)i % 3;
+    }
+    matrix_run(m);
+    check_autocast(2, DTRAIN_TAPE_BF16, 1, 4e-3);
 }
 
 /* Weights of matrix multiplications are rounded to bf16 there anyway: it is the same to round them
@@ -1142,7 +1176,7 @@ static int auto_rank(dtrain_world *world, void *user)
         desc.other_bytes = 5000;
         result = dtrain_strategy_create(world, m.params, 16, &desc, &strategy);
         if (run->expected[i] == 0) {
-            refused(result, DTRAIN_ERROR_MEMORY, "AUTO", "bytes", "missing");
+            refused(result, DTRAIN_ERROR_MEMORY, "AUTO", "MiB are missing", "More ranks");
             continue;
         }
         RANKS_TRY(result);
@@ -1250,6 +1284,8 @@ int main(int argc, char **argv)
     RUN(test_matrix_4_ranks);
     RUN(test_matrix_8_ranks);
     RUN(test_bf16_autocast);
+    RUN(test_f16_autocast);
+    RUN(test_checkpointing);
     RUN(test_bf16_parameters);
     RUN(test_reduce_dtype);
     RUN(test_keeping_units);
