@@ -32,11 +32,12 @@
    [M4] configuration              [S05] world, launch                [S24] device
    [M5] promises                   [S06] communicators                [S25] world, launch
    [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
-                                   [S08] strategies: DDP              [S27] parameters, buckets
-                                   [S11] tape and tensors             [S28] strategies: DDP
+                                   [S08] strategies                   [S27] parameters, buckets
+                                   [S09] memory                       [S28] strategies
+                                   [S11] tape and tensors             [S29] sharded parameters, memory
                                    [S12] operations                   [S31] tape and tensors
-                                   [S14] gradient clipping            [S32] operations
-                                   [S15] optimizers, schedules        [S34] gradient clipping
+                                   [S14] loss scaling, clipping       [S32] operations
+                                   [S15] optimizers, schedules        [S34] loss scaling, clipping
                                    [S16] data, samplers               [S35] optimizers, schedules
                                    [S17] trainer                      [S36] data, samplers
                                    [S19] metrics                      [S37] trainer
@@ -44,9 +45,10 @@
 
    One step of training, in the order of the sections:
 
-       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08]
-             -> bucket [S07] -> all-reduce [S06] -> finish [S08] -> norm, clip [S14]
-             -> optimizer [S15] -> record [S17, S19]
+       batch [S16] -> tape forward [S11, S12], gather, release [S08] -> loss
+             -> tape backward, gather, release, ready [S08] -> bucket [S07] -> reduce [S06]
+             -> finish [S08] -> norm, unscale, clip [S14] -> optimizer on shards [S15]
+             -> publish [S08] -> record [S17, S19]
 
    ------------------------------------------------------------------------------------------------
    [M2] A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -89,6 +91,11 @@
    world        all ranks of a run; world size = how many.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   shard        the part of parameters, gradients or optimizer state that one rank keeps.
+   ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
+                too (ZeRO-3, fully sharded data parallel).
+   gather       to bring a unit's parameters together on every rank; release lets go of them.
+   publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
@@ -97,6 +104,9 @@
    micro-batch  the samples of one forward and backward; a step may accumulate several.
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
+   autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see [S14].
+   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
 
    Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
    first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
@@ -112,6 +122,12 @@
        rank 0's bucket  | p5 .......... pad | p4 ........ pad |
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
+
+   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+
+       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
 
    ------------------------------------------------------------------------------------------------
    [M4] Configuration
@@ -133,8 +149,13 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied. GPU kernels use no floating
-                      atomics; NCCL's sums alone depend on its choice of algorithm.
+                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD adds node by node).
+                      With clipping, kinds add up the norm in different orders, in double: it is
+                      the same float but in rare cases (about one step in 10^8). GPU kernels use no
+                      floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Memory             of parameters, gradients and optimizer state follows the table in [S08], and
+                      is known before anything is allocated [S09].
    No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
                       call that can fail returns a dtrain_result and leaves a sentence in
                       dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
@@ -157,10 +178,10 @@
    launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need a
    communicator backend that crosses them (dtrain_nccl.h).
 
-   Parameters, gradients and optimizer state are fp32; activations are fp32 or, under autocast,
-   bf16; kernels and collectives take fp16 as well. On the CPU half precision is converted on the
-   way in and out: right, and slower than fp32. At most DTRAIN_MAX_RANKS ranks. Asynchronous
-   collectives of the local communicator advance inside dtrain calls, not in between.
+   Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
+   calls, not in between.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
@@ -1229,8 +1250,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 /* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (neither the first, nor the one gathered
- * last, nor one of its neighbours) is an error that names the one that is. */
+ * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
+ * to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -1336,11 +1357,11 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 typedef struct dtrain_tape dtrain_tape;
 
 typedef struct dtrain_tensor {
-    uint32_t dtype; /* dtrain_dtype: F32, BF16 under autocast, or I32 for tokens */
+    uint32_t dtype; /* dtrain_dtype: F32, BF16 or F16 (autocast, dtrain_cast), or I32 for tokens */
     uint32_t ndim;
     int64_t shape[4];
     int64_t count;
-    void *data;                   /* device memory */
+    void *data;                   /* device memory; with checkpointing it may move, see there */
     void *grad;                   /* inside backward only; has the dtype of data */
     struct dtrain_node *producer; /* private; NULL for inputs */
     uint32_t pending_uses;        /* private */
@@ -1353,6 +1374,14 @@ typedef struct dtrain_tensor {
  * gradients are fp32; a weight is rounded once per pass. */
 #define DTRAIN_TAPE_BF16 2u
 #define DTRAIN_TAPE_F16 4u /* the same with fp16, whose range asks for loss scaling [S14] */
+
+/* Operations whose results activation checkpointing drops. The rest of them (sum, mean,
+ * cross_entropy) make a few numbers and are always kept. */
+#define DTRAIN_CHECKPOINT_LINEAR 1u
+#define DTRAIN_CHECKPOINT_ATTENTION 2u
+#define DTRAIN_CHECKPOINT_LAYERNORM 4u
+#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding */
+#define DTRAIN_CHECKPOINT_ALL 15u
 
 /* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
  * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
@@ -1388,9 +1417,21 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
  * releases the one before, backward the other way round; the last one stays gathered in between. */
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
 
+/* Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016):
+ * results of the operations in `ops` (0 = ALL) are dropped in every n-th unit, counted in the order
+ * of their marks, and made again when backward comes to that unit, by the same kernels from the
+ * same numbers: losses and gradients keep their bits. every 1 = all units, 0 = off. From the next
+ * dtrain_tape_begin on.
+ *
+ * What a later unit uses is kept. It has to be used in time: a unit's dropped results are there
+ * until the next but one of such units begins; afterwards using or reading them is an error. The
+ * same holds in a pass without gradients, which drops as much and makes nothing again. */
+DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
+
 typedef struct dtrain_tape_info {
     size_t node_count, tensor_count;
-    uint64_t activation_bytes;  /* arena, largest pass so far */
+    size_t recomputed_count;    /* kernel calls that the last backward ran again */
+    uint64_t activation_bytes;  /* arena and what checkpointing drops into, largest pass so far */
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
@@ -1425,6 +1466,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
                                            int64_t heads, uint32_t flags);
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
+/* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
+ * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_F32) in
+ * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
 /* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
@@ -11057,6 +11102,7 @@ typedef struct dtrain__bucket {
     bool work;     /* its gradients are made in one place and kept, as shards, in another */
     int64_t count; /* elements, padding included */
     int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
+    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
@@ -11417,6 +11463,7 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: of each storage */
     int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
+    dtrain__unit shared;           /* the buckets of what several units use */
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
@@ -11490,6 +11537,7 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
     bucket->unit = unit;
     bucket->trainable = trainable;
     bucket->sharded = sharded;
+    bucket->first_param = DTRAIN__NONE;
     if (sharded && layout->cuts)
         bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
     for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
@@ -11553,8 +11601,8 @@ static void dtrain__lay_unit_buckets(dtrain__layout *layout)
         unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
         if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
     }
-    (void)dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->slots) (void)dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+    if (layout->slots) layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
 }
 
 /* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
@@ -11584,6 +11632,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 /* Fills entries, buckets and units, all zeroed by the caller. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
+    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
     if (layout->owners) /* cuts are scratch until they are filled */
         dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
@@ -11595,9 +11644,13 @@ static void dtrain__lay_out(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
         entry->bucket = storage->bucket;
+        if (entry->bucket == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
+        bucket->last_param = (uint32_t)i;
         if (!entry->trainable) continue;
         storage->uses++;
-        layout->buckets[entry->bucket].uses++;
+        bucket->uses++;
     }
 }
 
@@ -11924,6 +11977,7 @@ struct dtrain_strategy {
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
     uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
     uint32_t position;   /* unit gathered last, NONE before a pass */
     char reason[400];
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
@@ -12292,7 +12346,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     dtrain__lend(strategy);
     dtrain__list_shards(strategy);
     dtrain__strategy_rewind(strategy, true);
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
 
@@ -12805,7 +12859,7 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
     if (bucket->pending == 0) return DTRAIN_OK;
     if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
@@ -13032,26 +13086,32 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
 static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    const dtrain__bucket *bucket = &layout->buckets[b];
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->storage->index];
         if (storage->bucket != b) continue;
-        p->value = here ? layout->buckets[b].values + storage->offset : NULL;
+        p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Whoever else is in the bucket's slot has to go. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, const dtrain__bucket *guest)
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count && guest->slotted; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->slotted || (bucket->unit & 1) != (guest->unit & 1)) continue;
-        if (bucket->unit == guest->unit || bucket->presence == DTRAIN__ABSENT) continue;
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, false);
+    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
     return DTRAIN_OK;
+}
+
+/* Whoever else is in the unit's slot has to go. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+{
+    const uint32_t before = strategy->slots[unit & 1];
+    strategy->slots[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
+    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
@@ -13059,7 +13119,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, bucket));
+    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
     return dtrain__gather_start(strategy, b);
 }
 
@@ -13081,7 +13141,7 @@ static void dtrain__forget_units(dtrain_strategy *strategy)
         dtrain__show_values(strategy, b, false);
         bucket->presence = DTRAIN__ABSENT;
     }
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
 }
 
 static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
@@ -13107,8 +13167,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit; from there on to a neighbour. A backward may step over units
- * that no gradient reaches. */
+/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step over
+ * units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -13118,15 +13178,9 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_gather: no parameter belongs to unit %u", id);
     if (at == 0) return DTRAIN_OK;
-    if (last != DTRAIN__NONE) {
-        if (at == last || at == last + 1 || at + 1 == last) return DTRAIN_OK;
-        if (at < last && strategy->marked_count) return DTRAIN_OK;
-    }
-    if (last == DTRAIN__NONE) snprintf(due, sizeof due, "unit %u, the first", units[0].id);
-    else if (last + 1 < strategy->layout.unit_count)
-        snprintf(due, sizeof due, "unit %u in forward, %u in backward", units[last + 1].id,
-                 units[last ? last - 1 : 0].id);
-    else snprintf(due, sizeof due, "unit %u", units[last ? last - 1 : 0].id);
+    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
+    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
+             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
                        "in the order in which their first parameters are registered, and "
@@ -13134,21 +13188,10 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        id, due);
 }
 
-/* What several units share stays from its first gather to publish. */
-static dtrain_result dtrain__need_shared(dtrain_strategy *strategy)
+/* Both buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (bucket->sharded && bucket->unit == DTRAIN__NONE && bucket->presence != DTRAIN__HERE)
-            DTRAIN__TRY(dtrain__need(strategy, b));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, uint32_t at)
-{
-    const dtrain__unit *unit = &strategy->layout.units[at];
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable)); /* both under way before either wait */
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
     DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
     DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
     return dtrain__need(strategy, unit->frozen);
@@ -13177,8 +13220,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
     DTRAIN__TRY(dtrain__claim_work(strategy, at));
     strategy->position = at;
     if (!layout->slots) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_shared(strategy));
-    DTRAIN__TRY(dtrain__need_unit(strategy, at));
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     return dtrain__fetch_next(strategy, at, backward);
 }
 
@@ -13206,7 +13249,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 }
 
 /* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
-static DTRAIN__UNUSED const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+static const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                        const dtrain_param *storage,
                                                        dtrain_dtype dtype)
 {
@@ -13552,6 +13595,7 @@ static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  *
  *     host arena      tensors, nodes                       until the next begin
  *     data arena      every forward value                  until the next begin
+ *     two regions     values that checkpointing drops      until the next but one unit that drops
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *     params          values and gradients                 not the tape's
@@ -13573,6 +13617,7 @@ typedef struct dtrain__chunk {
     char *memory;
     size_t bytes;
     uint32_t owners; /* gradient pool only: tensors whose gradient this is; 0 = free */
+    bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
 /* Chunks in the order they were made; memory is handed out by moving forward through them. A pass
@@ -13588,6 +13633,26 @@ typedef struct dtrain__bump {
     size_t used;        /* bytes of that chunk */
 } dtrain__bump;
 
+/* A kernel of any kind. */
+typedef dtrain_result (*dtrain__kernel_fn)(dtrain_device *device, const void *args);
+
+/* A kernel call whose results were dropped. */
+typedef struct dtrain__call {
+    struct dtrain__call *next; /* made before this one, until the segment is run again */
+    dtrain__kernel_fn kernel;
+    const void *args;
+    const struct dtrain_node *node;
+} dtrain__call;
+
+/* What is recorded between two marks in a unit that drops results. */
+typedef struct dtrain__tape_segment {
+    int64_t unit;
+    uint32_t region;
+    dtrain__call *calls; /* the last one first */
+    const struct dtrain__tape_segment
+        *successor; /* the first to overwrite the results; NULL: intact */
+} dtrain__tape_segment;
+
 /* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
 typedef struct dtrain_node {
     struct dtrain_node *previous; /* recorded before this one */
@@ -13595,9 +13660,15 @@ typedef struct dtrain_node {
     dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
     dtrain_tensor *in[2], *out;
     dtrain_param *param[2];
-    int64_t unit;       /* -1: before the first mark */
-    bool needs_grad;    /* some input or parameter does, and the tape records */
-    bool reads_output;  /* backward looks at out->data: nobody may overwrite it */
+    const struct dtrain_node *sum; /* layernorm of a sum: its node, whose value this kernel makes */
+    dtrain__tape_segment *segment; /* NULL: this unit drops nothing */
+    int64_t unit;                  /* -1: before the first mark */
+    uint32_t mark;                 /* how many marks came before it */
+    bool dropped;                  /* its results are in the segment's region */
+    bool needs_grad;               /* some input or parameter does, and the tape records */
+    bool reads_input;              /* backward looks at in[0]->data */
+    bool reads_output;             /* backward looks at out->data: nobody may overwrite it */
+    bool reads_rest;               /* backward looks at other results of the forward kernels */
     bool grad_is_inner; /* linear: out->grad is already that of the value before the activation */
     bool residual_done; /* add: in[1] has had its share */
     bool reached;       /* by the gradient of this backward's loss */
@@ -13615,8 +13686,11 @@ typedef struct dtrain_node {
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient; /* what tensor.grad points into */
-    int64_t valid_count;     /* of I32 inputs: entries that are not -1 */
+    dtrain__chunk *gradient;       /* what tensor.grad points into */
+    int64_t valid_count;           /* of I32 inputs: entries that are not -1 */
+    dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
+    bool kept;                     /* tensor.data is a copy in the data arena */
+    bool wanted; /* while its segment is run again: somebody will read the original */
 } dtrain__tape_tensor;
 
 /* Inputs of a pass that will be replayed: each goes through page-locked memory of its own, which
@@ -13635,12 +13709,19 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
-/* A weight in the type of autocast, made at its first use in a pass. */
+/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
+ * not its address: a strategy that gathers units may have several weights there in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
-    const float *value;
+    const dtrain_param *storage;
     const void *low;
 } dtrain__cast;
+
+/* Where segments put what they drop, one after the other. */
+typedef struct dtrain__tape_region {
+    dtrain__bump memory;
+    dtrain__tape_segment *owner;
+} dtrain__tape_region;
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
@@ -13651,6 +13732,7 @@ struct dtrain_tape {
     bool planning; /* on the plan device: params and strategy are left alone */
 
     dtrain__bump host, data;
+    dtrain__tape_region regions[2];
     dtrain__chunk *gradients; /* the pool */
     uint64_t activation_bytes, gradient_bytes, allocation_count;
 
@@ -13658,7 +13740,12 @@ struct dtrain_tape {
     size_t node_count, tensor_count;
     uint32_t state, flags;
     uint64_t seed, dropout_count;
-    int64_t unit;                       /* gathered now; -1 = none */
+    int64_t unit;                              /* gathered now; -1 = none */
+    uint32_t checkpoint_every, checkpoint_ops; /* as set last ... */
+    uint32_t every, dropped_ops;               /* ... and in this pass */
+    uint32_t mark_count, segment_count;        /* of this pass */
+    dtrain__tape_segment *segment;             /* the one that is recorded now; NULL: none */
+    size_t recomputed_count;
     const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
     dtrain_dtype cast;                  /* of matrix multiplications: F32, or that of autocast */
@@ -13769,9 +13856,13 @@ static void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
     return memory;
 }
 
-/* Device memory for count values of this pass, contents undefined. */
-static void *dtrain__take_data(dtrain_tape *tape, int64_t count, uint32_t dtype)
+/* Device memory for count values of this pass, contents undefined: results of the node, or what
+ * stays until the next begin when node is NULL. */
+static void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                               uint32_t dtype)
 {
+    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
     size_t bytes;
     if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
         bytes > PTRDIFF_MAX) {
@@ -13780,12 +13871,13 @@ static void *dtrain__take_data(dtrain_tape *tape, int64_t count, uint32_t dtype)
                           (long long)count);
         return NULL;
     }
-    return dtrain__bump_take(tape, &tape->data, bytes);
+    return dtrain__bump_take(tape, arena, bytes);
 }
 
-/* A tensor of this pass; NULL after an error, which sticks. */
-static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                         const int64_t *shape)
+/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
+ */
+static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
+                                         dtrain_dtype dtype, uint32_t ndim, const int64_t *shape)
 {
     dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
     if (!tensor) return NULL;
@@ -13799,9 +13891,15 @@ static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, 
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
-    tensor->data = dtrain__take_data(tape, tensor->count, dtype);
+    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
+    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
     tape->tensor_count++;
     return tensor->data ? tensor : NULL;
+}
+
+static bool dtrain__is_float(const dtrain_tensor *x)
+{
+    return x->dtype == DTRAIN_F32 || x->dtype == DTRAIN_BF16 || x->dtype == DTRAIN_F16;
 }
 
 /* ---- Gradients of tensors ----------------------------------------------------------------------
@@ -13896,14 +13994,17 @@ static dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tenso
                                            dtrain_tensor *x)
 {
     const dtrain_dtype from_dtype = (dtrain_dtype)from->dtype, x_dtype = (dtrain_dtype)x->dtype;
+    dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
     bool accumulate;
-    if (!x->grad_written && from_dtype == x_dtype) {
-        dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
+    if (!x->grad_written && from_dtype == x_dtype && !chunk->in_region) {
         chunk->owners++;
         dtrain__gradient_set(x, chunk);
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    if (!accumulate && from_dtype == x_dtype)
+        return tape->device->ops->copy(tape->device, x->grad, from->grad, dtrain__tensor_bytes(x),
+                                       DTRAIN_COPY_DEVICE_TO_DEVICE);
     if (!accumulate) {
         dtrain_convert_args convert = {x->count, from->grad, x->grad, from_dtype, x_dtype};
         return tape->device->ops->convert(tape->device, &convert);
@@ -13964,6 +14065,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
     tape->data.device = tape->device;
+    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
     tape->unit = -1;
     *out = tape;
     return DTRAIN_OK;
@@ -13973,6 +14075,8 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain__chunks_destroy(tape, tape->device, tape->data.first);
+    for (int i = 0; i < 2; i++)
+        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
     dtrain__chunks_destroy(tape, tape->device, tape->gradients);
     dtrain__chunks_destroy(tape, NULL, tape->host.first);
     dtrain_allocator allocator = tape->allocator;
@@ -13991,13 +14095,186 @@ static dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
 }
 
+/* ---- Activation checkpointing ------------------------------------------------------------------
+ *
+ * In a unit that drops results these do not go to the data arena but to one of two regions, which
+ * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
+ *
+ *     forward      1 -> A     2 -> B     3 -> A     4 -> B
+ *     backward     4 is in B, 3 is in A     2 again -> B     1 again -> A
+ *
+ * When backward enters a unit that has been overwritten, its calls run again in their order: the
+ * same kernels on the same addresses and the same random streams, so the same bits, and no pointer
+ * anywhere has to change. Calls whose results nobody will read are left out: the last product of a
+ * transformer block, a third of its multiplications, is read by the next block only.
+ *
+ * That copy is made when an operation of a later unit takes the tensor. Its own unit is still
+ * intact then, for the one that follows writes to the other region; and from there on tensor->data
+ * is the copy, in the data arena, for everyone. The calls of its own unit keep their address. */
+
+static void dtrain__segments_forget(dtrain_tape *tape)
+{
+    tape->every = tape->checkpoint_every;
+    tape->dropped_ops = tape->checkpoint_ops;
+    tape->mark_count = tape->segment_count = 0;
+    tape->recomputed_count = 0;
+    tape->segment = NULL;
+    tape->regions[0].owner = tape->regions[1].owner = NULL;
+}
+
+static void dtrain__region_take(dtrain_tape *tape, dtrain__tape_segment *segment)
+{
+    dtrain__tape_region *region = &tape->regions[segment->region];
+    if (region->owner && !region->owner->successor) region->owner->successor = segment;
+    region->owner = segment;
+}
+
+/* After a mark: what follows is a segment, if this unit drops results. */
+static void dtrain__segment_begin(dtrain_tape *tape)
+{
+    const uint32_t every = tape->every, mark = tape->mark_count++;
+    tape->segment = NULL;
+    if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
+    dtrain__tape_segment *segment =
+        (dtrain__tape_segment *)dtrain__take_host(tape, sizeof *segment);
+    if (!segment) return;
+    segment->unit = tape->unit;
+    segment->region = tape->segment_count++ % 2;
+    dtrain__region_take(tape, segment);
+    dtrain__bump_rewind(&tape->regions[segment->region].memory);
+    tape->segment = segment;
+}
+
+static dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call)
+{
+    const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)x;
+    if (!made->segment || made->kept || !made->segment->successor) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_USAGE,
+        "%s: a tensor made in unit %lld is needed after unit %lld has overwritten it: activation "
+        "checkpointing keeps it until then only; use it in the unit that follows its own (a "
+        "dtrain_scale by 1 hands it on), or drop less with dtrain_tape_checkpoint",
+        call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
+}
+
+/* Before a use outside of the segment that is recorded now: x->data is there until the next begin.
+ */
+static dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x, const char *call)
+{
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    if (!made->segment || made->kept || made->segment == tape->segment) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_intact(x, call));
+    void *copy = dtrain__take_data(tape, NULL, x->count, x->dtype);
+    if (!copy) return tape->error;
+    DTRAIN__TRY(tape->device->ops->copy(tape->device, copy, x->data, dtrain__tensor_bytes(x),
+                                        DTRAIN_COPY_DEVICE_TO_DEVICE));
+    x->data = copy;
+    made->kept = true;
+    return DTRAIN_OK;
+}
+
+/* Runs a kernel of the node, and notes the call if its results are dropped. */
+static dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
+                                        dtrain__kernel_fn kernel, const void *args,
+                                        size_t args_bytes)
+{
+    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
+        dtrain__call *call = (dtrain__call *)dtrain__take_host(tape, sizeof *call);
+        void *copy = dtrain__take_host(tape, args_bytes);
+        if (!call || !copy) return tape->error;
+        memcpy(copy, args, args_bytes);
+        call->kernel = kernel;
+        call->args = copy;
+        call->node = node;
+        call->next = node->segment->calls;
+        node->segment->calls = call;
+    }
+    return kernel(tape->device, args);
+}
+
+/* The value of x will be read at the address at which the segment made it. */
+static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *x)
+{
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    if (x && made->segment == segment) made->wanted = true;
+}
+
+static bool dtrain__is_wanted(const dtrain_tensor *x)
+{
+    return ((const dtrain__tape_tensor *)x)->wanted;
+}
+
+/* What the backward functions of the segment will read; node is the last that has one to run. */
+static void dtrain__want_backward(const dtrain__tape_segment *segment, const dtrain_node *node)
+{
+    for (; node && node->segment == segment; node = node->previous) {
+        if (!node->reached) continue;
+        if (node->reads_input) dtrain__want(segment, node->in[0]);
+        if (node->reads_output) dtrain__want(segment, node->out);
+    }
+}
+
+/* Makes the segment's values again as far as backward needs them, if they are gone. */
+static dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
+{
+    dtrain__tape_segment *segment = node->segment;
+    dtrain__call *call, *before, *first = NULL;
+    if (!segment || !segment->successor) return DTRAIN_OK;
+    if (tape->regions[segment->region].owner == segment) return DTRAIN_OK; /* done already */
+    dtrain__region_take(tape, segment);
+    dtrain__want_backward(segment, node);
+    for (call = segment->calls; call; call = before) {
+        const dtrain_node *made_by = call->node, *sum = made_by->sum;
+        before = call->next;
+        if (!(made_by->reached && made_by->reads_rest) && !dtrain__is_wanted(made_by->out) &&
+            !(sum && dtrain__is_wanted(sum->out)))
+            continue;
+        for (int i = 0; i < 2; i++) {
+            dtrain__want(segment, made_by->in[i]);
+            if (sum) dtrain__want(segment, sum->in[i]);
+        }
+        call->next = first;
+        first = call;
+    }
+    for (call = first; call; call = call->next, tape->recomputed_count++)
+        DTRAIN__TRY(call->kernel(tape->device, call->args));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops)
+{
+    const char *const call = "dtrain_tape_checkpoint";
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (ops & ~DTRAIN_CHECKPOINT_ALL)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: unknown operations %#x", call, ops);
+    tape->checkpoint_every = every;
+    tape->checkpoint_ops = ops ? ops : DTRAIN_CHECKPOINT_ALL;
+    return DTRAIN_OK;
+}
+
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
     if (!tape || tape->error != DTRAIN_OK) return;
     if (tape->state != DTRAIN__TAPE_FORWARD)
         dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
                           "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
-    else dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+    else if (unit != tape->unit) {
+        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+        dtrain__segment_begin(tape);
+    }
+}
+
+static dtrain_result dtrain__flags_check(uint32_t flags)
+{
+    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
+    if ((flags & low) == low)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
+                           "pass has one of them",
+                           flags);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
@@ -14006,6 +14283,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->error = DTRAIN_OK;
     dtrain__bump_rewind(&tape->host);
     dtrain__bump_rewind(&tape->data);
+    dtrain__segments_forget(tape);
     for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
     tape->last = NULL;
     tape->node_count = tape->tensor_count = 0;
@@ -14013,13 +14291,12 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->seed = seed;
     tape->dropout_count = 0;
     tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16 ? DTRAIN_BF16 : DTRAIN_F32;
+    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_BF16
+                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_F16
+                                           : DTRAIN_F32;
     tape->casts = NULL;
-    if (flags & ~(DTRAIN_TAPE_NO_GRAD | DTRAIN_TAPE_BF16))
-        dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x",
-                          flags);
-    else dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
-    return tape->error;
+    dtrain_result result = dtrain__flags_check(flags);
+    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
 }
 
 /* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
@@ -14100,7 +14377,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
     if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
         return NULL;
-    dtrain_tensor *x = dtrain__tensor_new(tape, dtype, ndim, shape);
+    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
     const size_t bytes = (size_t)x->count * 4;
@@ -14125,7 +14402,7 @@ static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *
     if (!tensor || !host)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
                            tensor ? "host" : "tensor");
-    if (tensor->dtype != DTRAIN_F32 && tensor->dtype != DTRAIN_BF16)
+    if (!dtrain__is_float(tensor))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
                            dtrain_dtype_name((dtrain_dtype)tensor->dtype));
     return DTRAIN_OK;
@@ -14134,14 +14411,16 @@ static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host)
 {
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read"));
+    const char *const call = "dtrain_tensor_read";
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    DTRAIN__TRY(dtrain__check_intact(tensor, call));
     DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
                                         dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
     if (tensor->dtype == DTRAIN_F32) return DTRAIN_OK;
     for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
         uint16_t bits;
         memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] = dtrain_bf16_to_f32(bits);
+        host[i] = tensor->dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
     return DTRAIN_OK;
 }
@@ -14171,6 +14450,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     if (!tape) return;
     info->node_count = tape->node_count;
     info->tensor_count = tape->tensor_count;
+    info->recomputed_count = tape->recomputed_count;
     info->activation_bytes = tape->activation_bytes;
     info->gradient_bytes = tape->gradient_bytes;
     info->block_allocations = tape->allocation_count;
@@ -14180,8 +14460,9 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
  *
  * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
  *    will get a contribution; alias and target are counted apart, as the strategy registered them
- * 2. in reverse order: enter the node's unit, run its backward, give its output's gradient back,
- *    tell the strategy about parameters that have had their last contribution */
+ * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
+ *    backward, give its output's gradient back, tell the strategy about parameters that have had
+ *    their last contribution */
 
 static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
 {
@@ -14205,6 +14486,7 @@ static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 {
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__segment_again(tape, node));
     DTRAIN__TRY(node->backward(tape, node));
     dtrain__gradient_drop(node->out);
     for (int i = 0; i < 2 && !tape->planning; i++) {
@@ -14219,6 +14501,8 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     bool accumulate;
+    tape->segment = NULL;
+    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
     dtrain__mark_reached(tape, loss);
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_F32};
@@ -14260,7 +14544,7 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  *     dtrain__check_input, _check_param    the sentence says what differs from what
  *     fill node->forward                   memory from dtrain__output and dtrain__take_data
  *     if (tape->error) return NULL         one look for all allocations above
- *     return dtrain__record(tape, node, kernel)
+ *     return dtrain__record(tape, node, dtrain__run_kernel(tape, node, kernel, arguments))
  *
  * Its backward reads node->forward and node->out->grad and contributes to the gradients of inputs
  * and parameters. What a node keeps alive until then, beside its parameters:
@@ -14270,12 +14554,30 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  *     embedding       tokens
  *     attention       qkv, y, log-sum-exp of each row and head
  *     cross_entropy   logits, targets, log-sum-exp of each row
- *     add, scale, dropout, sum, mean: nothing
+ *     add, scale, cast, dropout, sum, mean: nothing
+ *
+ * node->reads_input, reads_output and reads_rest say the same to activation checkpointing.
  * ==============================================================================================*/
 
+#define DTRAIN__CALL(op)                                                            \
+    static dtrain_result dtrain__call_##op(dtrain_device *device, const void *args) \
+    {                                                                               \
+        return device->ops->op(device, (const dtrain_##op##_args *)args);           \
+    }
+DTRAIN__CALL(gemm)
+DTRAIN__CALL(layernorm)
+DTRAIN__CALL(embedding)
+DTRAIN__CALL(attention)
+DTRAIN__CALL(add)
+DTRAIN__CALL(axpby)
+DTRAIN__CALL(dropout)
+DTRAIN__CALL(convert)
+#undef DTRAIN__CALL
+
 /* A node for one call. Without gradients too: the kernel's arguments have to be somewhere, and it
- * costs nothing but a little host memory until the next begin. */
-static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name,
+ * costs nothing but a little host memory until the next begin. kind is the operation's
+ * DTRAIN_CHECKPOINT bit, 0 if its results are always kept. */
+static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kind,
                                dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
                                dtrain_tensor *first, dtrain_tensor *second)
 {
@@ -14287,6 +14589,9 @@ static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name,
     node->in[0] = first;
     node->in[1] = second;
     node->unit = tape->unit;
+    node->mark = tape->mark_count;
+    node->segment = tape->segment;
+    node->dropped = tape->segment && (tape->dropped_ops & kind);
     return node;
 }
 
@@ -14310,14 +14615,14 @@ static const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape, dtrai
     return to->text;
 }
 
-/* Input i is there and of this type. A gradient that it needs makes the node need one. */
+/* Input i is there, of this type (for F32 any type of float) and stays where it is as long as the
+ * node needs it. A gradient that it needs makes the node need one. */
 static bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i, dtrain_dtype dtype)
 {
-    const dtrain_tensor *x = node->in[i];
-    const bool low = x && dtype == DTRAIN_F32 && x->dtype == DTRAIN_BF16; /* of autocast */
-    if (x && (x->dtype == (uint32_t)dtype || low)) {
+    dtrain_tensor *x = node->in[i];
+    if (x && (dtype == DTRAIN_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
         if (x->needs_grad) node->needs_grad = true;
-        return true;
+        return dtrain__tape_stick(tape, dtrain__tensor_keep(tape, x, node->name)) == DTRAIN_OK;
     }
     const char *found = x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL";
     dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: input %d is %s, expected %s", node->name,
@@ -14364,6 +14669,31 @@ static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtra
     return false;
 }
 
+/* A sharded strategy has values of the gathered unit only. */
+static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p)
+{
+    const dtrain_param *storage = dtrain__param_storage(p);
+    const char *name = dtrain__param_name(p);
+    const bool foreign = tape->strategy && !p->storage;
+    if (storage->value && !foreign) return true;
+    if (foreign || !tape->strategy)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
+                          node->name, name, foreign ? "belongs to no strategy" : "has no value");
+    else if (tape->unit < 0)
+        dtrain__tape_fail(
+            tape, DTRAIN_ERROR_USAGE,
+            "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark it "
+            "with dtrain_tape_unit",
+            node->name, name, p->unit);
+    else
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
+                          "register an alias of it in each other unit that uses it",
+                          node->name, name, p->unit, (long long)tape->unit);
+    return false;
+}
+
 /* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
  * is 0; -1 takes any length. */
 static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtrain_param *p,
@@ -14377,15 +14707,7 @@ static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtr
         return false;
     }
     if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
-    const char *missing = NULL;
-    if (tape->strategy && !p->storage) missing = "belongs to no strategy";
-    else if (!dtrain__param_storage(p)->value) missing = "has no value";
-    if (missing && !tape->planning) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
-                          node->name, dtrain__param_name(p), missing);
-        return false;
-    }
+    if (!tape->planning && !dtrain__check_value(tape, node, p)) return false;
     if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
     return true;
 }
@@ -14404,37 +14726,56 @@ static void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_t
     int64_t shape[4];
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = n;
-    node->out = dtrain__tensor_new(tape, (dtrain_dtype)dtype, x->ndim, shape);
+    node->out = dtrain__tensor_new(tape, node, (dtrain_dtype)dtype, x->ndim, shape);
     return node->out ? node->out->data : NULL;
 }
 
-static float *dtrain__take_floats(dtrain_tape *tape, int64_t count)
+static float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node, int64_t count)
 {
-    return (float *)dtrain__take_data(tape, count, DTRAIN_F32);
+    return (float *)dtrain__take_data(tape, node, count, DTRAIN_F32);
 }
 
-/* count values in another type: themselves when they have it. NULL after an error. */
+/* count values in another type, to stay until the next begin; themselves when they have it. NULL
+ * after an error. */
 static const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
                                    dtrain_dtype to, int64_t count)
 {
     if (from == (uint32_t)to) return values;
-    void *made = dtrain__take_data(tape, count, to);
+    void *made = dtrain__take_data(tape, NULL, count, to);
     dtrain_convert_args args = {count, values, made, (dtrain_dtype)from, to};
     if (!made || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
         return NULL;
     return made;
 }
 
-/* A weight in the type of autocast: rounded at its first use in this pass. */
+/* The node's input in the type of autocast: a result of the node like others. */
+static const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_tensor *x = node->in[0];
+    if (x->dtype == (uint32_t)tape->cast) return x->data;
+    void *made = dtrain__take_data(tape, node, x->count, tape->cast);
+    dtrain_convert_args args = {x->count, x->data, made, (dtrain_dtype)x->dtype, tape->cast};
+    node->reads_rest = true;
+    if (!made || dtrain__tape_stick(tape, dtrain__run_kernel(tape, node, dtrain__call_convert,
+                                                             &args, sizeof args)))
+        return NULL;
+    return made;
+}
+
+/* A weight in the type of autocast: the strategy's copy, or rounded at its first use in this pass.
+ * The copy is no result of a node: other units may use it too. */
 static const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
 {
     const dtrain_param *storage = dtrain__param_storage(p);
     if (tape->cast == DTRAIN_F32) return storage->value;
+    const void *low =
+        tape->strategy ? dtrain__strategy_low(tape->strategy, storage, tape->cast) : NULL;
+    if (low) return low;
     for (dtrain__cast *cast = tape->casts; cast; cast = cast->next)
-        if (cast->value == storage->value && cast->value) return cast->low;
+        if (cast->storage == storage) return cast->low;
     dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
     if (!cast) return NULL;
-    cast->value = storage->value;
+    cast->storage = storage;
     cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_F32, tape->cast, storage->count);
     cast->next = tape->casts;
     tape->casts = cast;
@@ -14471,12 +14812,12 @@ static dtrain_dtype dtrain__dtype(const dtrain_tensor *x) { return (dtrain_dtype
  * output and has no other use, the product that makes d_x multiplies by that activation's
  * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
 
-/* The layer that made x, if this product may finish its activation's backward. Its unit must be the
- * one that is gathered now: gradients of another may not be touched. */
+/* The layer that made x, if this product may finish its activation's backward. Both must be of the
+ * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
 static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_tensor *x)
 {
     dtrain_node *inner = x->producer;
-    const bool fits = inner && inner->backward == node->backward && inner->unit == node->unit &&
+    const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
                       inner->forward.linear.activation == DTRAIN_ACT_GELU && x->pending_uses == 1 &&
                       !x->grad_written;
     return fits ? inner : NULL;
@@ -14559,7 +14900,8 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_linear", dtrain__linear_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_linear", DTRAIN_CHECKPOINT_LINEAR,
+                                   dtrain__linear_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t in = dtrain__last_axis(x), rows = x->count / in;
     if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
@@ -14574,16 +14916,19 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     args->activation = activation;
     args->m = rows, args->n = out, args->k = in;
     args->alpha = 1;
-    args->a = dtrain__cast_to(tape, x->data, x->dtype, tape->cast, x->count), args->lda = in;
+    args->a = dtrain__cast_input(tape, node), args->lda = in;
     args->b = dtrain__cast_weight(tape, weight), args->ldb = in;
     args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
     args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
     args->bias = dtrain__param_value(bias);
     if (activation == DTRAIN_ACT_GELU && node->needs_grad)
-        args->aux = dtrain__take_data(tape, rows * out, tape->cast);
+        args->aux = dtrain__take_data(tape, node, rows * out, tape->cast);
+    node->reads_input = true;
     node->reads_output = activation == DTRAIN_ACT_RELU;
+    if (args->aux) node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->gemm(tape->device, args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_gemm, args, sizeof *args));
 }
 
 /* ---- Layer normalisation ----------------------------------------------------------------------*/
@@ -14639,7 +14984,8 @@ static dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name, dtr
                                         dtrain_param *weight, dtrain_param *bias,
                                         const dtrain_node *sum)
 {
-    dtrain_node *node = dtrain__op(tape, name, dtrain__layernorm_backward, x, NULL);
+    dtrain_node *node =
+        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__layernorm_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t n = dtrain__last_axis(x), rows = x->count / n;
     if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
@@ -14653,14 +14999,17 @@ static dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name, dtr
     args->weight = dtrain__param_value(weight);
     args->bias = dtrain__param_value(bias);
     args->y = dtrain__output(tape, node, x, n, tape->cast);
-    args->mean = dtrain__take_floats(tape, rows);
-    args->rstd = dtrain__take_floats(tape, rows);
+    args->mean = dtrain__take_floats(tape, node, rows);
+    args->rstd = dtrain__take_floats(tape, node, rows);
     args->residual = sum ? sum->in[1]->data : NULL;
     args->sum = sum ? x->data : NULL;
     args->x_dtype = dtrain__dtype(x);
     args->y_dtype = tape->cast;
+    node->sum = sum;
+    node->reads_input = node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->layernorm(tape->device, args));
+    return dtrain__record(
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_layernorm, args, sizeof *args));
 }
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -14694,8 +15043,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
 {
-    dtrain_node *node =
-        dtrain__op(tape, "dtrain_embedding", dtrain__embedding_backward, tokens, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_embedding", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__embedding_backward, tokens, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_I32)) return NULL;
     if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
     int64_t token_shape[4];
@@ -14710,7 +15059,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                  (long long)dtrain__param_rows(position), (long long)sequence);
 
     const int64_t shape[2] = {rows, n};
-    node->out = dtrain__tensor_new(tape, DTRAIN_F32, 2, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 2, shape);
     if (!node->out) return NULL;
     dtrain_embedding_args *args = &node->forward.embedding;
     args->rows = rows;
@@ -14722,7 +15071,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     args->wpe = dtrain__param_value(position);
     args->y = node->out->data;
     args->dtype = DTRAIN_F32;
-    return dtrain__record(tape, node, tape->device->ops->embedding(tape->device, args));
+    return dtrain__record(
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
 }
 
 /* ---- Attention --------------------------------------------------------------------------------*/
@@ -14747,7 +15097,8 @@ static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_attention", dtrain__attention_backward, qkv, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_attention", DTRAIN_CHECKPOINT_ATTENTION,
+                                   dtrain__attention_backward, qkv, NULL);
     dtrain__text text;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
@@ -14770,16 +15121,17 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args->qkv = qkv->data;
     args->dtype = dtrain__dtype(qkv);
     args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);
-    args->lse = dtrain__take_floats(tape, rows * heads);
-    node->reads_output = true;
+    args->lse = dtrain__take_floats(tape, node, rows * heads);
+    node->reads_input = node->reads_output = node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->attention(tape->device, args));
+    return dtrain__record(
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_attention, args, sizeof *args));
 }
 
 /* ---- Elementwise ------------------------------------------------------------------------------*/
 
 /* Both inputs share the gradient of the sum until one of them has more to add. The sum has the
- * wider type of the two. */
+ * wider type of the two, x's when they are as wide. */
 static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
 {
     for (int i = 0; i < (node->residual_done ? 1 : 2); i++)
@@ -14790,7 +15142,8 @@ static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_add", dtrain__add_backward, x, y);
+    dtrain_node *node =
+        dtrain__op(tape, "dtrain_add", DTRAIN_CHECKPOINT_ELEMENTWISE, dtrain__add_backward, x, y);
     dtrain__text left, right;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
@@ -14803,17 +15156,19 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     if (!out) return NULL;
     dtrain_add_args args = {x->count, wide->data,          other->data,
                             out,      dtrain__dtype(wide), dtrain__dtype(other)};
-    return dtrain__record(tape, node, tape->device->ops->add(tape->device, &args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_add, &args, sizeof args));
 }
 
 /* The sum is a node of its own, whose kernel is part of the normalisation's: what only fuses the
- * passes over memory need not tie two gradients together. */
+ * passes over memory need not tie two gradients together. It is dropped when that is. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum)
 {
     const char *const name = "dtrain_add_layernorm";
-    dtrain_node *node = dtrain__op(tape, name, dtrain__add_backward, x, residual);
+    dtrain_node *node =
+        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__add_backward, x, residual);
     dtrain__text left, right;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
@@ -14844,13 +15199,37 @@ static dtrain_result dtrain__scale_backward(dtrain_tape *tape, dtrain_node *node
 
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_scale", dtrain__scale_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_scale", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__scale_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     node->factor = factor;
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!out) return NULL;
     dtrain_axpby_args args = {x->count, false, factor, 0, x->data, out, false, dtrain__dtype(x)};
-    return dtrain__record(tape, node, tape->device->ops->axpby(tape->device, &args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_axpby, &args, sizeof args));
+}
+
+static dtrain_result dtrain__cast_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    return dtrain__gradient_pass(tape, node->out, node->in[0]);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_cast", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__cast_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (dtype != DTRAIN_F32 && dtype != DTRAIN_BF16 && dtype != DTRAIN_F16)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
+                                 dtrain_dtype_name(dtype));
+    if (dtrain__dtype(x) == dtype) return x;
+    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), dtype);
+    if (!out) return NULL;
+    dtrain_convert_args args = {x->count, x->data, out, dtrain__dtype(x), dtype};
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_convert, &args, sizeof args));
 }
 
 /* Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
@@ -14866,7 +15245,8 @@ static dtrain_result dtrain__dropout_backward(dtrain_tape *tape, dtrain_node *no
 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", dtrain__dropout_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__dropout_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
@@ -14883,7 +15263,8 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     args->x = x->data;
     args->y = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!args->y) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->dropout(tape->device, args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_dropout, args, sizeof *args));
 }
 
 /* ---- One-element results ----------------------------------------------------------------------*/
@@ -14896,7 +15277,7 @@ static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node
     const int64_t shape[1] = {1};
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
-    node->out = dtrain__tensor_new(tape, DTRAIN_F32, 1, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 1, shape);
     if (!node->out) return NULL;
     args.count = count;
     args.scale = (double)node->factor;
@@ -14906,22 +15287,31 @@ static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node
     return dtrain__record(tape, node, tape->device->ops->sum(tape->device, &args));
 }
 
-/* Every element gets the same gradient; under autocast x has a type of its own. */
+/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
+ * the factor: a scaled loss may be beyond fp16 while its mean is not. */
 static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
 {
     dtrain_tensor *x = node->in[0];
-    bool accumulate;
-    const void *upstream = dtrain__cast_to(tape, node->out->grad, DTRAIN_F32, dtrain__dtype(x), 1);
-    DTRAIN__TRY(tape->error);
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    dtrain_axpby_args args = {x->count, accumulate, node->factor, 1,
-                              upstream, x->grad,    true,         dtrain__dtype(x)};
-    return tape->device->ops->axpby(tape->device, &args);
+    const dtrain_device_ops *ops = tape->device->ops;
+    dtrain_axpby_args args = {x->count,        false,   node->factor, 1,
+                              node->out->grad, x->grad, true,         dtrain__dtype(x)};
+    if (x->dtype != DTRAIN_F32) {
+        float *scaled = dtrain__take_floats(tape, NULL, 1);
+        dtrain_axpby_args one = {1, false, node->factor, 0, args.x, scaled, false, DTRAIN_F32};
+        if (!scaled) return tape->error;
+        DTRAIN__TRY(ops->axpby(tape->device, &one));
+        args.a = 1;
+        args.x = dtrain__cast_to(tape, scaled, DTRAIN_F32, args.dtype, 1);
+        DTRAIN__TRY(tape->error);
+    }
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
+    args.y = x->grad;
+    return ops->axpby(tape->device, &args);
 }
 
 static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
 {
-    dtrain_node *node = dtrain__op(tape, name, dtrain__sum_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, name, 0, dtrain__sum_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     node->factor = mean ? 1.0f / (float)x->count : 1.0f;
     return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
@@ -14953,8 +15343,10 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
     if (logits->producer && !logits->producer->reads_output && logits->pending_uses == 1) {
         dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(tape, sizeof *in_place);
         if (!in_place) return tape->error;
+        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
         in_place->memory = (char *)logits->data;
         in_place->owners = 1;
+        in_place->in_region = made->segment && !made->kept;
         dtrain__gradient_set(logits, in_place);
     } else {
         DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
@@ -14970,8 +15362,8 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets)
 {
-    dtrain_node *node =
-        dtrain__op(tape, "dtrain_cross_entropy", dtrain__cross_entropy_backward, logits, targets);
+    dtrain_node *node = dtrain__op(tape, "dtrain_cross_entropy", 0, dtrain__cross_entropy_backward,
+                                   logits, targets);
     dtrain__text left, right;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!dtrain__check_input(tape, node, 1, DTRAIN_I32)) return NULL;
@@ -14990,8 +15382,9 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     args->logits = logits->data;
     args->dtype = dtrain__dtype(logits);
     args->targets = (const int32_t *)targets->data;
-    args->loss = dtrain__take_floats(tape, rows);
-    args->lse = dtrain__take_floats(tape, rows);
+    args->loss = dtrain__take_floats(tape, node, rows);
+    args->lse = dtrain__take_floats(tape, node, rows);
+    node->reads_input = true;
     if (tape->error != DTRAIN_OK) return NULL;
     node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
     dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
