@@ -32,11 +32,12 @@
    [M4] configuration              [S05] world, launch                [S24] device
    [M5] promises                   [S06] communicators                [S25] world, launch
    [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
-                                   [S08] strategies: DDP              [S27] parameters, buckets
-                                   [S11] tape and tensors             [S28] strategies: DDP
+                                   [S08] strategies                   [S27] parameters, buckets
+                                   [S09] memory                       [S28] strategies
+                                   [S11] tape and tensors             [S29] sharded parameters, memory
                                    [S12] operations                   [S31] tape and tensors
-                                   [S14] gradient clipping            [S32] operations
-                                   [S15] optimizers, schedules        [S34] gradient clipping
+                                   [S14] loss scaling, clipping       [S32] operations
+                                   [S15] optimizers, schedules        [S34] loss scaling, clipping
                                    [S16] data, samplers               [S35] optimizers, schedules
                                    [S17] trainer                      [S36] data, samplers
                                    [S19] metrics                      [S37] trainer
@@ -44,9 +45,10 @@
 
    One step of training, in the order of the sections:
 
-       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08]
-             -> bucket [S07] -> all-reduce [S06] -> finish [S08] -> norm, clip [S14]
-             -> optimizer [S15] -> record [S17, S19]
+       batch [S16] -> tape forward [S11, S12], gather, release [S08] -> loss
+             -> tape backward, gather, release, ready [S08] -> bucket [S07] -> reduce [S06]
+             -> finish [S08] -> norm, unscale, clip [S14] -> optimizer on shards [S15]
+             -> publish [S08] -> record [S17, S19]
 
    ------------------------------------------------------------------------------------------------
    [M2] A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -89,6 +91,11 @@
    world        all ranks of a run; world size = how many.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   shard        the part of parameters, gradients or optimizer state that one rank keeps.
+   ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
+                too (ZeRO-3, fully sharded data parallel).
+   gather       to bring a unit's parameters together on every rank; release lets go of them.
+   publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
@@ -97,6 +104,9 @@
    micro-batch  the samples of one forward and backward; a step may accumulate several.
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
+   autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see [S14].
+   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
 
    Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
    first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
@@ -112,6 +122,12 @@
        rank 0's bucket  | p5 .......... pad | p4 ........ pad |
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
+
+   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+
+       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
 
    ------------------------------------------------------------------------------------------------
    [M4] Configuration
@@ -133,8 +149,13 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied. GPU kernels use no floating
-                      atomics; NCCL's sums alone depend on its choice of algorithm.
+                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD adds node by node).
+                      With clipping, kinds add up the norm in different orders, in double: it is
+                      the same float but in rare cases (about one step in 10^8). GPU kernels use no
+                      floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Memory             of parameters, gradients and optimizer state follows the table in [S08], and
+                      is known before anything is allocated [S09].
    No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
                       call that can fail returns a dtrain_result and leaves a sentence in
                       dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
@@ -157,10 +178,10 @@
    launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need a
    communicator backend that crosses them (dtrain_nccl.h).
 
-   Parameters, gradients and optimizer state are fp32; activations are fp32 or, under autocast,
-   bf16; kernels and collectives take fp16 as well. On the CPU half precision is converted on the
-   way in and out: right, and slower than fp32. At most DTRAIN_MAX_RANKS ranks. Asynchronous
-   collectives of the local communicator advance inside dtrain calls, not in between.
+   Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
+   calls, not in between.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
@@ -1229,8 +1250,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 /* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (neither the first, nor the one gathered
- * last, nor one of its neighbours) is an error that names the one that is. */
+ * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
+ * to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -11057,6 +11078,7 @@ typedef struct dtrain__bucket {
     bool work;     /* its gradients are made in one place and kept, as shards, in another */
     int64_t count; /* elements, padding included */
     int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
+    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
@@ -11417,6 +11439,7 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: of each storage */
     int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
+    dtrain__unit shared;           /* the buckets of what several units use */
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
@@ -11490,6 +11513,7 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
     bucket->unit = unit;
     bucket->trainable = trainable;
     bucket->sharded = sharded;
+    bucket->first_param = DTRAIN__NONE;
     if (sharded && layout->cuts)
         bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
     for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
@@ -11553,8 +11577,8 @@ static void dtrain__lay_unit_buckets(dtrain__layout *layout)
         unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
         if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
     }
-    (void)dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->slots) (void)dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+    if (layout->slots) layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
 }
 
 /* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
@@ -11584,6 +11608,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 /* Fills entries, buckets and units, all zeroed by the caller. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
+    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
     if (layout->owners) /* cuts are scratch until they are filled */
         dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
@@ -11595,9 +11620,13 @@ static void dtrain__lay_out(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
         entry->bucket = storage->bucket;
+        if (entry->bucket == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
+        bucket->last_param = (uint32_t)i;
         if (!entry->trainable) continue;
         storage->uses++;
-        layout->buckets[entry->bucket].uses++;
+        bucket->uses++;
     }
 }
 
@@ -11924,6 +11953,7 @@ struct dtrain_strategy {
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
     uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
     uint32_t position;   /* unit gathered last, NONE before a pass */
     char reason[400];
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
@@ -12292,7 +12322,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     dtrain__lend(strategy);
     dtrain__list_shards(strategy);
     dtrain__strategy_rewind(strategy, true);
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
 
@@ -12805,7 +12835,7 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
     if (bucket->pending == 0) return DTRAIN_OK;
     if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
@@ -13032,26 +13062,32 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
 static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    const dtrain__bucket *bucket = &layout->buckets[b];
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->storage->index];
         if (storage->bucket != b) continue;
-        p->value = here ? layout->buckets[b].values + storage->offset : NULL;
+        p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Whoever else is in the bucket's slot has to go. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, const dtrain__bucket *guest)
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count && guest->slotted; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->slotted || (bucket->unit & 1) != (guest->unit & 1)) continue;
-        if (bucket->unit == guest->unit || bucket->presence == DTRAIN__ABSENT) continue;
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, false);
+    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
     return DTRAIN_OK;
+}
+
+/* Whoever else is in the unit's slot has to go. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+{
+    const uint32_t before = strategy->slots[unit & 1];
+    strategy->slots[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
+    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
@@ -13059,7 +13095,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, bucket));
+    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
     return dtrain__gather_start(strategy, b);
 }
 
@@ -13081,7 +13117,7 @@ static void dtrain__forget_units(dtrain_strategy *strategy)
         dtrain__show_values(strategy, b, false);
         bucket->presence = DTRAIN__ABSENT;
     }
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
 }
 
 static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
@@ -13107,8 +13143,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit; from there on to a neighbour. A backward may step over units
- * that no gradient reaches. */
+/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step over
+ * units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -13118,15 +13154,9 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_gather: no parameter belongs to unit %u", id);
     if (at == 0) return DTRAIN_OK;
-    if (last != DTRAIN__NONE) {
-        if (at == last || at == last + 1 || at + 1 == last) return DTRAIN_OK;
-        if (at < last && strategy->marked_count) return DTRAIN_OK;
-    }
-    if (last == DTRAIN__NONE) snprintf(due, sizeof due, "unit %u, the first", units[0].id);
-    else if (last + 1 < strategy->layout.unit_count)
-        snprintf(due, sizeof due, "unit %u in forward, %u in backward", units[last + 1].id,
-                 units[last ? last - 1 : 0].id);
-    else snprintf(due, sizeof due, "unit %u", units[last ? last - 1 : 0].id);
+    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
+    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
+             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
                        "in the order in which their first parameters are registered, and "
@@ -13134,21 +13164,10 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        id, due);
 }
 
-/* What several units share stays from its first gather to publish. */
-static dtrain_result dtrain__need_shared(dtrain_strategy *strategy)
+/* Both buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (bucket->sharded && bucket->unit == DTRAIN__NONE && bucket->presence != DTRAIN__HERE)
-            DTRAIN__TRY(dtrain__need(strategy, b));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, uint32_t at)
-{
-    const dtrain__unit *unit = &strategy->layout.units[at];
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable)); /* both under way before either wait */
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
     DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
     DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
     return dtrain__need(strategy, unit->frozen);
@@ -13177,8 +13196,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
     DTRAIN__TRY(dtrain__claim_work(strategy, at));
     strategy->position = at;
     if (!layout->slots) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_shared(strategy));
-    DTRAIN__TRY(dtrain__need_unit(strategy, at));
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     return dtrain__fetch_next(strategy, at, backward);
 }
 
@@ -14364,6 +14383,31 @@ static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtra
     return false;
 }
 
+/* A sharded strategy has values of the gathered unit only. */
+static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p)
+{
+    const dtrain_param *storage = dtrain__param_storage(p);
+    const char *name = dtrain__param_name(p);
+    const bool foreign = tape->strategy && !p->storage;
+    if (storage->value && !foreign) return true;
+    if (foreign || !tape->strategy)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
+                          node->name, name, foreign ? "belongs to no strategy" : "has no value");
+    else if (tape->unit < 0)
+        dtrain__tape_fail(
+            tape, DTRAIN_ERROR_USAGE,
+            "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark it "
+            "with dtrain_tape_unit",
+            node->name, name, p->unit);
+    else
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
+                          "register an alias of it in each other unit that uses it",
+                          node->name, name, p->unit, (long long)tape->unit);
+    return false;
+}
+
 /* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
  * is 0; -1 takes any length. */
 static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtrain_param *p,
@@ -14377,15 +14421,7 @@ static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtr
         return false;
     }
     if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
-    const char *missing = NULL;
-    if (tape->strategy && !p->storage) missing = "belongs to no strategy";
-    else if (!dtrain__param_storage(p)->value) missing = "has no value";
-    if (missing && !tape->planning) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
-                          node->name, dtrain__param_name(p), missing);
-        return false;
-    }
+    if (!tape->planning && !dtrain__check_value(tape, node, p)) return false;
     if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
     return true;
 }
