@@ -35,12 +35,13 @@ static matrix *matrix_create(int ranks)
     return m;
 }
 
-/* One sample a rank and micro-batch: kernels of the emulation take their time. */
+/* One sample a rank and micro-batch, and few steps: kernels of the emulation take their time. */
 static int matrix_add(matrix *m, strategy_case c, int like, double tolerance)
 {
     const int at = m->count++;
     if (m->count > MOST_CASES) exit(3);
     c.batch = m->ranks * (int)c.micro;
+    if (c.micro > 1) c.steps = 2;
     m->cases[at] = c;
     m->like[at] = like < 0 ? at : like;
     m->tolerance[at] = tolerance;
