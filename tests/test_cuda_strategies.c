@@ -145,6 +145,9 @@ static void add_kinds(matrix *m, uint32_t flags, double cpu, double order)
         const int at = matrix_add(m, c, every < 0 ? last : every, every < 0 ? order : 0);
         if (every < 0) every = at;
     }
+    strategy_case some = one_case(DTRAIN_FULL_SHARD, 1, 0, flags);
+    some.whole_below = 20;
+    matrix_add(m, some, once, 0);
     add_hybrid(m, one_case(0, 1, 0, flags), once, order);
     add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_LAST, flags), last, order);
     add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_EVERY, flags), every, order);
@@ -171,12 +174,26 @@ static void test_fp32_4_ranks(void) { check_fp32(4); }
 /* A product that is rounded to bf16 may fall to either side after another order of sums. */
 static void test_bf16(void)
 {
-    for (int ranks = 2; ranks <= 3; ranks++) {
-        matrix *m = matrix_create(ranks);
-        add_kinds(m, DTRAIN_TAPE_BF16, 4e-3, 4e-3);
-        matrix_run(m);
-    }
+    matrix *m = matrix_create(3);
+    add_kinds(m, DTRAIN_TAPE_BF16, 4e-3, 4e-3);
+    matrix_run(m);
 }
+
+#ifdef DTRAIN_CHECKPOINT_ALL
+/* fp16, with layers that are computed again in backward: their units are gathered for it. */
+static void test_f16(void)
+{
+    matrix *m = matrix_create(2);
+    strategy_case c = one_case(DTRAIN_DDP, 4, DTRAIN_ACCUMULATE_LAST, DTRAIN_TAPE_F16);
+    const int ddp = matrix_add(m, c, -1, 4e-3);
+    c.checkpoint_every = 1;
+    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++) {
+        c.kind = kind;
+        matrix_add(m, c, ddp, 0);
+    }
+    matrix_run(m);
+}
+#endif
 
 /* What travels in bf16: rounded once on the way, added in fp32. */
 static void test_wire(void)
@@ -211,7 +228,6 @@ static void test_timing(void)
         c.no_overlap = i == 0 || i == 3;
         c.keep_all = i == 1;
         c.keep_one = i == 2;
-        c.whole_below = i == 2 ? 20 : 0;
         matrix_add(m, c, first, 0);
     }
     matrix_run(m);
@@ -414,6 +430,9 @@ int main(int argc, char **argv)
     RUN(test_fp32_3_ranks);
     RUN(test_fp32_4_ranks);
     RUN(test_bf16);
+#ifdef DTRAIN_CHECKPOINT_ALL
+    RUN(test_f16);
+#endif
     RUN(test_wire);
     RUN(test_timing);
 #ifdef DTRAIN_CUDA_EMULATION
