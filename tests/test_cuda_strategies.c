@@ -23,7 +23,7 @@ enum { MOST_CASES = 48 };
 typedef struct matrix {
     int ranks, count;
     strategy_case cases[MOST_CASES];
-    int like[MOST_CASES]; /* the case that it is compared with, itself for none */
+    int like[MOST_CASES];         /* the case that it is compared with, itself for none */
     double tolerance[MOST_CASES]; /* of that comparison; 0: bits */
     strategy_outcome out[MOST_CASES];
 } matrix;
@@ -133,8 +133,7 @@ static void add_hybrid(matrix *m, strategy_case c, int like, double tolerance)
 static void add_kinds(matrix *m, uint32_t flags, double cpu, double order)
 {
     const int once = matrix_add(m, one_case(DTRAIN_DDP, 1, 0, flags), -1, cpu);
-    const int last =
-        matrix_add(m, one_case(DTRAIN_DDP, 4, DTRAIN_ACCUMULATE_LAST, flags), -1, cpu);
+    const int last = matrix_add(m, one_case(DTRAIN_DDP, 4, DTRAIN_ACCUMULATE_LAST, flags), -1, cpu);
     int every = -1;
     for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++) {
         matrix_add(m, one_case(kind, 1, 0, flags), once, 0);
@@ -293,8 +292,7 @@ static dtrain_tensor *branches_loss(dtrain_tape *t, dtrain_param *params, int ra
         if (i < TRUNK) x = dtrain_linear(t, x, &params[i], NULL, DTRAIN_ACT_GELU);
     }
     x = dtrain_linear(t, x, &params[TRUNK + step % HEADS], NULL, DTRAIN_ACT_NONE);
-    return dtrain_cross_entropy(t, x,
-                                dtrain_tape_input(t, DTRAIN_I32, 1, &rows, targets, false));
+    return dtrain_cross_entropy(t, x, dtrain_tape_input(t, DTRAIN_I32, 1, &rows, targets, false));
 }
 
 static int branches_rank(dtrain_world *world, void *user)
