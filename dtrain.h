@@ -12985,7 +12985,8 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy); /* they read shards */
+    /* units fetched ahead and not used: they read the shards that will be updated */
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
     dtrain__strategy_rewind(strategy, last);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
