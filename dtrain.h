@@ -1236,9 +1236,10 @@ typedef struct dtrain_strategy_desc {
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 
 /* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
- * and the desc except no_overlap; a difference is DTRAIN_ERROR_MISMATCH naming the first parameter
- * that differs), allocates what the host left NULL, initialises or broadcasts rank 0's values,
- * plans the buckets. An error on one rank is an error on all. desc NULL = defaults.
+ * and the desc, except no_overlap where parameters are whole; a difference is
+ * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
+ * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
+ * error on all. desc NULL = defaults.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -11282,6 +11283,8 @@ static dtrain_result dtrain__image_of(dtrain__staged_comm *comm, dtrain__staged_
     *out = on_device ? dtrain__twin_image(comm, memory) : (char *)(uintptr_t)memory;
     if (*out || !memory) return DTRAIN_OK;
     if (bytes > work->stage_bytes[which]) {
+        /* a copy out of the smaller one may still be queued */
+        DTRAIN__TRY(comm->device->ops->synchronize(comm->device));
         dtrain__image_free(comm, work->stage[which], work->stage_bytes[which]);
         work->stage[which] = NULL;
         work->stage_bytes[which] = 0;
@@ -11960,7 +11963,7 @@ static dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t
 typedef struct dtrain__registration {
     const dtrain_param *params;
     size_t count;
-    char settings[310]; /* of the strategy */
+    char settings[340]; /* of the strategy */
 } dtrain__registration;
 
 #define DTRAIN__LINE_BYTES 384
@@ -12119,6 +12122,7 @@ typedef struct dtrain__layout {
     int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
     dtrain__unit shared;           /* the buckets of what several units use */
+    float *work_grads[2];          /* where units' gradients are made, in turns */
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
@@ -12419,6 +12423,7 @@ static void dtrain__lay_memory(dtrain__layout *layout)
 {
     for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
     const dtrain__turns turns = dtrain__lay_turns(layout);
+    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__lay_values(layout, &layout->buckets[b], &turns);
         dtrain__lay_grads(layout, &layout->buckets[b], &turns);
@@ -12756,13 +12761,15 @@ static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
     return dtrain__check_fields(&strategy->desc);
 }
 
-/* Settings that decide which collectives a step makes, or what values it starts from.
- * no_overlap only decides when: ranks may differ in it, and in who owns the gradients. */
+/* Settings that decide which collectives a step makes and in which order, or what values it starts
+ * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
+ * unit that is fetched ahead comes before the gradients of the one after it. */
 static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__traits *traits = dtrain__traits_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
+    const bool ahead = (!traits || traits->params) && !desc->no_overlap;
     dtrain__registration mine;
     memset(&mine, 0, sizeof mine);
     mine.params = strategy->params;
@@ -12770,14 +12777,14 @@ static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
     snprintf(mine.settings, sizeof mine.settings,
              "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
              "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
-             "%lld, buckets of %zu and %zu bytes, init_seed %llu",
+             "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d",
              traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
              (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
              dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
              (unsigned)desc->node_size, desc->reshard_after_forward,
              (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
              (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-             (unsigned long long)desc->init_seed);
+             (unsigned long long)desc->init_seed, ahead);
     return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }
 
@@ -13361,7 +13368,9 @@ static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
     return DTRAIN_OK;
 }
 
-/* Moves a launched bucket on, waiting for it or not. */
+/* Moves a launched bucket on, waiting for it or not. Between nodes a second collective follows, and
+ * all ranks must start it at the same place among the others: in gather or finish, and not because
+ * the first happens to be done. NCCL runs them in that order, and ranks would wait in a circle. */
 static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bool wait, bool *done)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -13369,6 +13378,7 @@ static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bo
     *done = true;
     while (bucket->stage != DTRAIN__REDUCED) {
         if (!wait) DTRAIN__TRY(dtrain__test_works(strategy, works, done));
+        if (!wait && strategy->replica_comm) *done = false;
         if (!*done) return DTRAIN_OK;
         DTRAIN__TRY(dtrain__wait_works(strategy, works));
         DTRAIN__TRY(dtrain__reduce_next(strategy, b));
@@ -13400,18 +13410,35 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                             back ? place : storage->grad, bytes);
 }
 
+/* Empties the buffers of bucket b's gradients. What travels between nodes may be under way still
+ * where it is the shard that travels. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+{
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    if (!strategy->replica_comm || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated))
+        return dtrain__reduce_until(strategy, b + 1);
+    for (size_t i = strategy->oldest; i <= b; i++) {
+        if (strategy->layout.buckets[i].stage != DTRAIN__REDUCE_SHARD) continue;
+        DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, i, false)));
+        DTRAIN__TRY(dtrain__reduce_next(strategy, i));
+    }
+    return DTRAIN_OK;
+}
+
 /* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. */
+ * left there has been reduced. A unit without gradients leaves it to whose it is. */
 static dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
     if (!strategy->layout.work || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
     uint32_t *working = &strategy->working[unit & 1];
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
     const uint32_t bucket = strategy->layout.units[before].trainable;
-    if (bucket == DTRAIN__NONE || bucket >= strategy->launched) return DTRAIN_OK;
-    return dtrain__reduce_until(strategy, (size_t)bucket + 1);
+    if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
+    return dtrain__vacate_work(strategy, bucket);
 }
 
 /* In bucket order, up to the first that still waits for a gradient. Frozen buckets have no
@@ -13506,6 +13533,46 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- The end of a backward --------------------------------------------------------------------*/
 
+/* Does one of the alternating buffers hold gradients that have not been launched? */
+static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t unit = strategy->working[turn];
+    const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
+    if (b == DTRAIN__NONE || b < strategy->launched) return false;
+    for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
+        if (layout->entries[i].bucket == b && strategy->params[i].grad_written) return true;
+    return false;
+}
+
+/* A unit behind the one in which this backward has begun is not visited, and reduced all the same,
+ * as zeros. Its own buffer holds gradients of the visited unit: it borrows the other, and gives it
+ * back at once. */
+static dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
+    const uint32_t other = (bucket->unit & 1) ^ 1;
+    float *own = bucket->grads;
+    if (dtrain__work_is_live(strategy, other))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_strategy_gather: two units have gradients and unit %u, behind "
+                           "them, has none; gather units in the order of backward",
+                           strategy->layout.units[bucket->unit].id);
+    DTRAIN__TRY(dtrain__reduce_until(strategy, index)); /* whoever has used it */
+    strategy->working[other] = DTRAIN__NONE;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+        if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
+    bucket->pending = 0;
+    bucket->grads = strategy->layout.work_grads[other];
+    dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                       (size_t)bucket->count * sizeof(float));
+    if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
+    strategy->launched = (size_t)index + 1;
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, strategy->launched);
+    bucket->grads = own;
+    return result;
+}
+
 /* Gradients of a bucket that wait for a mark: what an earlier micro-batch or another use has left
  * counts, the rest is zero. */
 static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
@@ -13513,6 +13580,10 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
     dtrain__layout *layout = &strategy->layout;
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
     if (bucket->pending == 0) return DTRAIN_OK;
+    if (bucket->work && bucket->unit != DTRAIN__NONE &&
+        strategy->working[bucket->unit & 1] != bucket->unit &&
+        dtrain__work_is_live(strategy, bucket->unit & 1))
+        return dtrain__reduce_unvisited(strategy, bucket);
     if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain__entry *entry = &layout->entries[i];
@@ -13576,6 +13647,9 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
+static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+
 /* The order matters: everything is launched before ranks exchange what is missing, and waited for
  * before anything is reported. So a step that fails for a missing gradient has made the same
  * collectives as one that succeeds, and the next step finds all ranks at the same place. */
@@ -13590,6 +13664,8 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
+    /* units fetched ahead and not used: they read the shards that will be updated */
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
     dtrain__strategy_rewind(strategy, last);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
@@ -13597,9 +13673,6 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
-
-static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
-static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 
 /* ZERO1 and SHARD_GRAD_OP: every rank's slice of a bucket to all. */
 static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy)
