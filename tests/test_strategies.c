@@ -1034,7 +1034,7 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
 {
     static const char *const names[] = {"p0", "p1", "p2"};
     const hook_case *c = (const hook_case *)user;
-    const char *word, *other;
+    const char *word = "", *other = "";
     char what[64];
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     dtrain_strategy *strategy;
