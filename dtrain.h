@@ -1688,8 +1688,8 @@ typedef struct dtrain_trainer_desc {
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
     dtrain_scaler_desc loss_scaling; /* all zero: dtrain_scaler_defaults() with DTRAIN_TAPE_F16,
                                         otherwise off */
-    bool graph;            /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed;         /* of dropout */
+    bool graph;    /* GPU: record the step once and replay it: no launch costs. See below */
+    uint64_t seed; /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -13767,12 +13767,11 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Starts bringing a bucket's values together. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b)
+/* Starts bringing a bucket's values together, as dtype. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_F32;
     dtrain_work **works = dtrain__works(strategy, b, true);
@@ -13848,7 +13847,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
     if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-    return dtrain__gather_start(strategy, b);
+    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
 static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
@@ -13991,6 +13990,22 @@ static const void *dtrain__strategy_low(const dtrain_strategy *strategy,
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
+/* A bucket's values as the shards have them. Where units travel rounded, what lies in a slot is not
+ * that: it is brought in fp32, and forgotten afterwards. */
+static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (strategy->desc.param_dtype != DTRAIN_F32) {
+        DTRAIN__TRY(dtrain__evict(strategy, b));
+        if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
+        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_F32));
+        bucket->presence = DTRAIN__ABSENT;
+        return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+    }
+    DTRAIN__TRY(dtrain__fetch(strategy, b));
+    return dtrain__gather_end(strategy, b);
+}
+
 /* Storage i with its value whole, wherever it has to be brought from. */
 static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
 {
@@ -13998,10 +14013,8 @@ static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dt
     const dtrain__entry *entry = &layout->entries[i];
     *whole = strategy->params[i];
     if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    DTRAIN__TRY(dtrain__fetch(strategy, entry->bucket));
-    DTRAIN__TRY(dtrain__gather_end(strategy, entry->bucket));
-    whole->value = bucket->values + entry->offset;
+    DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
+    whole->value = layout->buckets[entry->bucket].values + entry->offset;
     return DTRAIN_OK;
 }
 
