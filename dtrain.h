@@ -1481,8 +1481,8 @@ DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
 /* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
- * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER values that are changed on the device afterwards, other
- * than by dtrain_optimizer_step, are overwritten by the next step: the master copy is the host's. */
+ * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy is the host's: what else changes values
+ * on the device is undone by the next step. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
@@ -12739,9 +12739,9 @@ static dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
  *
  *     gradients --(reduce_dtype)--> wire -> collective -> result -> shard
  *
- * The result of a first or only micro-batch goes straight to the shard; that of a later one, or of a
- * shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and is
- * added or copied from there. */
+ * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
+ * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
+ * is added or copied from there. */
 
 static bool dtrain__last_micro(const dtrain_strategy *strategy) { return !strategy->more; }
 
@@ -15317,7 +15317,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-/* Left in strategy->sum_squares, device memory; nobody waits. Shards in host memory are not in it. */
+/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. */
 static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 {
     dtrain_device *device = strategy->device;

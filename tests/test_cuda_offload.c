@@ -10,7 +10,12 @@
 #include "cuda_emulation.h"
 #endif
 
-enum { O = DTRAIN_OFFLOAD_OPTIMIZER, OG = O | DTRAIN_OFFLOAD_GRADS, OP = O | DTRAIN_OFFLOAD_PARAMS, ALL = OG | OP };
+enum {
+    O = DTRAIN_OFFLOAD_OPTIMIZER,
+    OG = O | DTRAIN_OFFLOAD_GRADS,
+    OP = O | DTRAIN_OFFLOAD_PARAMS,
+    ALL = OG | OP
+};
 
 static dtrain_launch_desc cuda_desc(int ranks)
 {
@@ -23,7 +28,19 @@ static void cuda_run(int ranks, dtrain_rank_fn rank_main, void *user)
 {
     dtrain_launch_desc desc = cuda_desc(ranks);
     dtrain_result result = ranks_launch(&desc, rank_main, user, NULL);
-    CHECK_MSG(result == DTRAIN_OK, "%d ranks: %s", ranks, result == DTRAIN_OK ? "" : dtrain_last_error());
+    CHECK_MSG(result == DTRAIN_OK, "%d ranks: %s", ranks,
+              result == DTRAIN_OK ? "" : dtrain_last_error());
+}
+
+/* The emulated device runs what is queued as late as it can; or as early: what must not be overwritten yet
+ * shows only then. */
+static void at_once(bool eager)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_emulation_set_eager(eager);
+#else
+    (void)eager;
+#endif
 }
 
 /* What the device and its driver hold. */
@@ -59,7 +76,8 @@ typedef struct model {
 
 static void declare(model *m, int rank)
 {
-    static const char *const names[PARAMS] = {"wte", "w0", "b0", "w1", "b1", "frozen", "w2", "b2", "head"};
+    static const char *const names[PARAMS] = {"wte",    "w0", "b0", "w1",  "b1",
+                                              "frozen", "w2", "b2", "head"};
     static const uint32_t units[PARAMS] = {0, 1, 1, 2, 2, 2, 3, 3, 4};
     memset(m, 0, sizeof *m);
     m->rank = rank;
@@ -134,7 +152,8 @@ static int train(dtrain_world *world, run *how)
     declare(&m, dtrain_world_rank(world));
     if (how->sgd) optim.momentum = 0.9f;
     how->desc.optimizer_states = how->sgd ? 1 : 2;
-    RANKS_TRY(dtrain_strategy_plan(m.params, PARAMS, &how->desc, dtrain_world_size(world), &how->plan));
+    RANKS_TRY(
+        dtrain_strategy_plan(m.params, PARAMS, &how->desc, dtrain_world_size(world), &how->plan));
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &how->desc, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &optim, &optimizer));
     dtrain_strategy_query(strategy, &how->info);
@@ -171,7 +190,8 @@ static int train(dtrain_world *world, run *how)
     const holdings after = held(device);
     CHECK(after.device == before.device);
     /* the communicator keeps the operations it has made, with their events and images */
-    if (dtrain_world_size(world) == 1) CHECK(after.events == before.events && after.pinned == before.pinned);
+    if (dtrain_world_size(world) == 1)
+        CHECK(after.events == before.events && after.pinned == before.pinned);
     CHECK(after.streams == before.streams);
     return 0;
 }
@@ -179,10 +199,10 @@ static int train(dtrain_world *world, run *how)
 static void same_training(const run *a, const run *b, double tolerance, const char *what)
 {
     for (int i = 0; i < STEPS; i++) {
-        CHECK_MSG(test_close(a->losses[i], b->losses[i], tolerance), "%s: step %d: loss %.9g, not %.9g", what, i,
-                  a->losses[i], b->losses[i]);
-        CHECK_MSG(test_close(a->norms[i], b->norms[i], 4 * tolerance), "%s: step %d: norm %.9g, not %.9g", what, i,
-                  a->norms[i], b->norms[i]);
+        CHECK_MSG(test_close(a->losses[i], b->losses[i], tolerance),
+                  "%s: step %d: loss %.9g, not %.9g", what, i, a->losses[i], b->losses[i]);
+        CHECK_MSG(test_close(a->norms[i], b->norms[i], 4 * tolerance),
+                  "%s: step %d: norm %.9g, not %.9g", what, i, a->norms[i], b->norms[i]);
     }
 }
 
@@ -195,20 +215,23 @@ static void as_planned(const run *off, const run *on, const char *what)
               (unsigned long long)m->optimizer);
     CHECK_MSG(m->host > on->memory.optimizer && on->memory.host == 0, "%s: host %llu", what,
               (unsigned long long)m->host);
-    CHECK_MSG(offload & DTRAIN_OFFLOAD_GRADS ? m->grads < on->memory.grads : m->grads == on->memory.grads,
+    CHECK_MSG(offload & DTRAIN_OFFLOAD_GRADS ? m->grads < on->memory.grads
+                                             : m->grads == on->memory.grads,
               "%s: gradients %llu, were %llu", what, (unsigned long long)m->grads,
               (unsigned long long)on->memory.grads);
-    CHECK_MSG(offload & DTRAIN_OFFLOAD_PARAMS ? m->params < on->memory.params
-                                              : m->params - on->memory.params < PARAMS * 64, /* padding */
+    CHECK_MSG(offload & DTRAIN_OFFLOAD_PARAMS
+                  ? m->params < on->memory.params
+                  : m->params - on->memory.params < PARAMS * 64, /* padding */
               "%s: parameters %llu, were %llu", what, (unsigned long long)m->params,
               (unsigned long long)on->memory.params);
-    CHECK_MSG((off->info.host_bytes > 0) == ((offload & ~1u) != 0), "%s: %llu bytes of shards", what,
-              (unsigned long long)off->info.host_bytes);
+    CHECK_MSG((off->info.host_bytes > 0) == ((offload & ~1u) != 0), "%s: %llu bytes of shards",
+              what, (unsigned long long)off->info.host_bytes);
     if (off->info.desc.kind == DTRAIN_ZERO3) return; /* the plan is that of the owner of most */
     CHECK_MSG(m->host == off->plan.host, "%s: %llu bytes in host memory, planned %llu", what,
               (unsigned long long)m->host, (unsigned long long)off->plan.host);
-    CHECK_MSG(m->params + m->grads + m->buffers == off->plan.total, "%s: %llu bytes, planned %llu", what,
-              (unsigned long long)(m->params + m->grads + m->buffers), (unsigned long long)off->plan.total);
+    CHECK_MSG(m->params + m->grads + m->buffers == off->plan.total, "%s: %llu bytes, planned %llu",
+              what, (unsigned long long)(m->params + m->grads + m->buffers),
+              (unsigned long long)off->plan.total);
 }
 
 static const struct {
@@ -225,6 +248,7 @@ static int matrix_main(dtrain_world *world, void *user)
 {
     const uint32_t accumulation = *(const uint32_t *)user;
     const int ranks = dtrain_world_size(world);
+    at_once(ranks == 1);
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
         static run on, off;
         if (ranks == 4 && kinds[k].kind != DTRAIN_HYBRID_SHARD) continue;
@@ -241,8 +265,8 @@ static int matrix_main(dtrain_world *world, void *user)
             off = on;
             off.desc.offload = kinds[k].offload[i];
             if (train(world, &off)) return 1;
-            snprintf(what, sizeof what, "%s, offload %u, %d ranks, %u micro-batches", off.info.name, off.desc.offload,
-                     ranks, accumulation);
+            snprintf(what, sizeof what, "%s, offload %u, %d ranks, %u micro-batches", off.info.name,
+                     off.desc.offload, ranks, accumulation);
             same_training(&off, &on, 1e-5, what);
             if (dtrain_world_rank(world) == 0) as_planned(&off, &on, what);
         }
@@ -252,7 +276,8 @@ static int matrix_main(dtrain_world *world, void *user)
 
 static void matrix(int ranks)
 {
-    for (uint32_t accumulation = 1; accumulation <= 3; accumulation += 2) cuda_run(ranks, matrix_main, &accumulation);
+    for (uint32_t accumulation = 1; accumulation <= 3; accumulation += 2)
+        cuda_run(ranks, matrix_main, &accumulation);
 }
 static void test_one_rank(void) { matrix(1); }
 static void test_two_ranks(void) { matrix(2); }
@@ -272,7 +297,9 @@ static int variants_main(dtrain_world *world, void *user)
         static run on, off;
         memset(&on, 0, sizeof on);
         on.desc = dtrain_strategy_defaults();
-        on.desc.kind = variant == 1 ? DTRAIN_ZERO3 : variant >= 4 ? DTRAIN_HYBRID_SHARD : DTRAIN_FULL_SHARD;
+        on.desc.kind = variant == 1   ? DTRAIN_ZERO3
+                       : variant >= 4 ? DTRAIN_HYBRID_SHARD
+                                      : DTRAIN_FULL_SHARD;
         if (variant >= 4) on.desc.node_size = 1;
         if (variant == 4) on.desc.accumulation = DTRAIN_ACCUMULATE_EVERY;
         if (variant <= 1 || variant == 5) on.desc.reduce_dtype = DTRAIN_BF16;
@@ -297,11 +324,12 @@ static void test_variants(void) { cuda_run(2, variants_main, NULL); }
 
 enum { BIG = 3 * (1 << 18) + 1000, SMALL = 35 };
 
-static void big_gradient(float *grad, int64_t count, int step, uint64_t which)
+/* Multiples of 2^-10, times a factor that is a multiple of 1/2: exact, and so are their sums. */
+static void big_gradient(float *grad, int64_t count, int step, uint64_t which, float factor)
 {
     for (int64_t i = 0; i < count; i++) {
         const uint64_t at = ranks_mix((uint64_t)i * 8 + (uint64_t)step * 3 + which);
-        grad[i] = (float)(int64_t)(at % 2001) * 1e-3f - 1.0f;
+        grad[i] = factor * ((float)(int64_t)(at % 2001) - 1000.0f) / 1024.0f;
     }
 }
 
@@ -312,14 +340,15 @@ static int reference(dtrain_param *params, float **value, int steps)
     float *state[2][3];
     RANKS_TRY(dtrain_device_create(NULL, NULL, &cpu));
     for (int k = 0; k < 2; k++)
-        for (int s = 0; s < 3; s++) state[k][s] = (float *)calloc((size_t)params[k].count, sizeof(float));
+        for (int s = 0; s < 3; s++)
+            state[k][s] = (float *)calloc((size_t)params[k].count, sizeof(float));
     for (int step = 0; step < steps; step++) {
         dtrain_adamw_args args;
         dtrain_optimizer_tensor tensors[2];
         memset(&args, 0, sizeof args);
         memset(tensors, 0, sizeof tensors);
         for (int k = 0; k < 2; k++) {
-            big_gradient(state[k][2], params[k].count, step, (uint64_t)k);
+            big_gradient(state[k][2], params[k].count, step, (uint64_t)k, 1);
             tensors[k].count = params[k].count;
             tensors[k].weight_decay = k ? 0.0f : 0.01f;
             tensors[k].value = value[k];
@@ -344,21 +373,44 @@ static int reference(dtrain_param *params, float **value, int steps)
     return 0;
 }
 
+/* After finish the host may read them at once. */
+static void check_host_shards(dtrain_strategy *strategy, int step, float *expected)
+{
+    const dtrain_shard *shards;
+    size_t count;
+    CHECK(dtrain_strategy_shards(strategy, &shards, &count) == DTRAIN_OK);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = shards[i].param;
+        big_gradient(expected, p->count, step, p->index, 1);
+        CHECK_MSG(memcmp(shards[i].grad, expected + shards[i].offset,
+                         (size_t)shards[i].count * sizeof(float)) == 0,
+                  "the shard of \"%s\" is not the mean", p->name);
+    }
+}
+
 static int bits_main(dtrain_world *world, void *user)
 {
-    static const uint32_t list[][2] = {
-        {DTRAIN_DDP, O}, {DTRAIN_ZERO1, O}, {DTRAIN_SHARD_GRAD_OP, OG}, {DTRAIN_ZERO3, ALL}, {DTRAIN_FULL_SHARD, ALL}};
+    static const uint32_t list[][2] = {{DTRAIN_DDP, O},
+                                       {DTRAIN_ZERO1, O},
+                                       {DTRAIN_SHARD_GRAD_OP, OG},
+                                       {DTRAIN_ZERO3, ALL},
+                                       {DTRAIN_FULL_SHARD, ALL}};
     enum { COUNT = 3 };
     dtrain_device *device = dtrain_world_device(world);
-    float *grad = (float *)malloc(BIG * sizeof(float)), *found = (float *)malloc(BIG * sizeof(float)), *value[2];
+    float *grad = (float *)malloc(BIG * sizeof(float)),
+          *found = (float *)malloc(BIG * sizeof(float)), *value[2];
+    const int ranks = dtrain_world_size(world), rank = dtrain_world_rank(world);
+    const float factor = ranks == 1 ? 1.0f : rank ? 1.5f : 0.5f; /* the mean is 1 */
     (void)user;
+    at_once(ranks == 1);
     for (int k = 0; k < 2; k++) value[k] = (float *)malloc(BIG * sizeof(float));
     for (size_t kind = 0; kind < sizeof list / sizeof list[0]; kind++) {
         dtrain_strategy_desc desc = dtrain_strategy_defaults();
         dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
         dtrain_strategy *strategy;
         dtrain_optimizer *optimizer;
-        dtrain_param p[2] = {ranks_param("big", NULL, NULL, BIG / 8, 8), ranks_param("small", NULL, NULL, SMALL, 0)};
+        dtrain_param p[2] = {ranks_param("big", NULL, NULL, BIG / 8, 8),
+                             ranks_param("small", NULL, NULL, SMALL, 0)};
         p[0].init = p[1].init = DTRAIN_INIT_NORMAL;
         p[0].init_scale = p[1].init_scale = 1;
         desc.kind = list[kind][0];
@@ -368,13 +420,15 @@ static int bits_main(dtrain_world *world, void *user)
         for (size_t k = 0; k < 2; k++) RANKS_TRY(dtrain_strategy_read(strategy, k, value[k]));
         for (int step = 0; step < COUNT; step++) {
             RANKS_TRY(dtrain_strategy_gather(strategy, 0));
-            for (size_t k = 2; k-- > 0;) { /* every rank's is the same: so is the mean */
-                big_gradient(grad, p[k].count, step, (uint64_t)k);
-                RANKS_TRY(device->ops->copy(device, p[k].grad, grad, (size_t)p[k].count * sizeof(float),
+            for (size_t k = 2; k-- > 0;) {
+                big_gradient(grad, p[k].count, step, (uint64_t)k, factor);
+                RANKS_TRY(device->ops->copy(device, p[k].grad, grad,
+                                            (size_t)p[k].count * sizeof(float),
                                             DTRAIN_COPY_HOST_TO_DEVICE));
                 RANKS_TRY(dtrain_strategy_ready(strategy, k));
             }
             RANKS_TRY(dtrain_strategy_finish(strategy));
+            if (desc.offload & DTRAIN_OFFLOAD_GRADS) check_host_shards(strategy, step, found);
             RANKS_TRY(dtrain_optimizer_step(optimizer, 0.01f, 0.75f));
         }
         if (reference(p, value, COUNT)) return 1;
@@ -402,7 +456,8 @@ static void test_bits_of_the_cpu(void)
 
 static int auto_main(dtrain_world *world, void *user)
 {
-    static const uint32_t list[][2] = {{O, DTRAIN_ZERO1}, {OG, DTRAIN_SHARD_GRAD_OP}, {ALL, DTRAIN_FULL_SHARD}};
+    static const uint32_t list[][2] = {
+        {O, DTRAIN_ZERO1}, {OG, DTRAIN_SHARD_GRAD_OP}, {ALL, DTRAIN_FULL_SHARD}};
     (void)user;
     for (int i = 0; i < 3; i++) {
         dtrain_strategy_desc desc = dtrain_strategy_defaults();
@@ -414,8 +469,8 @@ static int auto_main(dtrain_world *world, void *user)
         desc.offload = list[i][0];
         RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy));
         dtrain_strategy_query(strategy, &info);
-        CHECK_MSG(info.desc.kind == (i || dtrain_world_size(world) > 1 ? list[i][1] : DTRAIN_DDP), "%s: %s", info.name,
-                  info.reason);
+        CHECK_MSG(info.desc.kind == (i || dtrain_world_size(world) > 1 ? list[i][1] : DTRAIN_DDP),
+                  "%s: %s", info.name, info.reason);
         dtrain_strategy_destroy(strategy);
     }
     return 0;
@@ -434,12 +489,15 @@ static int refused_main(dtrain_world *world, void *user)
         const char *says;
     } list[] = {{DTRAIN_DDP, 8, 0, DTRAIN_ERROR_ARGUMENT, "0x8"},
                 {DTRAIN_DDP, 0x80000001u, 0, DTRAIN_ERROR_ARGUMENT, "0x80000001"},
-                {DTRAIN_FULL_SHARD, OG & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED, "without DTRAIN_OFFLOAD_OPTIMIZER"},
-                {DTRAIN_FULL_SHARD, OP & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED, "without DTRAIN_OFFLOAD_OPTIMIZER"},
+                {DTRAIN_FULL_SHARD, OG & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
+                 "without DTRAIN_OFFLOAD_OPTIMIZER"},
+                {DTRAIN_FULL_SHARD, OP & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
+                 "without DTRAIN_OFFLOAD_OPTIMIZER"},
                 {DTRAIN_ZERO1, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
                 {DTRAIN_DDP, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
                 {DTRAIN_SHARD_GRAD_OP, OP, 0, DTRAIN_ERROR_UNSUPPORTED, "whole parameters"},
-                {DTRAIN_FULL_SHARD, ALL, DTRAIN_ACCUMULATE_LAST, DTRAIN_ERROR_UNSUPPORTED, "ACCUMULATE_LAST"}};
+                {DTRAIN_FULL_SHARD, ALL, DTRAIN_ACCUMULATE_LAST, DTRAIN_ERROR_UNSUPPORTED,
+                 "ACCUMULATE_LAST"}};
     const bool on_cpu = dtrain_world_device(world)->ops->host_memory;
     (void)user;
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
@@ -454,11 +512,13 @@ static int refused_main(dtrain_world *world, void *user)
         CHECK(dtrain_strategy_plan(m.params, PARAMS, &desc, 2, &memory) == list[i].code);
         CHECK_MSG(strstr(dtrain_last_error(), list[i].says) != NULL, "%s", dtrain_last_error());
         CHECK(dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy) != DTRAIN_OK);
-        CHECK_MSG(on_cpu || strstr(dtrain_last_error(), list[i].says) != NULL, "%s", dtrain_last_error());
+        CHECK_MSG(on_cpu || strstr(dtrain_last_error(), list[i].says) != NULL, "%s",
+                  dtrain_last_error());
         desc.offload = O;
         desc.accumulation = 0;
         if (!on_cpu) continue;
-        CHECK(dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy) == DTRAIN_ERROR_UNSUPPORTED);
+        CHECK(dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy) ==
+              DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(strstr(dtrain_last_error(), "the host's") != NULL, "%s", dtrain_last_error());
     }
     return 0;
@@ -535,7 +595,8 @@ static int failures_main(dtrain_world *world, void *user)
         if (driver) dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_ALLOCATION, n);
         else budget->countdown = n;
         dtrain_result result = dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy);
-        if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, strategy, &adamw, &optimizer);
+        if (result == DTRAIN_OK)
+            result = dtrain_optimizer_create(world, strategy, &adamw, &optimizer);
         const bool reached = driver ? result != DTRAIN_OK : budget->countdown == 0;
         CHECK(result == DTRAIN_OK || strlen(dtrain_last_error()) > 20);
         CHECK(!reached || result != DTRAIN_OK);
@@ -544,11 +605,12 @@ static int failures_main(dtrain_world *world, void *user)
         dtrain_optimizer_destroy(optimizer);
         dtrain_strategy_destroy(strategy);
         const holdings after = held(device);
-        CHECK_MSG(after.device == before.device && after.pinned == before.pinned && after.streams == before.streams &&
-                      after.events == before.events && budget->alive == alive,
-                  "allocation %lld: %zu bytes, %lld pinned, %lld allocations are left", (long long)n,
-                  after.device - before.device, (long long)(after.pinned - before.pinned),
-                  (long long)(budget->alive - alive));
+        CHECK_MSG(after.device == before.device && after.pinned == before.pinned &&
+                      after.streams == before.streams && after.events == before.events &&
+                      budget->alive == alive,
+                  "allocation %lld: %zu bytes, %lld pinned, %lld allocations are left",
+                  (long long)n, after.device - before.device,
+                  (long long)(after.pinned - before.pinned), (long long)(budget->alive - alive));
         if (!reached) break;
         failures++;
     }
