@@ -13652,7 +13652,7 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
 static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
-    if (!strategy->replica_comm || dtrain__reduces_low(strategy) ||
+    if (!strategy->replica_comm || dtrain__reduces_low(strategy) || strategy->layout.host_grads ||
         (every && strategy->accumulated))
         return dtrain__reduce_until(strategy, b + 1);
     for (size_t i = strategy->oldest; i <= b; i++) {

@@ -946,8 +946,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "nodes of 8", "node_size", "8");
     for (i = 1; i < 8; i++) {
         desc = defaults, desc.kind = DTRAIN_FULL_SHARD, desc.offload = (uint32_t)i;
-        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload",
-                "CPU");
+        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload", "");
     }
     desc = defaults, desc.kind = 8;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "kind 8", "kind", "8");
