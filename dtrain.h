@@ -16651,15 +16651,24 @@ typedef struct dtrain__batch_plan {
     uint64_t fixed, limit; /* bytes: strategy and optimizer; all together */
 } dtrain__batch_plan;
 
-/* Bytes of activations. What no address could hold is as good as all there are. */
+/* Bytes of activations. */
 static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
                                          uint64_t *bytes)
 {
     dtrain_memory memory;
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
-    dtrain_result result = plan->desc->set_batch(trainer->user, batch);
-    if (result == DTRAIN_OK) result = dtrain_plan_activations(plan->world, trainer, &memory);
-    *bytes = result == DTRAIN_OK ? memory.total : UINT64_MAX - plan->fixed;
+    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
+    DTRAIN__TRY(dtrain_plan_activations(plan->world, trainer, &memory));
+    *bytes = memory.total;
+    return DTRAIN_OK;
+}
+
+/* What cannot even be planned, for want of addresses or of the host's buffers, does not fit. */
+static dtrain_result dtrain__batch_fits(const dtrain__batch_plan *plan, uint32_t batch, bool *fits)
+{
+    uint64_t bytes = 0;
+    const dtrain_result result = dtrain__batch_needs(plan, batch, &bytes);
+    *fits = result == DTRAIN_OK && plan->fixed <= plan->limit && bytes <= plan->limit - plan->fixed;
     return result == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : result;
 }
 
@@ -16669,11 +16678,11 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
     uint32_t fits = 0, fails = (plan->desc->max_batch ? plan->desc->max_batch : 65536) + 1;
     while (fails - fits > 1) {
         uint32_t next = fits + (fails - fits) / 2;
-        uint64_t bytes;
+        bool good;
         if (fits == 0) next = 1;
         else if (next / 2 >= fits) next = 2 * fits;
-        DTRAIN__TRY(dtrain__batch_needs(plan, next, &bytes));
-        if (plan->fixed + bytes <= plan->limit) fits = next;
+        DTRAIN__TRY(dtrain__batch_fits(plan, next, &good));
+        if (good) fits = next;
         else fails = next;
     }
     *batch = fits;
