@@ -1500,8 +1500,56 @@ DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -
 DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -> one element */
 
 /* ================================================================================================
- * [S14] Gradient clipping
+ * [S14] Loss scaling, clipping
+ *
+ * fp16 knows nothing below 6e-8, where many gradients are: the loss is multiplied by a scale before
+ * backward, and the optimizer divides gradients by it on the way in (Micikevicius et al., "Mixed
+ * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
+ * overflow is skipped and lowers it, a long run of good ones raises it.
+ *
+ *     backward(loss, scaler.scale) -> finish -> dtrain_scaler_unscale
+ *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_scaler_update
+ *
+ * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
+ * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
+ * costs no collective.
  * ==============================================================================================*/
+
+/* Start from dtrain_scaler_defaults(). */
+typedef struct dtrain_scaler_desc {
+    float initial_scale;      /* 65536 */
+    float growth_factor;      /* 2 */
+    float backoff_factor;     /* 0.5 */
+    uint32_t growth_interval; /* 2000: good steps in a row before the scale grows */
+    uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
+                                 since it grew and those that follow do, as in DeepSpeed */
+    float minimum_scale;      /* 1: what would fall below is an error */
+} dtrain_scaler_desc;
+
+/* Plain data: copy it, save it, compare it. */
+typedef struct dtrain_scaler {
+    dtrain_scaler_desc desc;
+    float scale;            /* of the next step's backward */
+    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;     /* overflows in a row */
+    uint64_t skipped_steps; /* overflows since init */
+} dtrain_scaler;
+
+DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void);
+/* desc NULL = defaults. Nothing is allocated. */
+DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc);
+/* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
+ * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
+ * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
+ * scale mends. Local. */
+DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf);
+/* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
+ * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
+ * norm is beyond fp32); take no step. Collective, the same on every rank. */
+DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
+                                               dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *grad_scale, bool *found_inf);
 
 /* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
  * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
@@ -1633,9 +1681,9 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  * The loop's glue; everything in it can be called directly instead:
  *
- *     for each micro-batch: next_batch -> tape forward (loss) -> tape backward
- *                           (no_sync for all but the last)
- *     finish -> clip -> optimizer at the schedule's lr -> one small all-gather for the record
+ *     for each micro-batch: accumulate(is another to come?) -> next_batch -> tape forward (loss)
+ *                           -> tape backward -> finish
+ *     unscale, clip -> optimizer at the schedule's lr -> one small all-gather for the record
  * ==============================================================================================*/
 
 typedef struct dtrain_trainer dtrain_trainer;
@@ -1650,9 +1698,12 @@ typedef struct dtrain_trainer_desc {
     uint32_t accumulation; /* micro-batches per step; 0 = 1 */
     uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
     float clip;            /* global gradient norm; 0 = off */
-    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, or 0 */
-    bool graph;            /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed;         /* of dropout */
+    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
+    uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
+    dtrain_scaler_desc loss_scaling; /* all zero: dtrain_scaler_defaults() with DTRAIN_TAPE_F16,
+                                        otherwise off */
+    bool graph;    /* GPU: record the step once and replay it: no launch costs. See below */
+    uint64_t seed; /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -1675,6 +1726,8 @@ typedef struct dtrain_step_record {
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
+    double loss_scale;        /* of this step's backward; 0: no loss scaling */
+    uint64_t skipped_steps;   /* since the start, this one included: gradients overflowed */
     int slowest_rank;
 } dtrain_step_record;
 
@@ -1682,14 +1735,17 @@ typedef struct dtrain_step_record {
  * same addresses, so loss is not called again. What it reads must come in through
  * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
  * does on the host happens once. The bits are those of a run without graph. Needs a device that can
- * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). */
+ * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). Loss
+ * scaling is refused: bf16 needs none. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Collective. record may be NULL. A rank that is more than twice slower than the (lower) median for
  * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
  * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
- * gradient. An optimizer of NULL in the desc makes a trainer that only evaluates. */
+ * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
+ * parameters and optimizer state stay, and the scale falls until dtrain_scaler_update gives up. An
+ * optimizer of NULL in the desc makes a trainer that only evaluates. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
  * next_batch and user may differ from training's; the loss function gets this user. */
@@ -1758,7 +1814,8 @@ typedef struct dtrain_metrics_desc {
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Keys: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
- * comm_ms, exposed_comm_ms, comm_bytes. Numbers that are not finite are written as null. */
+ * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
+ * are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -16122,14 +16179,23 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 }
 
 /* ================================================================================================
- * [S34] Gradient clipping
+ * [S34] Loss scaling, clipping
  *
  * The norm is one number from all shards, added in double in registration order: the same bits on
- * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by the
- * factor on its way through the gradients anyway, so clipping costs one read of them.
+ * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
+ * factor on its way through the gradients anyway, so unscaling and clipping together cost one read
+ * of them:
+ *
+ *     norm = sqrt(sum over all ranks' shards of grad^2) / scale        grad_scale = clip / scale
+ *
+ * That read finds overflows as well. The square of an fp32 number is far inside double's range, and
+ * so is the sum of as many as fit in a memory: the norm is not finite exactly when some gradient,
+ * on whatever rank, is not. Replicas of a shard hold the same averaged bits; ranks with different
+ * shards have exchanged their sums: the verdict is the same everywhere without asking anybody.
  * ==============================================================================================*/
 
-/* Left in strategy->sum_squares, device memory; nobody waits. */
+/* Left in strategy->sum_squares, device memory; nobody waits. What every rank of a sharded strategy
+ * holds a copy of is added by one of them. */
 static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 {
     dtrain_device *device = strategy->device;
@@ -16152,13 +16218,13 @@ static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
  * made by the communicator would not be exact. */
 static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
 {
+    dtrain_comm *comm = strategy->shard_comm;
     int64_t bits;
-    if (!strategy->shard_comm) return DTRAIN_OK;
+    if (!comm) return DTRAIN_OK;
     memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(
-        dtrain_all_gather(strategy->shard_comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
     *total = 0;
-    for (int i = 0; i < dtrain_comm_size(strategy->shard_comm); i++) {
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
         double one;
         memcpy(&one, &strategy->gathered[i], sizeof one);
         *total += one;
@@ -16166,25 +16232,156 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *scale)
+static dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, double *norm)
 {
-    double total;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
-    if (!norm || !scale)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
-                           norm ? "scale" : "norm");
     dtrain_device *device = strategy->device;
+    double total;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
                                   DTRAIN_COPY_DEVICE_TO_HOST));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
-    *norm = (float)sqrt(total);
-    *scale = 1;
-    if (!dtrain_is_finite(*norm) || !(max_norm > 0)) return DTRAIN_OK;
-    const float factor = max_norm / (*norm + 1e-6f); /* torch clamps it at 1 */
-    if (factor < 1) *scale = factor;
+    *norm = sqrt(total);
     return DTRAIN_OK;
+}
+
+static float dtrain__clip_factor(float norm, float max_norm)
+{
+    if (!dtrain_is_finite(norm) || !(max_norm > 0)) return 1;
+    const float factor = max_norm / (norm + 1e-6f);
+    return factor < 1 ? factor : 1; /* torch clamps it too */
+}
+
+DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *scale)
+{
+    double found;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
+    if (!norm || !scale)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
+                           norm ? "scale" : "norm");
+    DTRAIN__TRY(dtrain__grad_norm(strategy, &found));
+    *norm = (float)found;
+    *scale = dtrain__clip_factor(*norm, max_norm);
+    return DTRAIN_OK;
+}
+
+/* ---- Loss scaling -----------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
+{
+    dtrain_scaler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.initial_scale = 65536;
+    desc.growth_factor = 2;
+    desc.backoff_factor = 0.5f;
+    desc.growth_interval = 2000;
+    desc.hysteresis = 1;
+    desc.minimum_scale = 1;
+    return desc;
+}
+
+/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
+static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
+{
+    const char *wrong = NULL;
+    if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
+        wrong = "minimum_scale >= 1.18e-38";
+    if (!dtrain_is_finite(desc->initial_scale) || desc->initial_scale < desc->minimum_scale)
+        wrong = "a finite initial_scale >= minimum_scale";
+    if (!dtrain_is_finite(desc->growth_factor) || desc->growth_factor <= 1)
+        wrong = "a finite growth_factor > 1";
+    if (!dtrain_is_finite(desc->backoff_factor) || desc->backoff_factor <= 0 ||
+        desc->backoff_factor >= 1)
+        wrong = "0 < backoff_factor < 1";
+    if (!desc->growth_interval) wrong = "growth_interval >= 1";
+    if (!desc->hysteresis) wrong = "hysteresis >= 1";
+    if (!wrong) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
+                       "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
+                       "start from dtrain_scaler_defaults()",
+                       wrong, (double)desc->initial_scale, (double)desc->growth_factor,
+                       (double)desc->backoff_factor, (unsigned)desc->growth_interval,
+                       (unsigned)desc->hysteresis, (double)desc->minimum_scale);
+}
+
+DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc)
+{
+    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_scaler_init: scaler is NULL");
+    memset(scaler, 0, sizeof *scaler);
+    const dtrain_scaler_desc resolved = desc ? *desc : dtrain_scaler_defaults();
+    DTRAIN__TRY(dtrain__check_scaler(&resolved));
+    scaler->desc = resolved;
+    scaler->scale = resolved.initial_scale;
+    scaler->bad_left = resolved.hysteresis;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__scaler_usable(const dtrain_scaler *scaler, const char *call)
+{
+    if (scaler && scaler->scale > 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is %s", call,
+                       scaler ? "not initialised; call dtrain_scaler_init first" : "NULL");
+}
+
+DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
+                                               dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *grad_scale, bool *found_inf)
+{
+    const char *const call = "dtrain_scaler_unscale";
+    double scaled;
+    DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !grad_scale || !found_inf)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                           !norm         ? "norm"
+                           : !grad_scale ? "grad_scale"
+                                         : "found_inf");
+    DTRAIN__TRY(dtrain__grad_norm(strategy, &scaled));
+    *norm = (float)(scaled / (double)scaler->scale);
+    *found_inf = !dtrain_is_finite(*norm);
+    *grad_scale = dtrain__clip_factor(*norm, max_norm) / scaler->scale;
+    return DTRAIN_OK;
+}
+
+static void dtrain__scaler_good(dtrain_scaler *scaler)
+{
+    const dtrain_scaler_desc *desc = &scaler->desc;
+    scaler->bad_steps = 0;
+    scaler->good_steps++;
+    if (scaler->good_steps < desc->growth_interval) return;
+    const float grown = scaler->scale * desc->growth_factor;
+    if (dtrain_is_finite(grown)) scaler->scale = grown;
+    scaler->good_steps = 0;
+    scaler->bad_left = desc->hysteresis;
+}
+
+DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf)
+{
+    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_scaler_update"));
+    if (!found_inf) {
+        dtrain__scaler_good(scaler);
+        return DTRAIN_OK;
+    }
+    scaler->good_steps = 0;
+    scaler->bad_steps++;
+    scaler->skipped_steps++;
+    if (scaler->bad_left > 1) {
+        scaler->bad_left--;
+        return DTRAIN_OK;
+    }
+    const float lower = scaler->scale * scaler->desc.backoff_factor;
+    if (lower >= scaler->desc.minimum_scale) {
+        scaler->scale = lower;
+        return DTRAIN_OK;
+    }
+    return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                       "dtrain_scaler_update: expected finite gradients at a loss scale of %g, "
+                       "found overflows in %u steps running, and a smaller scale would be below "
+                       "minimum_scale %g; lower the learning rate, clip gradients, look at the "
+                       "data, or train in bf16, which needs no scale",
+                       (double)scaler->scale, (unsigned)scaler->bad_steps,
+                       (double)scaler->desc.minimum_scale);
 }
 
 /* ================================================================================================
@@ -17016,13 +17213,14 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 /* ================================================================================================
  * [S37] Trainer
  *
- *     micro-batches: next_batch, loss, backward | finish | norm | optimizer | all-gather of 4 words
- *     |<--------------------- step time --------------------------------->|
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 4 words
+ *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
  * and because all ranks then judge the same numbers: a loss that is not finite is the same error
  * on all of them. The parameters are safe without waiting for it: the norm of the averaged
- * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates.
+ * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates or
+ * publishes. With loss scaling that is a skipped step, unless a loss was not finite either.
  *
  * Whose time is it? A rank computes, or it is inside the communicator. A fast rank waits there for
  * a slow one, so a straggler shows in the others' exposed time, and in its own compute time
@@ -17050,6 +17248,8 @@ struct dtrain_trainer {
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
     dtrain_tape *tape;
+    dtrain_scaler scaler; /* in use when scaling */
+    bool scaling;
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
@@ -17126,7 +17326,10 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     const char *missing = NULL;
     dtrain_comm_info comm;
     dtrain_comm_query(trainer->comm, &comm);
-    if (dtrain_world_device(trainer->world)->ops->host_memory)
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (dtrain_world_device(trainer->world)->ops->host_memory)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
@@ -17166,6 +17369,8 @@ static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
 {
     size_t ranks = (size_t)trainer->ranks;
     DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
+    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
+                                       trainer->desc.checkpoint_ops));
     trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
                                             "a trainer's words");
     trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
@@ -17175,6 +17380,31 @@ static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
     return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+{
+    const uint32_t flags = desc->tape_flags;
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
+                       "DTRAIN_TAPE_F16",
+                       flags);
+}
+
+static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
+{
+    dtrain_scaler_desc *desc = &trainer->desc.loss_scaling;
+    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
+                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
+                       desc->minimum_scale != 0;
+    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
+    if (!trainer->scaling) return DTRAIN_OK;
+    if (!given) *desc = dtrain_scaler_defaults();
+    return dtrain_scaler_init(&trainer->scaler, desc);
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -17182,14 +17412,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                           desc->strategy ? "loss" : "strategy");
-    if (desc->tape_flags & ~DTRAIN_TAPE_BF16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: tape_flags is %#x, expected 0 or "
-                           "DTRAIN_TAPE_BF16",
-                           desc->tape_flags);
+    DTRAIN__TRY(dtrain__check_trainer(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
     dtrain_trainer *trainer =
         (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
@@ -17203,6 +17426,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
     dtrain_result result = dtrain__trainer_alloc(trainer);
+    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result != DTRAIN_OK) {
         dtrain_trainer_destroy(trainer);
@@ -17272,9 +17496,15 @@ static uint64_t dtrain__micro_seed(uint32_t micro)
     return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
 }
 
-/* One micro-batch; only the last one's backward communicates. The loss is read after backward: a
- * device with a queue works through both before the host waits. A tape error (a NULL tensor) comes
- * out of backward. */
+/* What the loss's gradient starts as. A power of two as scale changes no bit of the update. */
+static float dtrain__backward_scale(const dtrain_trainer *trainer)
+{
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1;
+    return scale / (float)trainer->desc.accumulation;
+}
+
+/* One micro-batch. The loss is read after backward and finish: a device with a queue works through
+ * all of it before the host waits. A tape error (a NULL tensor) comes out of backward. */
 static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                            double *loss_sum)
 {
@@ -17285,21 +17515,26 @@ static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t mic
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, desc->tape_flags,
                                   dtrain__step_seed(trainer) + dtrain__micro_seed(micro)));
     dtrain_tensor *tensor = desc->loss(trainer->tape, desc->user);
-    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, 1.0f / (float)desc->accumulation));
+    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, dtrain__backward_scale(trainer)));
+    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *loss_sum += (double)loss;
-    return dtrain_strategy_finish(desc->strategy);
+    return DTRAIN_OK;
 }
 
-/* Micro-batches, finish, norm, update. Fills loss, grad_norm and lr. */
+/* Micro-batches, norm, update. Fills loss, grad_norm and lr. */
 static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     float norm = 0, scale = 1, lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
     double loss_sum = 0;
+    bool found_inf;
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
-    DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    if (trainer->scaling)
+        DTRAIN__TRY(dtrain_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
+                                          &scale, &found_inf));
+    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
     record->loss = loss_sum / desc->accumulation;
     record->grad_norm = (double)norm;
@@ -17324,8 +17559,9 @@ static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro
     dtrain_tensor *loss = NULL;
     if (result == DTRAIN_OK) {
         loss = desc->loss(trainer->tape, desc->user);
-        result = dtrain_tape_backward(trainer->tape, loss, 1.0f / (float)desc->accumulation);
+        result = dtrain_tape_backward(trainer->tape, loss, dtrain__backward_scale(trainer));
     }
+    if (result == DTRAIN_OK) result = dtrain_strategy_finish(desc->strategy);
     trainer->tape->feed = NULL;
     trainer->tape->scalars = NULL;
     feed->filled = false;
@@ -17346,7 +17582,6 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
-    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
     DTRAIN__TRY(device->ops->clip(device, &clip));
     DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
@@ -17430,11 +17665,22 @@ static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float 
                                (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
                                (double)loss, advice);
     }
-    if (!dtrain_is_finite(norm))
+    if (!dtrain_is_finite(norm) && !trainer->scaling)
         return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                            "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
                            "every loss is finite: %s",
                            (long long)trainer->step, (double)norm, advice);
+    return DTRAIN_OK;
+}
+
+/* After the verdict, and from the same numbers on every rank: all scales move alike. */
+static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    dtrain_scaler *scaler = &trainer->scaler;
+    if (!trainer->scaling) return DTRAIN_OK;
+    record->loss_scale = (double)scaler->scale;
+    DTRAIN__TRY(dtrain_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
+    record->skipped_steps = scaler->skipped_steps;
     return DTRAIN_OK;
 }
 
@@ -17525,6 +17771,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
     DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)full.grad_norm));
+    DTRAIN__TRY(dtrain__trainer_rescale(trainer, &full));
 
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     dtrain__trainer_record(trainer, &full);
@@ -17573,7 +17820,9 @@ static dtrain_result dtrain__plan_tape(dtrain_world *world, const dtrain_trainer
 {
     dtrain_tape *tape;
     DTRAIN__TRY(dtrain_tape_create(world, NULL, device, &tape));
-    dtrain_result result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+    dtrain_result result =
+        dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, info);
     dtrain_tape_destroy(tape);
@@ -17962,6 +18211,10 @@ static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__line_number(&line, "comm_ms", record->comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
     dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
+    if (record->loss_scale > 0) {
+        dtrain__line_number(&line, "loss_scale", record->loss_scale);
+        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
+    }
     dtrain__metrics_write(metrics, &line);
 }
 

@@ -100,6 +100,9 @@ static const struct flag {
     {"--param-dtype", 'w', &flags.param_dtype, 0, 0, "sharded parameters travel as", dtypes},
     {"--reduce-dtype", 'w', &flags.reduce_dtype, 0, 0, "gradients travel as", dtypes},
     {"--offload", 'w', &flags.offload, 0, 0, "GPU: what lives in host memory", offloads},
+    {"--activation-checkpointing", 'i', &flags.checkpoint, 0, 1e6,
+     "1: each block's activations are dropped and made again in backward; n: every n-th's; 0 off",
+     NULL},
     {"--memory-limit", 'i', &flags.memory_limit, 1, 1e9,
      "MiB of a rank: what --strategy auto and --auto-batch keep to; more is an error", NULL},
     {"--graph", 'b', &flags.graph, 0, 0, "GPU: record the step once and replay it", NULL},
@@ -653,6 +656,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, job *j)
     desc.tokens = (uint32_t)(j->train.batch * flags.seq);
     desc.clip = (float)flags.clip;
     desc.tape_flags = tape_flags();
+    desc.checkpoint_every = (uint32_t)flags.checkpoint;
     desc.graph = flags.graph != 0;
     desc.seed = (uint64_t)flags.seed;
     desc.schedule.kind = (uint32_t)flags.schedule;

@@ -83,6 +83,12 @@ if ! $gpt --steps 4 | grep -q "cblas kernels"; then
         [ -n "$ddp" ] && [ "$hash" = "$ddp" ]
         result "same parameters: --strategy $strategy" $? "$tmp/other"
     done
+    for flags in "" "--strategy full_shard" "--strategy zero3 --accum 2"; do
+        plain=$(hash_of $small --layers 3 --dropout 0.1 $flags)
+        hash=$(hash_of $small --layers 3 --dropout 0.1 $flags --activation-checkpointing 2)
+        [ -n "$plain" ] && [ "$hash" = "$plain" ]
+        result "same parameters: --activation-checkpointing 2 $flags" $?
+    done
     nodes="$small --strategy hybrid_shard --node-size 2"
     hash=$(hash_of $nodes)
     [ -n "$hash" ] && [ "$hash" = "$(hash_of $nodes)" ]
@@ -92,6 +98,7 @@ good "strategy, memory and bytes are shown" "FULL_SHARD: 2 shards x 2 replicas|H
 good "auto says why" "auto +DTRAIN_ZERO1: .* MiB a rank" $gpt --strategy auto
 good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2
 good "low precision on the wire" "validation loss" $gpt --strategy full_shard --param-dtype bf16 --reduce-dtype bf16 --precision bf16
+good "fp16 with loss scaling" "validation loss" $gpt --precision fp16 --strategy zero1
 good "--global-batch" "2 x 16 tokens x 3 micro-batches x 2 ranks" $gpt --global-batch 12
 good "--global-batch shrinks --batch" "5 x 16 tokens x 1 micro-batches x 2 ranks" $gpt --global-batch 10 --batch 8
 good "--auto-batch at most --batch" "7 x 16 tokens x 1 micro-batches" $gpt --auto-batch --batch 7

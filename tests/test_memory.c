@@ -85,7 +85,7 @@ static dtrain_result set_batch(void *user, uint32_t batch)
 /* What is done and what every rank saw; in shared memory. */
 typedef struct run {
     dtrain_strategy_desc desc;
-    uint32_t accumulation, tape_flags, max_batch;
+    uint32_t accumulation, tape_flags, checkpoint, max_batch;
     int64_t width, batch;
     uint64_t limits[MOST]; /* of desc, by rank; all 0: that of desc for all */
     uint64_t caps[MOST];   /* larger single allocations of this rank fail; 0 = none */
@@ -118,6 +118,7 @@ static dtrain_trainer_desc trainer_desc(const run *r, model *m)
     memset(&desc, 0, sizeof desc);
     desc.accumulation = r->accumulation;
     desc.tape_flags = r->tape_flags;
+    desc.checkpoint_every = r->checkpoint;
     desc.schedule.lr = 0.01f;
     desc.next_batch = next_batch;
     desc.loss = loss;
@@ -234,7 +235,7 @@ static void test_prediction(void)
         }
 }
 
-/* Accumulation, autocast and low-precision communication take memory of their own. */
+/* Accumulation, checkpointing, autocast and low-precision communication take memory of their own. */
 static void test_prediction_of_modes(void)
 {
     for (int k = 0; k < KINDS; k++)
@@ -247,6 +248,7 @@ static void test_prediction_of_modes(void)
             if (kinds[k] == DTRAIN_HYBRID_SHARD) r->desc.node_size = 2;
             if (mode == 1) r->desc.accumulation = DTRAIN_ACCUMULATE_LAST;
             if (mode == 2) r->tape_flags = DTRAIN_TAPE_BF16;
+            if (mode == 0) r->checkpoint = 1;
             if (mode == 2 && sharded) r->desc.param_dtype = DTRAIN_BF16;
             if (mode == 2) r->desc.reduce_dtype = DTRAIN_BF16;
             check_prediction(r, hybrid ? 4 : 2, names[k]);
