@@ -14270,24 +14270,22 @@ static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, ui
     return DTRAIN_OK;
 }
 
-/* That, less what is used beside the strategy. The rank that has least decides for all: the choice
- * must be one. */
+/* That, less what is used beside the strategy; negative when that alone is too much. The rank that
+ * has least decides for all: the choice must be one. */
 static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strategy_desc *desc,
-                                        dtrain_comm *comm, uint64_t *limit)
+                                        dtrain_comm *comm, int64_t *left)
 {
     uint64_t have;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
-    int64_t rest = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
-                   (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
-    DTRAIN__TRY(dtrain_all_reduce(comm, &rest, &rest, 1, DTRAIN_I64, DTRAIN_MIN, NULL));
-    *limit = rest > 0 ? (uint64_t)rest : 0;
-    return DTRAIN_OK;
+    *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
+            (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
+    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_I64, DTRAIN_MIN, NULL);
 }
 
 static double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
 static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_t least,
-                                        uint64_t limit)
+                                        int64_t left)
 {
     return dtrain_fail(
         DTRAIN_ERROR_MEMORY,
@@ -14295,8 +14293,8 @@ static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_
         "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside %.1f "
         "MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
         "checkpointing, a smaller batch or, on a GPU, offload would help",
-        dtrain__mib(least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
-        dtrain__mib(least - limit));
+        dtrain__mib(least), dtrain__mib(left > 0 ? (uint64_t)left : 0),
+        dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)((int64_t)least - left)));
 }
 
 static const uint32_t dtrain__auto_order[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
@@ -14340,10 +14338,12 @@ static dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *p
 static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->comm);
-    uint64_t limit, least = UINT64_MAX;
+    int64_t left;
+    uint64_t least = INT64_MAX;
     char before[160] = "";
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &limit));
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
+    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
     for (size_t i = 0; i < DTRAIN__AUTO_KINDS; i++) {
         const uint32_t kind = dtrain__auto_order[i];
         dtrain_strategy_desc desc = strategy->desc;
@@ -14371,7 +14371,7 @@ static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
         strategy->desc.node_size = desc.node_size;
         return DTRAIN_OK;
     }
-    return dtrain__auto_fails(strategy, least, limit);
+    return dtrain__auto_fails(strategy, least, left);
 }
 
 /* ================================================================================================
@@ -17888,7 +17888,8 @@ typedef struct dtrain__batch_plan {
     const dtrain_auto_batch_desc *desc;
     dtrain_strategy_desc strategy;
     dtrain_comm *comm;
-    uint64_t fixed, limit; /* bytes: strategy and optimizer; all together */
+    uint64_t fixed; /* bytes of strategy and optimizer */
+    int64_t limit;  /* of those and activations */
 } dtrain__batch_plan;
 
 /* Bytes of activations. */
@@ -17908,7 +17909,8 @@ static dtrain_result dtrain__batch_fits(const dtrain__batch_plan *plan, uint32_t
 {
     uint64_t bytes = 0;
     const dtrain_result result = dtrain__batch_needs(plan, batch, &bytes);
-    *fits = result == DTRAIN_OK && plan->fixed <= plan->limit && bytes <= plan->limit - plan->fixed;
+    *fits = result == DTRAIN_OK && bytes <= INT64_MAX - plan->fixed &&
+            (int64_t)(plan->fixed + bytes) <= plan->limit;
     return result == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : result;
 }
 
@@ -17933,14 +17935,14 @@ static dtrain_result dtrain__batch_none(const dtrain__batch_plan *plan)
 {
     uint64_t one;
     DTRAIN__TRY(dtrain__batch_needs(plan, 1, &one));
-    const uint64_t need = plan->fixed + one;
     return dtrain_fail(DTRAIN_ERROR_MEMORY,
                        "dtrain_auto_batch: not even one sample fits: %.1f MiB a rank for "
                        "parameters, gradients, optimizer and buffers and %.1f MiB of activations, "
                        "of %.1f MiB: %.1f MiB are missing. A strategy that shards more, more "
                        "ranks, activation checkpointing or, on a GPU, offload would help",
-                       dtrain__mib(plan->fixed), dtrain__mib(one), dtrain__mib(plan->limit),
-                       dtrain__mib(need > plan->limit ? need - plan->limit : 0));
+                       dtrain__mib(plan->fixed), dtrain__mib(one),
+                       dtrain__mib(plan->limit > 0 ? (uint64_t)plan->limit : 0),
+                       dtrain__mib((uint64_t)((int64_t)(plan->fixed + one) - plan->limit)));
 }
 
 /* Allocates and touches what a step needs; what is there of it stays until the caller frees it. */
@@ -18027,7 +18029,7 @@ DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_aut
                            "dtrain_auto_batch: %.1f MiB a rank should be there, but not every rank "
                            "could allocate what one sample needs: set memory_limit to less, or end "
                            "what else uses the device",
-                           dtrain__mib(plan.limit));
+                           dtrain__mib((uint64_t)plan.limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
 }

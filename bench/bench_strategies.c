@@ -12,7 +12,8 @@
  *   MiB          of a rank, as planned: parameters, gradients, optimizer state, buffers of gathered and
  *                reduced units, activations with their gradients; then what the process held in the end
  *   sent         MiB a rank has sent per step, counted by the communicator
- *   theory       2(N-1)/N P with whole parameters, 3(N-1)/N P with sharded ones, for P parameters of 4
+ *   layout       the same by the strategy's own plan, which knows what is still there in backward
+ *   theory       2(N-1)/N P with whole or kept parameters, 3(N-1)/N P with sharded ones, for P parameters of 4
  *                bytes. HYBRID_SHARD with nodes of G: the latter for G ranks, and 2(M-1)/M P/G across
  *                the M = N/G nodes. Sharded kinds may stay below: what backward needs first is still there
  *   exposed      ms of a step in which a rank waited for communication
@@ -31,7 +32,7 @@ typedef struct config {
     bool same_bits;
     int base; /* the DDP run it is compared with */
 
-    double rate[MAX_ROUNDS], step_ms, exposed_ms, sent_mib, planned_bytes;
+    double rate[MAX_ROUNDS], step_ms, exposed_ms, sent_mib, planned_bytes, elements;
     double params, grads, optimizer, buffers, activations, activation_grads, resident; /* MiB */
     double losses[MAX_STEPS];
     int steps;
@@ -43,11 +44,7 @@ static struct options {
     int steps, rounds, threads, json;
 } opt = {"build/train_gpt", "baby", "1,2", "", 8, 1, 1, 0};
 
-static const struct model {
-    const char *name;
-    double layers, channels, positions, vocab;
-} models[] = {
-    {"tiny", 4, 128, 64, 256}, {"baby", 6, 384, 128, 256}, {"gpt2", 12, 768, 1024, 50257}};
+static const char *const models[] = {"tiny", "baby", "gpt2"};
 enum { MODELS = sizeof models / sizeof *models };
 
 static config configs[MAX_CONFIGS];
@@ -88,13 +85,11 @@ static double number_after(const char *text, const char *key, double fallback)
 
 static double theory_mib(const config *c)
 {
-    const struct model *m = &models[c->model];
-    const double l = m->layers, w = m->channels;
-    const double p = (m->vocab + m->positions) * w + l * (12 * w * w + 13 * w) + 2 * w;
     const double n = c->ranks, g = c->node ? c->node : n, nodes = n / g;
+    const bool kept = strstr(c->flags, "forward 0") != NULL;
     const bool sharded = strstr(c->flags, "full_shard") || strstr(c->flags, "zero3") || c->node;
-    double sent = (sharded ? 3 : 2) * (g - 1) / g * p;
-    if (c->node) sent += 2 * (nodes - 1) / nodes * p / g;
+    double sent = (sharded && !kept ? 3 : 2) * (g - 1) / g * c->elements;
+    if (c->node) sent += 2 * (nodes - 1) / nodes * c->elements / g;
     return 4 * sent / 1048576;
 }
 
@@ -134,11 +129,12 @@ static int read_log(const char *path, config *c, int round)
     return count == 0;
 }
 
-/* From the lines "strategy", "memory  a rank will need" and "memory" of the end. */
+/* From the lines "model", "strategy", "memory  a rank will need" and "memory" of the end. */
 static void read_output(const char *text, config *c)
 {
     const char *plan = strstr(text, "a rank will need"), *end = strstr(text, "\n  memory ");
     c->planned_bytes = number_after(text, "a rank sends ", 0);
+    c->elements = number_after(text, "M parameters (", 0);
     c->params = number_after(plan, "parameters ", 0);
     c->grads = number_after(plan, "gradients ", 0);
     c->optimizer = number_after(plan, "AdamW ", 0);
@@ -157,8 +153,7 @@ static int run_config(config *c, int round)
         command, sizeof command,
         "%s --model %s --ranks %d --threads %d --steps %d --warmup 2 --lr 3e-4 --eval-batches 0 "
         "--sample 0 --log %s %s %s",
-        opt.program, models[c->model].name, c->ranks, opt.threads, opt.steps, log, c->flags,
-        opt.flags);
+        opt.program, models[c->model], c->ranks, opt.threads, opt.steps, log, c->flags, opt.flags);
     if (capture(command, text, sizeof text) || read_log(log, c, round)) {
         fprintf(stderr, "bench_strategies: failed: %s\n", command);
         return 1;
@@ -225,7 +220,7 @@ static int add_configs(void)
     const int name_count = split(opt.models, names), number_count = split(opt.ranks, numbers);
     for (int i = 0; i < name_count; i++) {
         int model = 0;
-        while (model < MODELS && strcmp(names[i], models[model].name) != 0) model++;
+        while (model < MODELS && strcmp(names[i], models[model]) != 0) model++;
         for (int k = 0; k < number_count; k++) {
             const int ranks = atoi(numbers[k]);
             if (model == MODELS || ranks < 1 || ranks > DTRAIN_MAX_RANKS) return 1;
@@ -259,8 +254,8 @@ static void report_json(const config *c)
            "\"buffers_mib\": %.1f, \"activations_mib\": %.1f, \"activation_grads_mib\": %.1f, "
            "\"process_mib\": %.1f, \"sent_mib\": %.6g, \"layout_mib\": %.6g, "
            "\"theory_mib\": %.6g, \"exposed_ms\": %.4g, \"correct\": %s}\n",
-           models[c->model].name, c->name, c->ranks, opt.threads, rate[1], rate[0], rate[2],
-           ratio[1], ratio[0], ratio[2], c->step_ms, c->params, c->grads, c->optimizer, c->buffers,
+           models[c->model], c->name, c->ranks, opt.threads, rate[1], rate[0], rate[2], ratio[1],
+           ratio[0], ratio[2], c->step_ms, c->params, c->grads, c->optimizer, c->buffers,
            c->activations, c->activation_grads, c->resident, c->sent_mib,
            c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms, c->correct ? "true" : "false");
 }
@@ -271,20 +266,21 @@ static void report(const config *c)
     spread(c, NULL, rate);
     spread(c, &configs[c->base], ratio);
     printf("%-5s %5d  %-17s %9.0f %9.0f %9.0f %7.2f  %7.1f %7.1f %7.1f %7.1f %7.1f %8.1f  %8.2f "
-           "%8.2f  %7.2f  %s\n",
-           models[c->model].name, c->ranks, c->name, rate[1], rate[0], rate[2], ratio[1], c->params,
+           "%8.2f %8.2f  %7.2f  %s\n",
+           models[c->model], c->ranks, c->name, rate[1], rate[0], rate[2], ratio[1], c->params,
            c->grads, c->optimizer, c->buffers, c->activations + c->activation_grads, c->resident,
-           c->sent_mib, theory_mib(c), c->exposed_ms, c->correct ? "yes" : "NO");
+           c->sent_mib, c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms,
+           c->correct ? "yes" : "NO");
 }
 
 static void print_heading(void)
 {
     printf(
         "train_gpt, %d threads a rank (%s), %d steps, %d rounds; memory and bytes in MiB, of rank "
-        "0\n\n%-5s %5s  %-17s %9s %9s %9s %7s  %7s %7s %7s %7s %7s %8s  %8s %8s  %7s  %s\n",
+        "0\n\n%-5s %5s  %-17s %9s %9s %9s %7s  %7s %7s %7s %7s %7s %8s  %8s %8s %8s  %7s  %s\n",
         opt.threads, dtrain_cpu_kernel_name(), opt.steps, opt.rounds, "model", "ranks", "strategy",
         "tokens/s", "min", "max", "of DDP", "params", "grads", "optim", "buffers", "activ",
-        "process", "sent", "theory", "exposed", "correct");
+        "process", "sent", "layout", "theory", "exposed", "correct");
 }
 
 /* What checkpointing gains and costs, and what bf16 gains. */
@@ -297,11 +293,11 @@ static void print_ratios(void)
         if (strstr(c->name, "checkpoint"))
             printf("\n%s, %d ranks: activation checkpointing saves %.0f %% of %.1f MiB of "
                    "activations for %.0f %% more time\n",
-                   models[c->model].name, c->ranks, 100 * (1 - c->activations / base->activations),
+                   models[c->model], c->ranks, 100 * (1 - c->activations / base->activations),
                    base->activations, 100 * (1 / ratio[1] - 1));
         if (strstr(c->name, "bf16"))
             printf("%s, %d ranks: bf16 gives %.2f times the tokens/s of fp32 (%.2f to %.2f)\n",
-                   models[c->model].name, c->ranks, ratio[1], ratio[0], ratio[2]);
+                   models[c->model], c->ranks, ratio[1], ratio[0], ratio[2]);
     }
 }
 

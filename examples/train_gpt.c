@@ -553,9 +553,9 @@ static void show_start(dtrain_world *world, const job *j)
     dtrain_strategy_query(j->strategy, &info);
     show_device(world);
     printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
-           "%.2f M parameters\n",
+           "%.2f M parameters (%llu)\n",
            flags.model, flags.layers, flags.heads, flags.channels, flags.seq, flags.vocab,
-           1e-6 * (double)info.total_elements);
+           1e-6 * (double)info.total_elements, (unsigned long long)info.total_elements);
     printf("data    %s: %lld tokens, the last %lld held out\n", flags.data, (long long)tokens,
            (long long)((double)tokens * flags.val_split));
     printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch,
@@ -810,8 +810,7 @@ static int train(dtrain_world *world, void *user)
     TRY(train_steps(&j));
     TRY(finish_job(world, &j));
 cleanup:
-    if (result != DTRAIN_OK && result != DTRAIN_ERROR_PEER &&
-        (dtrain_world_rank(world) == 0 || result == DTRAIN_ERROR_MEMORY))
+    if (result != DTRAIN_OK && result != DTRAIN_ERROR_PEER && dtrain_world_rank(world) == 0)
         fprintf(stderr, "\ntrain_gpt: %s\n", dtrain_last_error());
     close_job(&j);
     return result == DTRAIN_OK ? 0 : 1;

@@ -107,7 +107,7 @@ good "--auto-batch in a limit" "[0-9] x 32 tokens x 1 micro-batches" $wide --bat
 batch=$(sed -n 's/^step *\([0-9]*\) x.*/\1/p' "$tmp/out")
 [ "${batch:-0}" -gt 2 ] && [ "$batch" -lt 512 ]
 result "that batch is more than a few and less than the most" $? "$tmp/out"
-good "a model larger than the limit, sharded" "validation loss" $wide --layers 8 --ranks 4 --strategy full_shard --memory-limit 5
+good "a model larger than the limit, sharded" "validation loss" $wide --layers 8 --ranks 4 --strategy full_shard --memory-limit 6
 
 losses $gpt --ranks 1 --batch 12 >"$tmp/base"
 for ranks in 2 3 4 6 12; do
@@ -158,7 +158,7 @@ bad "offload on the cpu" "GPU" $gpt --strategy full_shard --offload all
 bad "global batch that ranks do not divide" "nearest that can is 6" $gpt --global-batch 7
 bad "two ways to accumulate" "--global-batch" $gpt --accum 2 --global-batch 8
 bad "free memory chooses the bits" "--memory-limit" $gpt --deterministic --auto-batch
-bad "a model larger than the limit" "needs .* MiB a rank" $wide --layers 8 --ranks 4 --memory-limit 5
+bad "a model larger than the limit" "needs .* MiB a rank" $wide --layers 8 --ranks 4 --memory-limit 6
 bad "activations larger than the limit" "memory limit" $wide --batch 64 --memory-limit 4
 bad "auto, and nothing fits" "missing" $wide --batch 64 --strategy auto --memory-limit 4
 bad "not even one sample fits" "not even one sample" $gpt --seq 2048 --auto-batch --memory-limit 4
