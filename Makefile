@@ -30,6 +30,7 @@ help:
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make test       all tests; prints what was skipped for want of an optional tool"
 	@echo "make bench      GEMM, collectives and training, beside their rivals where installed"
+	@echo "make bench-strategies  speed, memory and bytes of every strategy (ARGS=\"--help\")"
 	@echo "make gpu-check  with an NVIDIA GPU: tests, sanitizers, NCCL, benchmarks; 9 minutes"
 	@echo "make asan ubsan tsan    the tests under a sanitizer"
 	@echo "make valgrind   the tests that valgrind can run"
@@ -63,7 +64,9 @@ test: $(EXAMPLES) $(TESTS) $(BENCHES) $(filter $(BUILD)/%,$(EMU_TESTS)) $(EMU_BE
 	@BUILD=$(BUILD) CC="$(CC)" sh tests/run.sh $(TESTS) $(EMU_TESTS) $(SCRIPTS)
 
 bench: $(BENCHES)
-	@for b in $(BENCHES); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
+	@for b in $(filter-out %/bench_strategies,$(BENCHES)); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
+bench-strategies: $(BUILD)/train_gpt $(BUILD)/bench/bench_strategies
+	$(BUILD)/bench/bench_strategies $(ARGS)
 
 # A sanitizer build is the same tests in a folder of its own; benchmarks would measure the sanitizer.
 # Kernel threads are fibers: what a sanitizer knows of a stack must not move to its own heap.
@@ -149,6 +152,6 @@ $(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu dtrain.h
 $(BUILD)/cuda/%: %.c $(BUILD)/cuda/dtrain_cuda.o $(HEADERS)
 	$(NVCC) -O3 $(ARCH) -DDTRAIN_USE_CUDA -I. -Itests $< $(BUILD)/cuda/dtrain_cuda.o -o $@ -lcublasLt $(LIBS) $(NCCL)
 
-.PHONY: examples help run cuda gpu-programs gpu-check test bench asan ubsan tsan valgrind fuzz mutate golden lint clean
+.PHONY: examples help run cuda gpu-programs gpu-check test bench bench-strategies asan ubsan tsan valgrind fuzz mutate golden lint clean
 .SECONDARY:
 .DELETE_ON_ERROR:

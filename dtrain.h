@@ -662,6 +662,7 @@ typedef struct dtrain_device_desc {
     bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
     bool tune;             /* GPU: time the algorithms of a GEMM at its first use. Some per cent
                               faster; the bits may then differ from run to run */
+    uint64_t memory_limit; /* bytes; what would go beyond is DTRAIN_ERROR_MEMORY. 0 = none */
     dtrain_allocator allocator;
 } dtrain_device_desc;
 
@@ -752,8 +753,11 @@ typedef struct dtrain_device_ops {
 
 struct dtrain_device {
     const dtrain_device_ops *ops;
-    void *state; /* the backend's own */
-    size_t allocated_bytes, peak_bytes;
+    void *state;            /* the backend's own */
+    size_t allocated_bytes; /* from alloc, not given back */
+    size_t comm_bytes;      /* of communicators, beside those */
+    size_t peak_bytes;      /* both together, at most so far */
+    uint64_t limit_bytes;   /* for both together; 0 = none */
     /* Called again and again while the host waits for the device. A communicator whose kernels wait
      * for other ranks keeps its deadlines here: an error ends the wait. NULL = nothing. */
     dtrain_result (*while_waiting)(void *user);
@@ -778,6 +782,12 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
+
+/* For the authors of devices and communicators. reserve is asked before memory is taken, and says
+ * which limit it would break; count is told what was taken: bytes more than before on one of
+ * device->allocated_bytes and comm_bytes, which it is given the address of. */
+DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t bytes);
+DTRAIN_API void dtrain_device_count(dtrain_device *device, size_t *counter, size_t bytes);
 
 /* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". The second is for
  * products of bf16 with bf16: "amx_bf16" or "avx512_bf16" where the compiler, the processor and the
@@ -843,6 +853,10 @@ typedef struct dtrain_launch_desc {
     uint32_t math;                          /* dtrain_math, for the device */
     uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
     bool tune;                              /* for the device: its desc says what it does */
+    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
+                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
+                              batches keep to. 0 = none. Not in it: the process itself and scratch
+                              of kernels */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -1236,7 +1250,8 @@ typedef struct dtrain_strategy_desc {
                                   ones costs nothing, a unit travels in one piece */
     size_t first_bucket_bytes;  /* 1 MiB */
     size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
-    uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what the world's device offers */
+    uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
+                                   memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
                                   activations (dtrain_plan_activations), the process itself */
     uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
@@ -1754,9 +1769,47 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss);
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Predicts a step's memory by running the loss once on the plan device; workspace is what the
- * process held before the model came. Local; needs a next_batch. */
+/* Predicts the memory of activations, and with them the total, by running the loss forwards and
+ * backwards on the plan device, where kernels do nothing. desc is that of the trainer to come: only
+ * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
+ * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
+ * autocast, parameters need their count or shape. Local. */
+DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
+                                                 const dtrain_trainer_desc *desc,
+                                                 dtrain_memory *memory);
+
+/* Predicts a step's memory: what strategy and optimizer hold and dtrain_plan_activations;
+ * workspace is what the process held before the model came. Local; needs a next_batch. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory);
+
+typedef struct dtrain_auto_batch_desc {
+    uint32_t max_batch; /* 0 = 65536 */
+    /* From here on the loss builds micro-batches of so many samples, with buffers of that size. */
+    dtrain_result (*set_batch)(void *user, uint32_t batch);
+    const dtrain_trainer_desc *trainer; /* as for dtrain_plan_activations */
+    dtrain_param *params;
+    size_t param_count;
+    const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
+} dtrain_auto_batch_desc;
+
+/* The largest micro-batch whose step fits, to be asked before anything of the model is allocated:
+ *
+ *     dtrain_strategy_plan + dtrain_plan_activations(batch) <= memory_limit - other_bytes
+ *
+ * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
+ * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch.
+ * The prediction is tried: every rank allocates and touches that much at the same time, and where
+ * one cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
+ * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
+ * missing. */
+DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_auto_batch_desc *desc,
+                                           uint32_t *batch);
+
+/* The largest micro-batch of at most `batch` samples, and the accumulation, with which
+ * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
+ * an error that names the nearest. Local. */
+DTRAIN_API dtrain_result dtrain_accumulation_for(uint64_t global_batch, uint32_t batch, int ranks,
+                                                 uint32_t *micro_batch, uint32_t *accumulation);
 
 /* ================================================================================================
  * [S19] Metrics
@@ -5488,21 +5541,38 @@ static dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
     return DTRAIN_OK;
 }
 
-static void dtrain__device_count(dtrain_device *device, size_t bytes)
+DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t bytes)
 {
-    device->allocated_bytes += bytes;
-    if (device->allocated_bytes > device->peak_bytes) device->peak_bytes = device->allocated_bytes;
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    if (!device->limit_bytes ||
+        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
+                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
+                       "a smaller batch or a higher memory_limit would help",
+                       (unsigned long long)bytes, (unsigned long long)used,
+                       (unsigned long long)device->limit_bytes);
+}
+
+DTRAIN_API void dtrain_device_count(dtrain_device *device, size_t *counter, size_t bytes)
+{
+    *counter += bytes;
+    const size_t used = device->allocated_bytes + device->comm_bytes;
+    if (used > device->peak_bytes) device->peak_bytes = used;
 }
 
 static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    *memory = NULL;
+    DTRAIN__TRY(dtrain_device_reserve(device, bytes));
     *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
     if (!*memory)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "no memory for %llu bytes on the CPU device, which holds %llu already",
                            (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
-    dtrain__device_count(device, bytes);
+    dtrain_device_count(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -6571,9 +6641,10 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
     if (bytes > UINTPTR_MAX - at - 128)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
                            (unsigned long long)bytes);
+    DTRAIN__TRY(dtrain_device_reserve(device, bytes));
     *memory = (void *)at;
     device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain__device_count(device, bytes);
+    dtrain_device_count(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -6726,6 +6797,7 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     if (!owned) return DTRAIN_ERROR_MEMORY;
     owned->allocator = allocator;
     owned->device.ops = ops;
+    owned->device.limit_bytes = desc->memory_limit;
     const dtrain_result result = ops->create(desc, &owned->device);
     if (result != DTRAIN_OK) {
         dtrain__free(&allocator, owned, 1, sizeof *owned);
@@ -7413,6 +7485,12 @@ static dtrain_result dtrain__ranges_grow(dtrain_world *world)
     return DTRAIN_OK;
 }
 
+/* Whose memory the arena is: the CPU's. A GPU's ranks have only images in it. */
+static dtrain_device *dtrain__arena_device(const dtrain_world *world)
+{
+    return world->device && world->device->ops->host_memory ? world->device : NULL;
+}
+
 /* Zeroed whole pages of this rank's arena, first fit. */
 static dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
@@ -7424,6 +7502,8 @@ static dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, voi
                            "reserve_bytes of dtrain_launch_desc",
                            bytes, all);
     bytes = dtrain__round_up(bytes ? bytes : 1, page);
+    dtrain_device *device = dtrain__arena_device(world);
+    if (device) DTRAIN__TRY(dtrain_device_reserve(device, bytes));
     if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
@@ -7439,6 +7519,7 @@ static dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, voi
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
+    if (device) dtrain_device_count(device, &device->comm_bytes, bytes);
     *out = dtrain__arena(world->control, world->rank) + at;
     return DTRAIN_OK;
 }
@@ -7455,6 +7536,7 @@ static void dtrain__shared_free(dtrain_world *world, void *memory)
             memset(memory, 0, range.end - range.begin);
         __atomic_fetch_sub(&world->control->promised, (uint64_t)(range.end - range.begin),
                            __ATOMIC_ACQ_REL);
+        if (dtrain__arena_device(world)) world->device->comm_bytes -= range.end - range.begin;
         world->range_count--;
         memmove(world->ranges + i, world->ranges + i + 1,
                 (world->range_count - i) * sizeof *world->ranges);
@@ -9275,6 +9357,7 @@ static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__laun
     device.oversubscribed = world->oversubscribed;
     device.math = world->math;
     device.tune = world->tune;
+    device.memory_limit = desc->memory_limit;
     device.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
     DTRAIN__TRY(dtrain__world_comm_create(world));
@@ -14528,30 +14611,47 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
 
-/* What a rank may use, less what is used beside the strategy. The rank that has least decides for
- * all: the choice must be one. */
-static dtrain_result dtrain__auto_limit(dtrain_strategy *strategy, uint64_t *limit)
+/* What a plan does not count: whole pages, stages of further communicators, a trainer's scalars. */
+#define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
+
+/* What this rank may use from here on. Of memory that nobody has limited a sixteenth stays free:
+ * for scratch of kernels and for others on the machine. */
+static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, uint64_t *left)
 {
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    dtrain_device_info device;
-    uint64_t have = desc->memory_limit;
-    if (!have && strategy->device->ops->host_memory)
-        have = dtrain__free_memory() / (uint64_t)dtrain_world_local_size(strategy->world);
-    else if (!have) {
-        DTRAIN__TRY(strategy->device->ops->query(strategy->device, &device));
-        have = device.free_bytes;
+    dtrain_device *device = world->device;
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    dtrain_device_info info;
+    *left = limit;
+    if (limit) return DTRAIN_OK;
+    if (device->limit_bytes) {
+        *left = device->limit_bytes > used + DTRAIN__UNPLANNED_BYTES
+                    ? device->limit_bytes - used - DTRAIN__UNPLANNED_BYTES
+                    : 0;
+    } else if (device->ops->host_memory) {
+        *left = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
+    } else {
+        DTRAIN__TRY(device->ops->query(device, &info));
+        *left = info.free_bytes / 16 * 15;
     }
-    int64_t rest = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
-                   (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
-    DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &rest, &rest, 1, DTRAIN_I64, DTRAIN_MIN, NULL));
-    *limit = rest > 0 ? (uint64_t)rest : 0;
     return DTRAIN_OK;
+}
+
+/* That, less what is used beside the strategy; negative when that alone is too much. The rank that
+ * has least decides for all: the choice must be one. */
+static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strategy_desc *desc,
+                                        dtrain_comm *comm, int64_t *left)
+{
+    uint64_t have;
+    DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
+    *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
+            (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
+    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_I64, DTRAIN_MIN, NULL);
 }
 
 static double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
 static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_t least,
-                                        uint64_t limit)
+                                        int64_t left)
 {
     return dtrain_fail(
         DTRAIN_ERROR_MEMORY,
@@ -14559,36 +14659,66 @@ static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_
         "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside %.1f "
         "MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
         "checkpointing, a smaller batch or, on a GPU, offload would help",
-        dtrain__mib(least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
-        dtrain__mib(least - limit));
+        dtrain__mib(least), dtrain__mib(left > 0 ? (uint64_t)left : 0),
+        dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)((int64_t)least - left)));
+}
+
+static const uint32_t dtrain__auto_order[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
+                                              DTRAIN_HYBRID_SHARD, DTRAIN_FULL_SHARD};
+enum { DTRAIN__AUTO_KINDS = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
+
+/* Makes desc that of AUTO's i-th candidate; false: these ranks or the rest of desc exclude it. */
+static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t i,
+                                   dtrain_strategy_desc *desc)
+{
+    const uint32_t kind = dtrain__auto_order[i];
+    const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
+    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_FULL_SHARD
+                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_SHARD_GRAD_OP
+                                                                  : DTRAIN_DDP;
+    if (ranks == 1 ? kind != alone : kind == DTRAIN_DDP) return false;
+    if (kind == DTRAIN_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks)) return false;
+    if (kind == DTRAIN_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
+    desc->kind = kind;
+    return dtrain__check_combination(desc, dtrain__traits_of(kind)) == DTRAIN_OK;
+}
+
+/* Of a strategy that is not there yet; of AUTO's candidates, the least that one of them needs. */
+static dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params, size_t count,
+                                            const dtrain_strategy_desc *given, int ranks,
+                                            uint64_t *bytes)
+{
+    const bool choose = given->kind == DTRAIN_STRATEGY_AUTO;
+    *bytes = UINT64_MAX;
+    for (size_t i = 0; i < (choose ? (size_t)DTRAIN__AUTO_KINDS : 1); i++) {
+        dtrain_strategy_desc desc = *given;
+        dtrain_memory memory;
+        if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
+        if (desc.kind == DTRAIN_HYBRID_SHARD && !desc.node_size)
+            desc.node_size = (uint32_t)dtrain_world_local_size(world);
+        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
+        if (memory.total < *bytes) *bytes = memory.total;
+    }
+    return DTRAIN_OK;
 }
 
 /* The first that fits of those that send least. What the candidate before it was short of is the
  * reason. */
 static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
-    static const uint32_t order[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
-                                     DTRAIN_HYBRID_SHARD, DTRAIN_FULL_SHARD};
     const int ranks = dtrain_comm_size(strategy->comm);
-    const int nodes = dtrain_world_node_count(strategy->world);
-    const int node_size = dtrain_world_local_size(strategy->world);
-    const uint32_t offload = strategy->desc.offload;
-    const uint32_t alone = offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_FULL_SHARD
-                           : offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_SHARD_GRAD_OP
-                                                            : DTRAIN_DDP;
-    uint64_t limit, least = UINT64_MAX;
+    int64_t left;
+    uint64_t least = INT64_MAX;
     char before[160] = "";
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__auto_limit(strategy, &limit));
-    for (size_t i = 0; i < sizeof order / sizeof order[0]; i++) {
-        const uint32_t kind = order[i];
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
+    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
+    for (size_t i = 0; i < DTRAIN__AUTO_KINDS; i++) {
+        const uint32_t kind = dtrain__auto_order[i];
         dtrain_strategy_desc desc = strategy->desc;
         dtrain_memory memory;
         uint64_t step_bytes;
-        if (ranks == 1 ? kind != alone : kind == DTRAIN_DDP) continue;
-        if (kind == DTRAIN_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks)) continue;
-        if (kind == DTRAIN_HYBRID_SHARD) desc.node_size = (uint32_t)node_size;
-        if (dtrain__check_combination(&desc, dtrain__traits_of(kind)) != DTRAIN_OK) continue;
+        if (!dtrain__auto_candidate(strategy->world, ranks, i, &desc)) continue;
         DTRAIN__TRY(
             dtrain__agree(strategy->comm, dtrain__plan_kind(&strategy->allocator, strategy->params,
                                                             strategy->param_count, desc, kind,
@@ -14610,7 +14740,7 @@ static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
         strategy->desc.node_size = desc.node_size;
         return DTRAIN_OK;
     }
-    return dtrain__auto_fails(strategy, least, limit);
+    return dtrain__auto_fails(strategy, least, left);
 }
 
 /* ================================================================================================
@@ -18220,26 +18350,45 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 /* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
  * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
  * the plan device the tape leaves the parameters' bookkeeping alone as well. */
-static dtrain_result dtrain__trainer_plan_tape(dtrain_trainer *trainer, dtrain_device *device,
-                                               dtrain_tape_info *info)
+static dtrain_result dtrain__plan_tape(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                       dtrain_device *device, dtrain_tape_info *info)
 {
     dtrain_tape *tape;
-    DTRAIN__TRY(dtrain_tape_create(trainer->world, NULL, device, &tape));
+    DTRAIN__TRY(dtrain_tape_create(world, NULL, device, &tape));
     dtrain_result result =
-        dtrain_tape_checkpoint(tape, trainer->desc.checkpoint_every, trainer->desc.checkpoint_ops);
-    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, trainer->desc.tape_flags, 0);
-    if (result == DTRAIN_OK)
-        result = dtrain_tape_backward(tape, trainer->desc.loss(tape, trainer->desc.user), 1);
+        dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+    if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, info);
     dtrain_tape_destroy(tape);
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory)
+DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
+                                                 const dtrain_trainer_desc *desc,
+                                                 dtrain_memory *memory)
 {
-    dtrain_device_desc desc;
+    dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape_info tape;
+    if (!world || !desc || !desc->loss || !memory)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_plan_activations: world, desc, its loss or memory is NULL");
+    memset(&plan, 0, sizeof plan);
+    memset(memory, 0, sizeof *memory);
+    plan.allocator = *dtrain_world_allocator(world);
+    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
+    const dtrain_result result = dtrain__plan_tape(world, desc, device, &tape);
+    dtrain_device_destroy(device);
+    DTRAIN__TRY(result);
+    memory->activations = tape.activation_bytes;
+    memory->activation_grads = tape.gradient_bytes;
+    memory->total = memory->activations + memory->activation_grads;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory)
+{
     dtrain_strategy_info strategy;
     if (!trainer || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -18248,14 +18397,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan_memory: the loss fetches its own batches and "
                            "cannot be run without spending one: give the trainer a next_batch");
-    memset(&desc, 0, sizeof desc);
-    memset(&tape, 0, sizeof tape);
-    memset(memory, 0, sizeof *memory);
-    desc.allocator = trainer->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &desc, &device));
-    dtrain_result result = dtrain__trainer_plan_tape(trainer, device, &tape);
-    dtrain_device_destroy(device);
-    DTRAIN__TRY(result);
+    DTRAIN__TRY(dtrain_plan_activations(trainer->world, &trainer->desc, memory));
     dtrain_strategy_query(trainer->desc.strategy, &strategy);
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
@@ -18265,11 +18407,198 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
         memory->host += trainer->desc.optimizer->host_bytes;
     else if (trainer->desc.optimizer)
         memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
-    memory->activations = tape.activation_bytes;
-    memory->activation_grads = tape.gradient_bytes;
     if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
-    memory->total = memory->params + memory->grads + memory->optimizer + memory->activations +
-                    memory->activation_grads + memory->buffers + memory->workspace;
+    memory->total +=
+        memory->params + memory->grads + memory->optimizer + memory->buffers + memory->workspace;
+    return DTRAIN_OK;
+}
+
+/* ---- automatic batch ----
+ *
+ * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
+ *    interval. A plan is bookkeeping only, some twenty of them take milliseconds.
+ * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
+ *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
+ * 3. Where a rank has failed, all go on with less. */
+
+typedef struct dtrain__batch_plan {
+    dtrain_world *world;
+    const dtrain_auto_batch_desc *desc;
+    dtrain_strategy_desc strategy;
+    dtrain_comm *comm;
+    uint64_t fixed; /* bytes of strategy and optimizer */
+    int64_t limit;  /* of those and activations */
+} dtrain__batch_plan;
+
+/* Bytes of activations. */
+static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
+                                         uint64_t *bytes)
+{
+    dtrain_memory memory;
+    const dtrain_trainer_desc *trainer = plan->desc->trainer;
+    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
+    DTRAIN__TRY(dtrain_plan_activations(plan->world, trainer, &memory));
+    *bytes = memory.total;
+    return DTRAIN_OK;
+}
+
+/* What cannot even be planned, for want of addresses or of the host's buffers, does not fit. */
+static dtrain_result dtrain__batch_fits(const dtrain__batch_plan *plan, uint32_t batch, bool *fits)
+{
+    uint64_t bytes = 0;
+    const dtrain_result result = dtrain__batch_needs(plan, batch, &bytes);
+    *fits = result == DTRAIN_OK && bytes <= INT64_MAX - plan->fixed &&
+            (int64_t)(plan->fixed + bytes) <= plan->limit;
+    return result == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : result;
+}
+
+/* 0: not even one sample. */
+static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
+{
+    uint32_t fits = 0, fails = (plan->desc->max_batch ? plan->desc->max_batch : 65536) + 1;
+    while (fails - fits > 1) {
+        uint32_t next = fits + (fails - fits) / 2;
+        bool good;
+        if (fits == 0) next = 1;
+        else if (next / 2 >= fits) next = 2 * fits;
+        DTRAIN__TRY(dtrain__batch_fits(plan, next, &good));
+        if (good) fits = next;
+        else fails = next;
+    }
+    *batch = fits;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__batch_none(const dtrain__batch_plan *plan)
+{
+    uint64_t one;
+    DTRAIN__TRY(dtrain__batch_needs(plan, 1, &one));
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "dtrain_auto_batch: not even one sample fits: %.1f MiB a rank for "
+                       "parameters, gradients, optimizer and buffers and %.1f MiB of activations, "
+                       "of %.1f MiB: %.1f MiB are missing. A strategy that shards more, more "
+                       "ranks, activation checkpointing or, on a GPU, offload would help",
+                       dtrain__mib(plan->fixed), dtrain__mib(one),
+                       dtrain__mib(plan->limit > 0 ? (uint64_t)plan->limit : 0),
+                       dtrain__mib((uint64_t)((int64_t)(plan->fixed + one) - plan->limit)));
+}
+
+/* Allocates and touches what a step needs; what is there of it stays until the caller frees it. */
+static dtrain_result dtrain__batch_hold(const dtrain__batch_plan *plan, uint32_t batch,
+                                        uint64_t bytes[2], void *held[2])
+{
+    dtrain_device *device = plan->world->device;
+    held[0] = held[1] = NULL;
+    bytes[0] = plan->fixed;
+    DTRAIN__TRY(dtrain__batch_needs(plan, batch, &bytes[1]));
+    for (int i = 0; i < 2; i++) {
+        if (bytes[i] > SIZE_MAX / 2)
+            return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                               "dtrain_auto_batch: %llu bytes are more than "
+                               "can be addressed",
+                               (unsigned long long)bytes[i]);
+        DTRAIN__TRY(device->ops->alloc(device, (size_t)bytes[i], &held[i]));
+        DTRAIN__TRY(device->ops->zero(device, held[i], (size_t)bytes[i]));
+    }
+    return device->ops->synchronize(device);
+}
+
+/* Collective: whether every rank could. */
+static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_t batch, bool *good)
+{
+    dtrain_device *device = plan->world->device;
+    uint64_t bytes[2];
+    void *held[2];
+    const dtrain_result mine = dtrain__batch_hold(plan, batch, bytes, held);
+    int32_t well = mine == DTRAIN_OK;
+    const dtrain_result told =
+        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_I32, DTRAIN_MIN, NULL);
+    for (int i = 0; i < 2; i++)
+        if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
+    *good = well != 0;
+    DTRAIN__TRY(told);
+    return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
+}
+
+static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_auto_batch_desc *desc,
+                                         const uint32_t *batch)
+{
+    const char *missing = !world                        ? "world is NULL"
+                          : !desc                       ? "desc is NULL"
+                          : !batch                      ? "batch is NULL"
+                          : !desc->set_batch            ? "desc has no set_batch"
+                          : !desc->trainer              ? "desc has no trainer"
+                          : !desc->trainer->loss        ? "desc's trainer has no loss"
+                          : !desc->params               ? "desc has no params"
+                          : desc->max_batch > INT32_MAX ? "max_batch is above 2^31 - 1"
+                                                        : NULL;
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_auto_batch: %s", missing);
+}
+
+DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_auto_batch_desc *desc,
+                                           uint32_t *batch)
+{
+    dtrain__batch_plan plan;
+    uint32_t found = 0;
+    bool good = false;
+    DTRAIN__TRY(dtrain__batch_check(world, desc, batch));
+    memset(&plan, 0, sizeof plan);
+    plan.world = world;
+    plan.desc = desc;
+    plan.strategy = desc->strategy ? *desc->strategy : dtrain_strategy_defaults();
+    plan.comm = plan.strategy.comm ? plan.strategy.comm : dtrain_world_comm(world);
+    dtrain_result mine =
+        dtrain__strategy_needs(world, desc->params, desc->param_count, &plan.strategy,
+                               dtrain_comm_size(plan.comm), &plan.fixed);
+    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
+    DTRAIN__TRY(dtrain__auto_limit(world, &plan.strategy, plan.comm, &plan.limit));
+    mine = dtrain__batch_search(&plan, &found);
+    if (mine == DTRAIN_OK && found == 0) mine = dtrain__batch_none(&plan);
+    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
+    int32_t least = (int32_t)found;
+    DTRAIN__TRY(dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_I32, DTRAIN_MIN, NULL));
+    for (; least > 0; least -= (least + 7) / 8) {
+        DTRAIN__TRY(dtrain__batch_trial(&plan, (uint32_t)least, &good));
+        if (good) break;
+    }
+    if (!good)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "dtrain_auto_batch: %.1f MiB a rank should be there, but not every rank "
+                           "could allocate what one sample needs: set memory_limit to less, or end "
+                           "what else uses the device",
+                           dtrain__mib((uint64_t)plan.limit));
+    *batch = (uint32_t)least;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_accumulation_for(uint64_t global_batch, uint32_t batch, int ranks,
+                                                 uint32_t *micro_batch, uint32_t *accumulation)
+{
+    const char *const call = "dtrain_accumulation_for";
+    if (!global_batch || !batch || ranks < 1 || !micro_batch || !accumulation)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "
+                           "result's address is NULL",
+                           call, (unsigned long long)global_batch, batch, ranks);
+    const uint64_t own = global_batch / (uint64_t)ranks, below = own * (uint64_t)ranks;
+    if (below != global_batch)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: a global batch of %llu cannot be shared by %d ranks; the nearest "
+                           "that can is %llu",
+                           call, (unsigned long long)global_batch, ranks,
+                           (unsigned long long)(!below || global_batch - below > (uint64_t)ranks / 2
+                                                    ? below + (uint64_t)ranks
+                                                    : below));
+    uint64_t micro = own < batch ? own : batch;
+    while (own % micro) micro--;
+    if (own / micro > UINT32_MAX)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %llu micro-batches of %llu samples are more than an accumulation "
+                           "can be",
+                           call, (unsigned long long)(own / micro), (unsigned long long)micro);
+    *micro_batch = (uint32_t)micro;
+    *accumulation = (uint32_t)(own / micro);
     return DTRAIN_OK;
 }
 

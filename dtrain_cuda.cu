@@ -725,11 +725,11 @@ static dtrain_result dtrain_cuda_alloc(dtrain_device *device, size_t bytes, void
 {
     *memory = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "alloc"));
+    DTRAIN_CUDA_TRY(dtrain_device_reserve(device, bytes));
     const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1); /* NULL would mean failure */
     if (error == cudaErrorMemoryAllocation) return dtrain_cuda_out_of_memory(device, bytes);
     DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "cudaMalloc"));
-    device->allocated_bytes += bytes;
-    if (device->allocated_bytes > device->peak_bytes) device->peak_bytes = device->allocated_bytes;
+    dtrain_device_count(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 

@@ -1251,13 +1251,18 @@ static dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result co
 #if DTRAIN_NCCL_HAS_MEMORY
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
 {
+    DTRAIN_NCCL_TRY(dtrain_device_reserve(hub->device, bytes));
     const ncclResult_t result = hub->nccl.MemAlloc(out, bytes);
-    if (result == ncclSuccess) return DTRAIN_OK;
+    if (result == ncclSuccess) {
+        dtrain_device_count(hub->device, &hub->device->comm_bytes, bytes);
+        return DTRAIN_OK;
+    }
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
                        hub->nccl.GetErrorString(result));
 }
 static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
 {
+    hub->device->comm_bytes -= memory->bytes;
     hub->nccl.MemFree(memory->pointer);
 }
 static dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm, dtrain_nccl__memory *memory)

@@ -17,6 +17,9 @@ check "bench_collectives --json" '^\{.*"busbw' "$build/bench/bench_collectives" 
 tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 4 --steps 60 --rounds 1"
 check "bench_train" "tokens/s" "$build/bench/bench_train" $tiny
 check "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train" $tiny --json
+few="--program $build/train_gpt --models tiny --ranks 2,4 --steps 5"
+check "bench_strategies" "ranks: bf16 gives" "$build/bench/bench_strategies" $few --flags "--layers 2 --batch 1"
+check "bench_strategies --json" '^\{.*"HYBRID_SHARD, 2".*"correct": true' "$build/bench/bench_strategies" $few --json
 check "bench_kernels" "attention_backward .* yes" "$build/bench/bench_kernels" --quick
 if [ -x "$build/emu/bench_kernels" ]; then
     check "bench_kernels, emulated GPU" "attention_backward .* yes" "$build/emu/bench_kernels" --quick

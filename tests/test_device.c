@@ -936,6 +936,32 @@ static void test_device_memory(void)
     }
 }
 
+/* What would go beyond the limit is refused with the three numbers, on the plan device too. */
+static void test_memory_limit(void)
+{
+    const dtrain_device_ops *const tables[] = {dtrain_cpu_device_ops(), dtrain_plan_device_ops()};
+    for (int i = 0; i < 2; i++) {
+        dtrain_device_desc desc;
+        dtrain_device *d;
+        void *a = NULL, *b = NULL;
+        memset(&desc, 0, sizeof desc);
+        desc.memory_limit = 1000;
+        CHECK(!dtrain_device_create(tables[i], &desc, &d));
+        CHECK(!d->ops->alloc(d, 600, &a));
+        CHECK(d->ops->alloc(d, 401, &b) == DTRAIN_ERROR_MEMORY && !b);
+        CHECK_MSG(strstr(dtrain_last_error(), " 401 ") && strstr(dtrain_last_error(), " 600 ") &&
+                      strstr(dtrain_last_error(), " 1000;"),
+                  "%s", dtrain_last_error());
+        CHECK(d->ops->alloc(d, SIZE_MAX, &b) == DTRAIN_ERROR_MEMORY && !b);
+        CHECK(d->allocated_bytes == 600 && d->peak_bytes == 600);
+        CHECK(!d->ops->alloc(d, 400, &b));
+        d->ops->free(d, a, 600);
+        d->ops->free(d, b, 400);
+        CHECK(d->allocated_bytes == 0 && d->peak_bytes == 1000);
+        dtrain_device_destroy(d);
+    }
+}
+
 static void test_plan_device(void)
 {
     dtrain_device *d;
@@ -1016,6 +1042,7 @@ int main(int argc, char **argv)
     RUN(test_philox);
     RUN(test_random);
     RUN(test_device_memory);
+    RUN(test_memory_limit);
     RUN(test_plan_device);
     RUN(test_chosen_kernels);
 #if defined(__x86_64__)

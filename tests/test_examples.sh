@@ -69,6 +69,46 @@ else
         result "same bits: ${variant:-a second run}" $? "$tmp/other"
     done
 fi
+
+# A strategy changes where things live: losses and parameters to the bit those of ddp. With nodes the
+# sums are taken in another order: hybrid_shard only repeats itself, but for one node or nodes of one.
+if ! $gpt --steps 4 | grep -q "cblas kernels"; then
+    small="$gpt --steps 4 --ranks 4 --sample 3"
+    hash_of() { "$@" --deterministic 2>&1 | sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p'; }
+    ddp=$(hash_of $small)
+    for strategy in zero1 shard_grad_op full_shard "full_shard --reshard-after-forward 0" zero3 \
+                    "hybrid_shard --node-size 4" "hybrid_shard --node-size 1" auto "auto --memory-limit 64"; do
+        hash=$(hash_of $small --strategy $strategy)
+        echo "$hash, ddp: $ddp" >"$tmp/other"
+        [ -n "$ddp" ] && [ "$hash" = "$ddp" ]
+        result "same parameters: --strategy $strategy" $? "$tmp/other"
+    done
+    for flags in "" "--strategy full_shard" "--strategy zero3 --accum 2"; do
+        plain=$(hash_of $small --layers 3 --dropout 0.1 $flags)
+        hash=$(hash_of $small --layers 3 --dropout 0.1 $flags --activation-checkpointing 2)
+        [ -n "$plain" ] && [ "$hash" = "$plain" ]
+        result "same parameters: --activation-checkpointing 2 $flags" $?
+    done
+    nodes="$small --strategy hybrid_shard --node-size 2"
+    hash=$(hash_of $nodes)
+    [ -n "$hash" ] && [ "$hash" = "$(hash_of $nodes)" ]
+    result "same parameters: hybrid_shard, a second run" $?
+fi
+good "strategy, memory and bytes are shown" "FULL_SHARD: 2 shards x 2 replicas|HYBRID_SHARD: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
+good "auto says why" "auto +DTRAIN_ZERO1: .* MiB a rank" $gpt --strategy auto
+good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2
+good "low precision on the wire" "validation loss" $gpt --strategy full_shard --param-dtype bf16 --reduce-dtype bf16 --precision bf16
+good "fp16 with loss scaling" "validation loss" $gpt --precision fp16 --strategy zero1
+good "--global-batch" "2 x 16 tokens x 3 micro-batches x 2 ranks" $gpt --global-batch 12
+good "--global-batch shrinks --batch" "5 x 16 tokens x 1 micro-batches x 2 ranks" $gpt --global-batch 10 --batch 8
+good "--auto-batch at most --batch" "7 x 16 tokens x 1 micro-batches" $gpt --auto-batch --batch 7
+wide="$gpt --channels 64 --seq 32"
+good "--auto-batch in a limit" "[0-9] x 32 tokens x 1 micro-batches" $wide --batch 512 --auto-batch --memory-limit 8
+batch=$(sed -n 's/^step *\([0-9]*\) x.*/\1/p' "$tmp/out")
+[ "${batch:-0}" -gt 2 ] && [ "$batch" -lt 512 ]
+result "that batch is more than a few and less than the most" $? "$tmp/out"
+good "a model larger than the limit, sharded" "validation loss" $wide --layers 8 --ranks 4 --strategy full_shard --memory-limit 6
+
 losses $gpt --ranks 1 --batch 12 >"$tmp/base"
 for ranks in 2 3 4 6 12; do
     losses $gpt --ranks $ranks --batch $((12 / ranks)) >"$tmp/other"
@@ -107,6 +147,21 @@ bad "flag above its range" "--ranks" $gpt --ranks 100000
 bad "fraction" "--batch" $gpt --batch 1.5
 bad "heads do not divide channels" "--heads" $gpt --heads 3
 bad "unknown model" "gpt9" "$build/train_gpt" --model gpt9
+bad "unknown strategy" "it takes one of: ddp" $gpt --strategy zero9
+bad "a strategy that shards no parameters" "never shards parameters" $gpt --strategy zero1 --reshard-after-forward 0
+bad "nodes for a strategy without" "node_size" $gpt --node-size 2
+bad "nodes that do not divide the ranks" "divide" $gpt --ranks 4 --strategy hybrid_shard --node-size 3
+bad "one node" "node_size" $gpt --strategy hybrid_shard
+bad "accumulation mode of another strategy" "SHARD_GRAD_OP" $gpt --strategy zero1 --accum-mode every
+bad "dtype of parameters that stay whole" "param_dtype" $gpt --strategy ddp --param-dtype bf16
+bad "offload on the cpu" "GPU" $gpt --strategy full_shard --offload all
+bad "global batch that ranks do not divide" "nearest that can is 6" $gpt --global-batch 7
+bad "two ways to accumulate" "--global-batch" $gpt --accum 2 --global-batch 8
+bad "free memory chooses the bits" "--memory-limit" $gpt --deterministic --auto-batch
+bad "a model larger than the limit" "needs .* MiB a rank" $wide --layers 8 --ranks 4 --memory-limit 6
+bad "activations larger than the limit" "memory limit" $wide --batch 64 --memory-limit 4
+bad "auto, and nothing fits" "missing" $wide --batch 64 --strategy auto --memory-limit 4
+bad "not even one sample fits" "not even one sample" $gpt --seq 2048 --auto-batch --memory-limit 4
 bad "unknown schedule" "sine" $gpt --schedule sine
 bad "impossible size" "GiB" $gpt --channels 1000000 --heads 1
 bad "log in a missing folder" "none/log" $gpt --log "$tmp/none/log"
