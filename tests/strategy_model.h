@@ -47,13 +47,14 @@ enum {
     BLOCK_PARAMS
 };
 
-/* Unit 0: WTE, WPE; units 1 to 3: a block each, UNUSED and EMPTY in the first two; unit 4: the rest. */
+/* Unit 0: WTE, WPE; units 1 to 3: a block each, UNUSED in the first, where buffers that take turns
+ * hold another unit's gradients, and EMPTY in the second; unit 4: the rest. */
 enum {
     WTE,
     WPE,
+    UNUSED,
     BLOCK_0,
-    UNUSED = BLOCK_0 + BLOCK_PARAMS,
-    BLOCK_1,
+    BLOCK_1 = BLOCK_0 + BLOCK_PARAMS,
     EMPTY = BLOCK_1 + BLOCK_PARAMS,
     BLOCK_2,
     LNF_W = BLOCK_2 + BLOCK_PARAMS,
@@ -81,6 +82,8 @@ typedef struct strategy_outcome {
     float norms[RANKS_MOST][MODEL_STEPS];
     uint64_t hash[RANKS_MOST], read_hash[RANKS_MOST]; /* by dtrain_strategy_verify; of values */
     uint64_t wire_bytes[RANKS_MOST];                  /* of the last step, all of it */
+    int64_t shard_elements[RANKS_MOST];
+    bool cuts_tensors[RANKS_MOST]; /* a shard is not a whole tensor */
     dtrain_strategy_info info[RANKS_MOST];
     int64_t value_count;
     float values[MODEL_MOST_VALUES]; /* as rank 0 read them in the end */
@@ -178,8 +181,8 @@ static inline void gpt_create(strategy_job *job)
     const uint32_t last = MODEL_UNITS - 1;
     model_param(job, WTE, 0, "wte", MODEL_VOCAB, MODEL_WIDTH);
     model_param(job, WPE, 0, "wpe", MODEL_SEQ, MODEL_WIDTH);
-    model_block(job, BLOCK_0, 1, 1);
     model_param(job, UNUSED, 1, "unused", 5, 7);
+    model_block(job, BLOCK_0, 1, 1);
     model_block(job, BLOCK_1, 2, 3);
     model_param(job, EMPTY, 2, "empty", 0, 0);
     model_block(job, BLOCK_2, 3, 2);
@@ -309,10 +312,8 @@ static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_jo
         world, job->strategy, job->c->optimizer == DTRAIN_SGD ? &sgd : &adamw, &job->optimizer);
     if (result != DTRAIN_OK) return result;
     result = dtrain_tape_create(world, job->strategy, NULL, &job->tape);
-#ifdef DTRAIN_CHECKPOINT_ALL
     if (result == DTRAIN_OK && job->c->checkpoint_every)
         result = dtrain_tape_checkpoint(job->tape, job->c->checkpoint_every, 0);
-#endif
     return result;
 }
 
@@ -381,6 +382,18 @@ static inline dtrain_result strategy_job_read(strategy_job *job)
     return dtrain_strategy_verify(job->strategy, &job->out->hash[job->rank]);
 }
 
+static inline dtrain_result strategy_job_shards(strategy_job *job)
+{
+    const dtrain_shard *shards;
+    size_t count, i;
+    const dtrain_result result = dtrain_strategy_shards(job->strategy, &shards, &count);
+    for (i = 0; i < count; i++) {
+        job->out->shard_elements[job->rank] += shards[i].count;
+        if (shards[i].count != shards[i].param->count) job->out->cuts_tensors[job->rank] = true;
+    }
+    return result;
+}
+
 static inline dtrain_result strategy_job_run(strategy_job *job)
 {
     const int steps = job->c->steps ? job->c->steps : MODEL_STEPS;
@@ -416,6 +429,7 @@ static inline dtrain_result strategy_train(dtrain_world *world, const strategy_c
     job.ranks = dtrain_world_size(world);
     job.rows = (c->batch ? c->batch : MODEL_MOST_BATCH) / (job.ranks * (int)c->micro);
     result = strategy_job_create(world, &job);
+    if (result == DTRAIN_OK) result = strategy_job_shards(&job);
     if (result == DTRAIN_OK) result = strategy_job_run(&job);
     strategy_job_destroy(&job);
     return result;
@@ -429,6 +443,25 @@ static inline double strategy_mean_loss(const strategy_outcome *out, int ranks, 
     int r;
     for (r = 0; r < ranks; r++) sum += out->losses[r][step];
     return sum / ranks;
+}
+
+/* Every trainable element belongs to one rank's shards, in every copy of the model. */
+static inline void strategy_check_shards(const strategy_case *c, const strategy_outcome *out,
+                                         int ranks, const char *what)
+{
+    const dtrain_strategy_info *info = &out->info[0];
+    int64_t sum = 0, expected = (int64_t)info->trainable_elements * info->replicas;
+    int r;
+    for (r = 0; r < ranks; r++) {
+        sum += out->shard_elements[r];
+        CHECK_MSG(!out->cuts_tensors[r] || (c->kind != DTRAIN_DDP && c->kind != DTRAIN_ZERO3),
+                  "%s: rank %d has a part of a tensor", what, r);
+    }
+    CHECK_MSG(info->shard_ranks * info->replicas == ranks, "%s: %d times %d ranks", what,
+              info->shard_ranks, info->replicas);
+    if (c->whole_below == 0)
+        CHECK_MSG(sum == expected, "%s: shards of %lld elements, there are %lld", what,
+                  (long long)sum, (long long)expected);
 }
 
 /* What every outcome has to hold by itself. */
