@@ -414,13 +414,8 @@ static void matrix_add(matrix *m, uint32_t kind, uint32_t micro, int ranks, uint
     m->near[at] = (int)node_size < ranks && node_size > 0;
 }
 
-/* Units are fetched and reduced on the communication stream while others compute; with several nodes two
- * more communicators share it. Ranks that see an operation done at other times start the same ones in the
- * same order: otherwise they would wait for each other in a circle. */
-static void check_strategies(int ranks)
+static void add_kinds(matrix *m, int ranks)
 {
-    matrix *m = (matrix *)ranks_shared(sizeof *m);
-    matrix_add(m, DTRAIN_DDP, 1, ranks, 0, -1);
     for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++)
         matrix_add(m, kind, 1, ranks, 0, 0);
     matrix_add(m, DTRAIN_HYBRID_SHARD, 1, ranks, (uint32_t)ranks / 2, 0);
@@ -430,6 +425,10 @@ static void check_strategies(int ranks)
     matrix_add(m, DTRAIN_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
     matrix_add(m, DTRAIN_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
     m->cases[m->count - 1].accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+}
+
+static void check_matrix(matrix *m, int ranks)
+{
     dtrain_launch_desc desc = nccl_desc(ranks);
     const dtrain_result launched = ranks_launch(&desc, matrix_rank, m, NULL);
     CHECK_MSG(launched == DTRAIN_OK, "%s", launched == DTRAIN_OK ? "" : dtrain_last_error());
@@ -443,21 +442,38 @@ static void check_strategies(int ranks)
     munmap(m, sizeof *m);
 }
 
+/* Units are fetched and reduced on the communication stream while others compute. */
 static void test_strategies(void)
 {
     for (int ranks = 2; ranks <= 4; ranks += 2) {
+        matrix *m = (matrix *)ranks_shared(sizeof *m);
         start_test();
         dtrain_emulation_set_device_count(4);
-        check_strategies(ranks);
         for (int r = 0; r < MOST; r++) {
-            rank_controls[r].delay_steps = 1 + 3 * (r % 3);
+            rank_controls[r].delay_steps = ranks == 4 ? 1 + 3 * (r % 3) : 0;
             rank_controls[r].progress_polls = r % 2;
         }
-        dtrain_emulation_set_order(
-            ranks == 2 ? DTRAIN_EMULATION_REVERSE : DTRAIN_EMULATION_SHUFFLED, 7);
-        check_strategies(ranks);
+        if (ranks == 4) dtrain_emulation_set_order(DTRAIN_EMULATION_REVERSE, 0);
+        matrix_add(m, DTRAIN_DDP, 1, ranks, 0, -1);
+        add_kinds(m, ranks);
+        check_matrix(m, ranks);
         dtrain_emulation_set_order(DTRAIN_EMULATION_FORWARD, 0);
     }
+}
+
+/* With several nodes three communicators share the stream. Ranks that see an operation done at other times
+ * start the same ones in the same order: otherwise they would wait for each other in a circle, here rank 0
+ * for 2 between nodes, 2 for 3 inside one, 3 for 1, 1 for 0. */
+static void test_strategies_between_nodes(void)
+{
+    matrix *m = (matrix *)ranks_shared(sizeof *m);
+    start_test();
+    dtrain_emulation_set_device_count(4);
+    for (int r = 0; r < MOST; r++)
+        rank_controls[r].delay_steps = r % 3 ? 30 : 0; /* longer than a unit's backward */
+    matrix_add(m, DTRAIN_SHARD_GRAD_OP, 3, 4, 0, -1);
+    matrix_add(m, DTRAIN_HYBRID_SHARD, 3, 4, 2, 0);
+    check_matrix(m, 4);
 }
 
 /* ---- recorded steps ---- */
@@ -600,6 +616,7 @@ int main(int argc, char **argv)
     RUN(test_same_bits);
     RUN(test_autocast);
     RUN(test_strategies);
+    RUN(test_strategies_between_nodes);
     RUN(test_graph_is_eager);
     RUN(test_shared_device);
     RUN(test_death);

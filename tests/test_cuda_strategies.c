@@ -129,16 +129,17 @@ static void add_hybrid(matrix *m, strategy_case c, int like, double tolerance)
     }
 }
 
-/* Kinds x {1 micro-batch, 4 reduced at the end, 4 reduced one by one}. */
-static void add_kinds(matrix *m, uint32_t flags, double cpu, double order)
+/* Kinds x {1 micro-batch, 4 reduced at the end, 4 reduced one by one}; not all: fewer of the second. */
+static void add_kinds(matrix *m, bool all, uint32_t flags, double cpu, double order)
 {
     const int once = matrix_add(m, one_case(DTRAIN_DDP, 1, 0, flags), -1, cpu);
     const int last = matrix_add(m, one_case(DTRAIN_DDP, 4, DTRAIN_ACCUMULATE_LAST, flags), -1, cpu);
     int every = -1;
     for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++) {
         matrix_add(m, one_case(kind, 1, 0, flags), once, 0);
-        matrix_add(m, one_case(kind, 4, DTRAIN_ACCUMULATE_LAST, flags), last, 0);
-        if (kind == DTRAIN_ZERO1) continue;
+        if (all || kind == DTRAIN_FULL_SHARD)
+            matrix_add(m, one_case(kind, 4, DTRAIN_ACCUMULATE_LAST, flags), last, 0);
+        if (kind == DTRAIN_ZERO1 || (!all && kind == DTRAIN_SHARD_GRAD_OP)) continue;
         /* the first of them is held against DDP, whose sums have another order */
         const strategy_case c = one_case(kind, 4, DTRAIN_ACCUMULATE_EVERY, flags);
         const int at = matrix_add(m, c, every < 0 ? last : every, every < 0 ? order : 0);
@@ -148,7 +149,7 @@ static void add_kinds(matrix *m, uint32_t flags, double cpu, double order)
     some.whole_below = 20;
     matrix_add(m, some, once, 0);
     add_hybrid(m, one_case(0, 1, 0, flags), once, order);
-    add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_LAST, flags), last, order);
+    if (all) add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_LAST, flags), last, order);
     add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_EVERY, flags), every, order);
 }
 
@@ -156,7 +157,7 @@ static void add_kinds(matrix *m, uint32_t flags, double cpu, double order)
 static void check_fp32(int ranks)
 {
     matrix *m = matrix_create(ranks);
-    add_kinds(m, 0, 2e-5, 2e-6);
+    add_kinds(m, ranks == 3, 0, 1e-4, 2e-6);
     if (ranks == 4) {
         strategy_case c = one_case(DTRAIN_HYBRID_SHARD, 4, DTRAIN_ACCUMULATE_SHARD_EVERY, 0);
         c.node_size = 2;
@@ -174,11 +175,10 @@ static void test_fp32_4_ranks(void) { check_fp32(4); }
 static void test_bf16(void)
 {
     matrix *m = matrix_create(3);
-    add_kinds(m, DTRAIN_TAPE_BF16, 4e-3, 4e-3);
+    add_kinds(m, false, DTRAIN_TAPE_BF16, 4e-3, 4e-3);
     matrix_run(m);
 }
 
-#ifdef DTRAIN_CHECKPOINT_ALL
 /* fp16, with layers that are computed again in backward: their units are gathered for it. */
 static void test_f16(void)
 {
@@ -192,7 +192,6 @@ static void test_f16(void)
     }
     matrix_run(m);
 }
-#endif
 
 /* What travels in bf16: rounded once on the way, added in fp32. */
 static void test_wire(void)
@@ -252,9 +251,9 @@ static void test_other_orders(void)
 
 /* ---- units that a pass does not reach ---- */
 
-/* A trunk of linear layers, a unit each, one of them frozen, and three heads of which a step uses one: the
+/* A trunk of linear layers, a unit each, two of them frozen, and three heads of which a step uses one: the
  * heads behind it are not visited at all, those before it are stepped over in backward. */
-enum { TRUNK = 5, HEADS = 3, BRANCHES = TRUNK + HEADS, FROZEN = 2, SIDE = 12, BRANCH_STEPS = 6 };
+enum { TRUNK = 5, HEADS = 3, BRANCHES = TRUNK + HEADS, SIDE = 48, BRANCH_STEPS = 6 };
 
 typedef struct branches {
     double losses[BRANCH_STEPS];
@@ -273,9 +272,9 @@ static void branches_declare(dtrain_param *params)
         params[i] = ranks_param(names[i], NULL, NULL, SIDE, SIDE);
         params[i].unit = (uint32_t)i;
         params[i].init = DTRAIN_INIT_NORMAL;
-        params[i].init_scale = 0.4f;
+        params[i].init_scale = 0.2f;
     }
-    params[FROZEN].flags = DTRAIN_PARAM_FROZEN;
+    params[1].flags = params[2].flags = DTRAIN_PARAM_FROZEN;
 }
 
 static dtrain_tensor *branches_loss(dtrain_tape *t, dtrain_param *params, int rank, int step)
@@ -371,6 +370,63 @@ static void check_branches(bool on_cpu)
 static void test_branches_on_cpu(void) { check_branches(true); }
 static void test_branches(void) { check_branches(false); }
 
+/* ---- a rank that is late ---- */
+
+/* A backward by hand over five units, the second and third of them frozen. Rank 0 gets to unit 0, whose
+ * gradients are made where those of unit 4 were, and has to wait there for rank 1. */
+static int late_rank(dtrain_world *world, void *user)
+{
+    enum { UNITS = 5, COUNT = 3000 }; /* too many to travel along with a message */
+    static const char *const names[UNITS] = {"0", "1", "2", "3", "4"};
+    const int rank = dtrain_world_rank(world);
+    static float host[COUNT];
+    dtrain_device *device = dtrain_world_device(world);
+    (void)user;
+    for (uint32_t kind = DTRAIN_SHARD_GRAD_OP; kind <= DTRAIN_ZERO3; kind++) {
+        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_param params[UNITS];
+        dtrain_strategy *strategy;
+        const dtrain_shard *shards;
+        size_t count;
+        desc.kind = kind;
+        for (int u = 0; u < UNITS; u++) {
+            params[u] = ranks_param(names[u], NULL, NULL, COUNT, 0);
+            params[u].unit = (uint32_t)u;
+            params[u].flags = u == 1 || u == 2 ? DTRAIN_PARAM_FROZEN : 0;
+        }
+        RANKS_TRY(dtrain_strategy_create(world, params, UNITS, &desc, &strategy));
+        for (uint32_t u = 0; u < UNITS; u++) RANKS_TRY(dtrain_strategy_gather(strategy, u));
+        if (rank == 1) ranks_sleep_us(30000);
+        for (uint32_t u = UNITS; u-- > 0;) {
+            RANKS_TRY(dtrain_strategy_gather(strategy, u));
+            if (params[u].flags) continue;
+            for (int i = 0; i < COUNT; i++) host[i] = (float)(u + 1) * (float)(rank + 1);
+            RANKS_TRY(dtrain__copy_any(device, params[u].grad, host, sizeof host));
+            RANKS_TRY(dtrain_strategy_ready(strategy, u));
+        }
+        RANKS_TRY(dtrain_strategy_finish(strategy));
+        RANKS_TRY(dtrain_strategy_shards(strategy, &shards, &count));
+        for (size_t k = 0; k < count; k++) {
+            const float want = 1.5f * (float)(shards[k].param->unit + 1);
+            int64_t wrong = 0;
+            RANKS_TRY(dtrain__copy_any(device, host, shards[k].grad,
+                                       (size_t)shards[k].count * sizeof *host));
+            for (int64_t i = 0; i < shards[k].count; i++) wrong += host[i] != want;
+            CHECK_MSG(wrong == 0, "%s: unit %u: %lld gradients are not %g, the first is %g",
+                      strategy_kind_name(kind), shards[k].param->unit, (long long)wrong,
+                      (double)want, (double)host[0]);
+        }
+        dtrain_strategy_destroy(strategy);
+    }
+    return 0;
+}
+
+static void test_late_rank(void)
+{
+    device_run(2, true, late_rank, NULL);
+    device_run(2, false, late_rank, NULL);
+}
+
 /* ---- graphs ---- */
 
 static dtrain_tensor *no_loss(dtrain_tape *tape, void *user)
@@ -417,20 +473,26 @@ static int graph_rank(dtrain_world *world, void *user)
 
 static void test_graph_is_refused(void) { device_run(2, false, graph_rank, NULL); }
 
+/* Broken on purpose, one after the other, and seen to fail:
+ *     the next unit fetched into the slot in use
+ *     collectives that do not wait for the compute stream, and a compute stream that does not wait for them
+ *     gradients made in a buffer whose reduce is under way: rank 1 is late for it
+ *     units that backward does not visit, settled in a buffer that is in use
+ *     over NCCL (test_cuda_nccl.c): between nodes, a second collective started when the first happens to be
+ *         done */
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_branches_on_cpu);
     RUN(test_branches);
+    RUN(test_late_rank);
     RUN(test_graph_is_refused);
     RUN(test_fp32_1_rank);
     RUN(test_fp32_2_ranks);
     RUN(test_fp32_3_ranks);
     RUN(test_fp32_4_ranks);
     RUN(test_bf16);
-#ifdef DTRAIN_CHECKPOINT_ALL
     RUN(test_f16);
-#endif
     RUN(test_wire);
     RUN(test_timing);
 #ifdef DTRAIN_CUDA_EMULATION
