@@ -5763,7 +5763,8 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
  *     ... run on args ...
  *     return dtrain__wide_end(&w, result);
  *
- * A buffer that appears twice, as input and output in place, is one buffer here too. */
+ * A buffer that appears twice, as input and output in place, is one buffer here too. GEMM and the
+ * activation's backward pass, the largest of all, read and write half precision themselves. */
 
 enum { DTRAIN__READ = 1, DTRAIN__WRITE = 2 };
 

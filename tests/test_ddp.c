@@ -669,7 +669,8 @@ static int one_bad_main(dtrain_world *world, void *user)
           DTRAIN_ERROR_ARGUMENT);
     desc.kind = bad ? 77 : DTRAIN_DDP;
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp) == DTRAIN_ERROR_UNSUPPORTED);
-    CHECK_MSG(strstr(dtrain_last_error(), "77 is not a dtrain_strategy_kind"), "%s", dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "77 is not a dtrain_strategy_kind"), "%s",
+              dtrain_last_error());
     CHECK(dtrain_seconds() - start < 10);
     free(m);
     return 0;
@@ -1036,7 +1037,8 @@ static int failed_main(dtrain_world *world, void *user)
     dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
     CHECK(dtrain_strategy_finish(ddp) == first && dtrain_strategy_verify(ddp, NULL) == first);
-    CHECK(dtrain_strategy_gather(ddp, 0) == first && dtrain_strategy_accumulate(ddp, true) == first);
+    CHECK(dtrain_strategy_gather(ddp, 0) == first &&
+          dtrain_strategy_accumulate(ddp, true) == first);
     CHECK_MSG(strcmp(dtrain_last_error(), text) == 0, "%s, not %s", dtrain_last_error(), text);
     dtrain_strategy_destroy(ddp);
     free(m);
@@ -1292,7 +1294,6 @@ static int group_main(dtrain_world *world, void *user)
 }
 
 static void test_subgroups(void) { ranks_run(5, DTRAIN_LAUNCH_THREADS, group_main, NULL); }
-
 
 /* DDP's buckets: one after the other, last parameter first, each gradient on a cache line. */
 static void test_bucket_plan(void)
