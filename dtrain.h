@@ -32,11 +32,12 @@
    [M4] configuration              [S05] world, launch                [S24] device
    [M5] promises                   [S06] communicators                [S25] world, launch
    [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
-                                   [S08] strategies: DDP              [S27] parameters, buckets
-                                   [S11] tape and tensors             [S28] strategies: DDP
+                                   [S08] strategies                   [S27] parameters, buckets
+                                   [S09] memory                       [S28] strategies
+                                   [S11] tape and tensors             [S29] sharded parameters, memory
                                    [S12] operations                   [S31] tape and tensors
-                                   [S14] gradient clipping            [S32] operations
-                                   [S15] optimizers, schedules        [S34] gradient clipping
+                                   [S14] loss scaling, clipping       [S32] operations
+                                   [S15] optimizers, schedules        [S34] loss scaling, clipping
                                    [S16] data, samplers               [S35] optimizers, schedules
                                    [S17] trainer                      [S36] data, samplers
                                    [S19] metrics                      [S37] trainer
@@ -44,9 +45,10 @@
 
    One step of training, in the order of the sections:
 
-       batch [S16] -> tape forward [S11, S12] -> loss -> tape backward -> ready [S08]
-             -> bucket [S07] -> all-reduce [S06] -> finish [S08] -> norm, clip [S14]
-             -> optimizer [S15] -> record [S17, S19]
+       batch [S16] -> tape forward [S11, S12], gather, release [S08] -> loss
+             -> tape backward, gather, release, ready [S08] -> bucket [S07] -> reduce [S06]
+             -> finish [S08] -> norm, unscale, clip [S14] -> optimizer on shards [S15]
+             -> publish [S08] -> record [S17, S19]
 
    ------------------------------------------------------------------------------------------------
    [M2] A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -89,6 +91,11 @@
    world        all ranks of a run; world size = how many.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   shard        the part of parameters, gradients or optimizer state that one rank keeps.
+   ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
+                too (ZeRO-3, fully sharded data parallel).
+   gather       to bring a unit's parameters together on every rank; release lets go of them.
+   publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
@@ -97,6 +104,9 @@
    micro-batch  the samples of one forward and backward; a step may accumulate several.
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
+   autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see [S14].
+   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
 
    Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
    first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
@@ -112,6 +122,12 @@
        rank 0's bucket  | p5 .......... pad | p4 ........ pad |
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
+
+   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+
+       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
 
    ------------------------------------------------------------------------------------------------
    [M4] Configuration
@@ -133,8 +149,13 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied. GPU kernels use no floating
-                      atomics; NCCL's sums alone depend on its choice of algorithm.
+                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD adds node by node).
+                      With clipping, kinds add up the norm in different orders, in double: it is
+                      the same float but in rare cases (about one step in 10^8). GPU kernels use no
+                      floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Memory             of parameters, gradients and optimizer state follows the table in [S08], and
+                      is known before anything is allocated [S09].
    No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
                       call that can fail returns a dtrain_result and leaves a sentence in
                       dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
@@ -157,10 +178,10 @@
    launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need a
    communicator backend that crosses them (dtrain_nccl.h).
 
-   Parameters, gradients and optimizer state are fp32; activations are fp32 or, under autocast,
-   bf16; kernels and collectives take fp16 as well. On the CPU half precision is converted on the
-   way in and out: right, and slower than fp32. At most DTRAIN_MAX_RANKS ranks. Asynchronous
-   collectives of the local communicator advance inside dtrain calls, not in between.
+   Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
+   calls, not in between.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
@@ -758,8 +779,11 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
 
-/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". */
+/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". The second is for
+ * products of bf16 with bf16: "amx_bf16" or "avx512_bf16" where the compiler, the processor and the
+ * system have them, else the first. */
 DTRAIN_API const char *dtrain_cpu_kernel_name(void);
+DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);
 
 /* ================================================================================================
  * [S05] World, launch
@@ -1223,9 +1247,10 @@ typedef struct dtrain_strategy_desc {
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 
 /* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
- * and the desc except no_overlap; a difference is DTRAIN_ERROR_MISMATCH naming the first parameter
- * that differs), allocates what the host left NULL, initialises or broadcasts rank 0's values,
- * plans the buckets. An error on one rank is an error on all. desc NULL = defaults.
+ * and the desc, except no_overlap where parameters are whole; a difference is
+ * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
+ * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
+ * error on all. desc NULL = defaults.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -1240,8 +1265,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
 /* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (neither the first, nor the one gathered
- * last, nor one of its neighbours) is an error that names the one that is. */
+ * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
+ * to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -1349,11 +1374,11 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 typedef struct dtrain_tape dtrain_tape;
 
 typedef struct dtrain_tensor {
-    uint32_t dtype; /* dtrain_dtype: F32, BF16 under autocast, or I32 for tokens */
+    uint32_t dtype; /* dtrain_dtype: F32, BF16 or F16 (autocast, dtrain_cast), or I32 for tokens */
     uint32_t ndim;
     int64_t shape[4];
     int64_t count;
-    void *data;                   /* device memory */
+    void *data;                   /* device memory; with checkpointing it may move, see there */
     void *grad;                   /* inside backward only; has the dtype of data */
     struct dtrain_node *producer; /* private; NULL for inputs */
     uint32_t pending_uses;        /* private */
@@ -1366,6 +1391,14 @@ typedef struct dtrain_tensor {
  * gradients are fp32; a weight is rounded once per pass. */
 #define DTRAIN_TAPE_BF16 2u
 #define DTRAIN_TAPE_F16 4u /* the same with fp16, whose range asks for loss scaling [S14] */
+
+/* Operations whose results activation checkpointing drops. The rest of them (sum, mean,
+ * cross_entropy) make a few numbers and are always kept. */
+#define DTRAIN_CHECKPOINT_LINEAR 1u
+#define DTRAIN_CHECKPOINT_ATTENTION 2u
+#define DTRAIN_CHECKPOINT_LAYERNORM 4u
+#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding */
+#define DTRAIN_CHECKPOINT_ALL 15u
 
 /* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
  * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
@@ -1401,9 +1434,21 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
  * releases the one before, backward the other way round; the last one stays gathered in between. */
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
 
+/* Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016):
+ * results of the operations in `ops` (0 = ALL) are dropped in every n-th unit, counted in the order
+ * of their marks, and made again when backward comes to that unit, by the same kernels from the
+ * same numbers: losses and gradients keep their bits. every 1 = all units, 0 = off. From the next
+ * dtrain_tape_begin on.
+ *
+ * What a later unit uses is kept. It has to be used in time: a unit's dropped results are there
+ * until the next but one of such units begins; afterwards using or reading them is an error. The
+ * same holds in a pass without gradients, which drops as much and makes nothing again. */
+DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
+
 typedef struct dtrain_tape_info {
     size_t node_count, tensor_count;
-    uint64_t activation_bytes;  /* arena, largest pass so far */
+    size_t recomputed_count;    /* kernel calls that the last backward ran again */
+    uint64_t activation_bytes;  /* arena and what checkpointing drops into, largest pass so far */
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
@@ -1438,6 +1483,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
                                            int64_t heads, uint32_t flags);
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
+/* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
+ * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_F32) in
+ * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
 /* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
@@ -1450,8 +1499,56 @@ DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -
 DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -> one element */
 
 /* ================================================================================================
- * [S14] Gradient clipping
+ * [S14] Loss scaling, clipping
+ *
+ * fp16 knows nothing below 6e-8, where many gradients are: the loss is multiplied by a scale before
+ * backward, and the optimizer divides gradients by it on the way in (Micikevicius et al., "Mixed
+ * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
+ * overflow is skipped and lowers it, a long run of good ones raises it.
+ *
+ *     backward(loss, scaler.scale) -> finish -> dtrain_scaler_unscale
+ *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_scaler_update
+ *
+ * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
+ * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
+ * costs no collective.
  * ==============================================================================================*/
+
+/* Start from dtrain_scaler_defaults(). */
+typedef struct dtrain_scaler_desc {
+    float initial_scale;      /* 65536 */
+    float growth_factor;      /* 2 */
+    float backoff_factor;     /* 0.5 */
+    uint32_t growth_interval; /* 2000: good steps in a row before the scale grows */
+    uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
+                                 since it grew and those that follow do, as in DeepSpeed */
+    float minimum_scale;      /* 1: what would fall below is an error */
+} dtrain_scaler_desc;
+
+/* Plain data: copy it, save it, compare it. */
+typedef struct dtrain_scaler {
+    dtrain_scaler_desc desc;
+    float scale;            /* of the next step's backward */
+    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;     /* overflows in a row */
+    uint64_t skipped_steps; /* overflows since init */
+} dtrain_scaler;
+
+DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void);
+/* desc NULL = defaults. Nothing is allocated. */
+DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc);
+/* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
+ * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
+ * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
+ * scale mends. Local. */
+DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf);
+/* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
+ * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
+ * norm is beyond fp32); take no step. Collective, the same on every rank. */
+DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
+                                               dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *grad_scale, bool *found_inf);
 
 /* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
  * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
@@ -1584,9 +1681,9 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  * The loop's glue; everything in it can be called directly instead:
  *
- *     for each micro-batch: next_batch -> tape forward (loss) -> tape backward
- *                           (no_sync for all but the last)
- *     finish -> clip -> optimizer at the schedule's lr -> one small all-gather for the record
+ *     for each micro-batch: accumulate(is another to come?) -> next_batch -> tape forward (loss)
+ *                           -> tape backward -> finish
+ *     unscale, clip -> optimizer at the schedule's lr -> one small all-gather for the record
  * ==============================================================================================*/
 
 typedef struct dtrain_trainer dtrain_trainer;
@@ -1601,9 +1698,12 @@ typedef struct dtrain_trainer_desc {
     uint32_t accumulation; /* micro-batches per step; 0 = 1 */
     uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
     float clip;            /* global gradient norm; 0 = off */
-    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, or 0 */
-    bool graph;            /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed;         /* of dropout */
+    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
+    uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
+    dtrain_scaler_desc loss_scaling; /* all zero: dtrain_scaler_defaults() with DTRAIN_TAPE_F16,
+                                        otherwise off */
+    bool graph;    /* GPU: record the step once and replay it: no launch costs. See below */
+    uint64_t seed; /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -1626,6 +1726,8 @@ typedef struct dtrain_step_record {
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
+    double loss_scale;        /* of this step's backward; 0: no loss scaling */
+    uint64_t skipped_steps;   /* since the start, this one included: gradients overflowed */
     int slowest_rank;
 } dtrain_step_record;
 
@@ -1633,14 +1735,17 @@ typedef struct dtrain_step_record {
  * same addresses, so loss is not called again. What it reads must come in through
  * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
  * does on the host happens once. The bits are those of a run without graph. Needs a device that can
- * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). */
+ * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). Loss
+ * scaling is refused: bf16 needs none. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Collective. record may be NULL. A rank that is more than twice slower than the (lower) median for
  * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
  * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
- * gradient. An optimizer of NULL in the desc makes a trainer that only evaluates. */
+ * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
+ * parameters and optimizer state stay, and the scale falls until dtrain_scaler_update gives up. An
+ * optimizer of NULL in the desc makes a trainer that only evaluates. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
  * next_batch and user may differ from training's; the loss function gets this user. */
@@ -1671,7 +1776,8 @@ typedef struct dtrain_metrics_desc {
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Keys: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
- * comm_ms, exposed_comm_ms, comm_bytes. Numbers that are not finite are written as null. */
+ * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
+ * are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -2488,6 +2594,18 @@ DTRAIN__INLINE float dtrain__gelu(float x)
     return x / (1 + (p * scale + scale));
 }
 
+/* d/dx of x s with s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. Outside +-10 it is 0 or 1. */
+DTRAIN__INLINE float dtrain__gelu_slope(float x)
+{
+    int32_t n;
+    x = dtrain__limit(x, 10);
+    float u = 0.797884561f * (x + 0.044715f * (x * x * x));
+    float p = dtrain__expm1_reduced(dtrain__limit(-2 * u, 80), &n);
+    float scale = dtrain__power_of_two(n);
+    float e = p * scale + scale, s = 1 / (1 + e);
+    return s + x * (s * (e * s)) * (1.595769122f * (1 + 0.134145f * (x * x)));
+}
+
 /* ---- [S24.3] Matrix multiplication ------------------------------------------------------------
  *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
@@ -2515,10 +2633,10 @@ DTRAIN__INLINE float dtrain__gelu(float x)
  * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
 
 enum {
-    DTRAIN__KC = 384,  /* k steps of a block: a panel of B takes 24 KiB of L1 */
-    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr */
+    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
-    DTRAIN__MR_MAX = 12,
+    DTRAIN__MR_MAX = 32,
     DTRAIN__NR_MAX = 32
 };
 
@@ -2534,44 +2652,144 @@ typedef struct dtrain__operand {
 typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
                                 int64_t p, int k);
 
-/* What an instruction set offers. kernel: c (mr, nr) = alpha * a * b + beta * c, a packed, b with
- * ldb elements from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * finish: bias and activation on `rows` rows of nr elements. */
+/* A part of a matrix in memory. */
+typedef struct dtrain__rectangle {
+    void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int rows, cols;
+} dtrain__rectangle;
+
+/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
+ * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
+ * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
+ * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
+ * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
+ * the work of a thread; may be NULL. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;
-    void (*kernel)(int64_t k, const float *a, const float *b, int64_t ldb, float alpha, float beta,
-                   float *c, int64_t ldc);
+    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
+    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
+    int packing; /* what packing an element costs, in multiply-adds */
+    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
+                   float beta, float *c, int64_t ldc);
     dtrain__pack_fn pack_a, pack_b;
     void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
                    uint32_t activation);
+    void (*slope)(float *c, const float *z, uint32_t activation);
+    void (*load)(float *tile, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile);
+    void (*begin)(void);
+    void (*end)(void);
 } dtrain__isa;
 
 static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_F32 ? 4 : 2; }
 
-DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n)
-{
-    const uint16_t *half = (const uint16_t *)src;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_BF16)
-        for (int64_t i = 0; i < n; i++) dst[i] = dtrain_bf16_to_f32(half[i]);
-    else
-        for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f16_to_f32(half[i]);
-}
-
-static void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n)
-{
-    uint16_t *half = (uint16_t *)dst;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_BF16)
-        for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_bf16(src[i]);
-    else
-        for (int64_t i = 0; i < n; i++) half[i] = dtrain_f32_to_f16(src[i]);
-}
-
 static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
 {
     return (const char *)data + index * (int64_t)dtrain__gemm_dtype_bytes(dtype);
+}
+
+/* ---- Half precision ----
+ *
+ * bf16 is shifts and adds, which vectorise in any target; fp16 has instructions since F16C, which
+ * every processor with AVX2 has. The bits are those of [S23]. */
+
+typedef void (*dtrain__f16_load_fn)(float *dst, const uint16_t *src, int64_t n);
+typedef void (*dtrain__f16_store_fn)(uint16_t *dst, const float *src, int64_t n);
+
+static DTRAIN__UNUSED void dtrain__f16_load_scalar(float *dst, const uint16_t *src, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f16_to_f32(src[i]);
+}
+
+static DTRAIN__UNUSED void dtrain__f16_store_scalar(uint16_t *dst, const float *src, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f32_to_f16(src[i]);
+}
+
+#if DTRAIN__VECTORS && defined(__x86_64__)
+DTRAIN__TARGET("avx2,f16c")
+static void dtrain__f16_load_f16c(float *dst, const uint16_t *src, int64_t n)
+{
+    for (; n >= 8; n -= 8, src += 8, dst += 8)
+        _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)src)));
+    if (n <= 0) return;
+    uint16_t tail[8] = {0};
+    float wide[8];
+    memcpy(tail, src, (size_t)n * sizeof *src);
+    _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)tail)));
+    memcpy(dst, wide, (size_t)n * sizeof *dst);
+}
+
+DTRAIN__TARGET("avx2,f16c")
+static void dtrain__f16_store_f16c(uint16_t *dst, const float *src, int64_t n)
+{
+    for (; n >= 8; n -= 8, src += 8, dst += 8)
+        _mm_storeu_si128((__m128i *)(void *)dst,
+                         _mm256_cvtps_ph(_mm256_loadu_ps(src), _MM_FROUND_TO_NEAREST_INT));
+    if (n <= 0) return;
+    uint16_t half[8];
+    float tail[8] = {0};
+    memcpy(tail, src, (size_t)n * sizeof *src);
+    _mm_storeu_si128((__m128i *)(void *)half,
+                     _mm256_cvtps_ph(_mm256_loadu_ps(tail), _MM_FROUND_TO_NEAREST_INT));
+    memcpy(dst, half, (size_t)n * sizeof *dst);
+}
+#define DTRAIN__F16_OF_AVX f16c
+#else
+#define DTRAIN__F16_OF_AVX scalar
+#endif
+
+DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n,
+                                      dtrain__f16_load_fn f16_load)
+{
+    const uint16_t *half = (const uint16_t *)src;
+    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_F16) f16_load(dst, half, n);
+    else
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t bits = (uint32_t)half[i] << 16;
+            memcpy(dst + i, &bits, sizeof bits);
+        }
+}
+
+DTRAIN__INLINE void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n,
+                                       dtrain__f16_store_fn f16_store)
+{
+    uint16_t *half = (uint16_t *)dst;
+    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_F16) f16_store(half, src, n);
+    else
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t x;
+            memcpy(&x, src + i, sizeof x);
+            const uint32_t nan = (x & 0x7fffffffu) > 0x7f800000u ? ~0u : 0;
+            const uint32_t rounded = x + 0x7fffu + (x >> 16 & 1u);
+            half[i] = (uint16_t)(((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16);
+        }
+}
+
+/* Whole rows of a tile have a width that the compiler knows. */
+DTRAIN__INLINE void dtrain__load_tile(float *tile, int nr, const dtrain__rectangle *from,
+                                      dtrain__f16_load_fn f16_load)
+{
+    for (int r = 0; r < from->rows; r++, tile += nr) {
+        const void *row = dtrain__gemm_at(from->data, from->dtype, r * from->ld);
+        if (from->cols == nr) dtrain__gemm_load(tile, row, from->dtype, nr, f16_load);
+        else dtrain__gemm_load(tile, row, from->dtype, from->cols, f16_load);
+    }
+}
+
+DTRAIN__INLINE void dtrain__store_tile(const dtrain__rectangle *to, const float *tile, int nr,
+                                       dtrain__f16_store_fn f16_store)
+{
+    for (int r = 0; r < to->rows; r++, tile += nr) {
+        void *row = (void *)(uintptr_t)dtrain__gemm_at(to->data, to->dtype, r * to->ld);
+        if (to->cols == nr) dtrain__gemm_store(row, to->dtype, tile, nr, f16_store);
+        else dtrain__gemm_store(row, to->dtype, tile, to->cols, f16_store);
+    }
 }
 
 /* ---- Packing ---- */
@@ -2619,7 +2837,8 @@ DTRAIN__INLINE void dtrain__interleave2(float *out, int width, const float *cons
 
 /* Rows beyond `count` repeat the last one: their products are never stored. */
 DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__operand *x,
-                                      int64_t index, int count, int64_t p, int k)
+                                      int64_t index, int count, int64_t p, int k,
+                                      dtrain__f16_load_fn f16_load)
 {
     float converted[4][DTRAIN__KC];
     for (int r = 0; r < width; r += 4) {
@@ -2629,7 +2848,7 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
             const void *run = dtrain__gemm_at(x->data, x->dtype, row * x->ld + p);
             in[i] = (const float *)run;
             if (x->dtype == DTRAIN_F32) continue;
-            dtrain__gemm_load(converted[i], run, x->dtype, k);
+            dtrain__gemm_load(converted[i], run, x->dtype, k, f16_load);
             in[i] = converted[i];
         }
         if (r + 4 <= width) dtrain__interleave4(panel + r, width, in, k);
@@ -2639,7 +2858,8 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
 
 /* Memory runs along the panel's width: one copy for each k. */
 DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__operand *x,
-                                       int64_t index, int count, int64_t p, int k)
+                                       int64_t index, int count, int64_t p, int k,
+                                       dtrain__f16_load_fn f16_load)
 {
     const void *from = dtrain__gemm_at(x->data, x->dtype, p * x->ld + index);
     if (x->dtype == DTRAIN_F32 && count == width) {
@@ -2649,17 +2869,18 @@ DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__op
         return;
     }
     for (int i = 0; i < k; i++, panel += width) {
-        dtrain__gemm_load(panel, from, x->dtype, count);
+        if (count == width) dtrain__gemm_load(panel, from, x->dtype, width, f16_load);
+        else dtrain__gemm_load(panel, from, x->dtype, count, f16_load);
         for (int r = count; r < width; r++) panel[r] = 0;
         from = dtrain__gemm_at(from, x->dtype, x->ld);
     }
 }
 
 DTRAIN__INLINE void dtrain__pack(float *panel, int width, const dtrain__operand *x, int64_t index,
-                                 int count, int64_t p, int k)
+                                 int count, int64_t p, int k, dtrain__f16_load_fn f16_load)
 {
-    if (x->along_k) dtrain__pack_runs(panel, width, x, index, count, p, k);
-    else dtrain__pack_steps(panel, width, x, index, count, p, k);
+    if (x->along_k) dtrain__pack_runs(panel, width, x, index, count, p, k, f16_load);
+    else dtrain__pack_steps(panel, width, x, index, count, p, k, f16_load);
 }
 
 DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, const float *bias,
@@ -2674,6 +2895,14 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
         else if (activation == DTRAIN_ACT_GELU)
             for (int j = 0; j < nr; j++) c[j] = dtrain__gelu(c[j]);
     }
+}
+
+DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t activation)
+{
+    if (activation == DTRAIN_ACT_RELU)
+        for (int i = 0; i < count; i++) c[i] = z[i] > 0 ? c[i] : 0;
+    else if (activation == DTRAIN_ACT_GELU)
+        for (int i = 0; i < count; i++) c[i] *= dtrain__gelu_slope(z[i]);
 }
 
 /* ---- The kernel ----
@@ -2701,7 +2930,29 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
     *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc); \
     *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
 
-#define DTRAIN__DEFINE_ISA(id, target, vector_lanes, rows, unroll)                                 \
+/* The functions of an instruction set but the kernel and the packing. */
+#define DTRAIN__DEFINE_TILES(id, target, rows, nr, f16)                                        \
+    target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,               \
+                                           const float *bias, float *aux, uint32_t activation) \
+    {                                                                                          \
+        dtrain__finish(c, ldc, row_count, nr, bias, aux, activation);                          \
+    }                                                                                          \
+    target static void dtrain__slope_##id(float *c, const float *z, uint32_t activation)       \
+    {                                                                                          \
+        dtrain__slope(c, z, (rows) * (nr), activation);                                        \
+    }                                                                                          \
+    target static void dtrain__load_##id(float *tile, const dtrain__rectangle *from)           \
+    {                                                                                          \
+        dtrain__load_tile(tile, nr, from, dtrain__f16_load_##f16);                             \
+    }                                                                                          \
+    target static void dtrain__store_##id(const dtrain__rectangle *to, const float *tile)      \
+    {                                                                                          \
+        dtrain__store_tile(to, tile, nr, dtrain__f16_store_##f16);                             \
+    }
+
+#define DTRAIN__DEFINE_ISA(...) \
+    DTRAIN__DEFINE_ISA2(__VA_ARGS__) /* expands f16 before it is glued */
+#define DTRAIN__DEFINE_ISA2(id, target, vector_lanes, rows, unroll, f16)                           \
     target static void dtrain__kernel_##id(int64_t k, const float *a, const float *b, int64_t ldb, \
                                            float alpha, float beta, float *c, int64_t ldc)         \
     {                                                                                              \
@@ -2721,37 +2972,359 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
     target static void dtrain__pack_a_##id(float *panel, const dtrain__operand *x, int64_t index,  \
                                            int count, int64_t p, int k)                            \
     {                                                                                              \
-        dtrain__pack(panel, rows, x, index, count, p, k);                                          \
+        dtrain__pack(panel, rows, x, index, count, p, k, dtrain__f16_load_##f16);                  \
     }                                                                                              \
     target static void dtrain__pack_b_##id(float *panel, const dtrain__operand *x, int64_t index,  \
                                            int count, int64_t p, int k)                            \
     {                                                                                              \
-        dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k);                              \
+        dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k, dtrain__f16_load_##f16);      \
     }                                                                                              \
-    target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,                   \
-                                           const float *bias, float *aux, uint32_t activation)     \
-    {                                                                                              \
-        dtrain__finish(c, ldc, row_count, 2 * vector_lanes, bias, aux, activation);                \
-    }                                                                                              \
+    DTRAIN__DEFINE_TILES(id, target, rows, 2 * vector_lanes, f16)                                  \
     static const dtrain__isa dtrain__isa_##id = {#id,                                              \
                                                  rows,                                             \
                                                  2 * vector_lanes,                                 \
+                                                 1,                                                \
+                                                 1,                                                \
+                                                 4,                                                \
                                                  dtrain__kernel_##id,                              \
                                                  dtrain__pack_a_##id,                              \
                                                  dtrain__pack_b_##id,                              \
-                                                 dtrain__finish_##id};
+                                                 dtrain__finish_##id,                              \
+                                                 dtrain__slope_##id,                               \
+                                                 dtrain__load_##id,                                \
+                                                 dtrain__store_##id,                               \
+                                                 NULL,                                             \
+                                                 NULL};
 
 #if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
-DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT)
-DTRAIN__DEFINE_ISA(avx2, DTRAIN__TARGET("avx2,fma"), 8, 6, DTRAIN__UNROLL_TWICE)
+DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT,
+                   DTRAIN__F16_OF_AVX)
+DTRAIN__DEFINE_ISA(avx2, DTRAIN__TARGET("avx2,fma"), 8, 6, DTRAIN__UNROLL_TWICE, DTRAIN__F16_OF_AVX)
 #endif
 #if DTRAIN__VECTORS && defined(__aarch64__)
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 8, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 8, DTRAIN__UNROLL_NOT, scalar)
 #elif DTRAIN__VECTORS
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 4, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 4, DTRAIN__UNROLL_NOT, scalar)
 #else
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT, scalar)
 #endif
+
+/* ---- Pairs of bf16 ----
+ *
+ * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
+ * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
+ * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
+ * count as zero, in and out, whatever MXCSR says. The order of additions is the instruction's own,
+ * so the bits differ between the two and from those of widened operands; on one machine they depend
+ * on the row of A, the column of B and k alone, like those of the other kernels.
+ *
+ *     B, and A for VDPBF16PS               A for AMX: tiles of 16 rows x 16 cells,
+ *     [cell][width], as above              [cell / 16][row / 16][16 rows][16 cells]
+ *
+ * An odd end of k, and for AMX what is missing to 16 cells, is filled with zeros on both sides.
+ *
+ * AMX has state that the system gives to processes that ask (arch_prctl; signal frames grow by
+ * 8 KiB), and per thread a configuration: loaded when a thread starts work on a product and
+ * released after it, so that nobody else's context switches carry tiles. */
+
+#if DTRAIN__VECTORS && defined(__x86_64__) && defined(__linux__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
+#define DTRAIN__PAIRS 1
+#else
+#define DTRAIN__PAIRS 0
+#endif
+
+#if DTRAIN__PAIRS
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+#define DTRAIN__ON_PAIRS \
+    DTRAIN__TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+#define DTRAIN__ON_AMX \
+    DTRAIN__TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define DTRAIN__PAIRS_INLINE \
+    static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl")))
+
+/* Full zero-masks where g++ warns about the undefined value that the plain intrinsic starts from. */
+#define DTRAIN__LOW32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
+#define DTRAIN__HIGH32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
+#define DTRAIN__LOW64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
+#define DTRAIN__HIGH64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
+#define DTRAIN__LANES(a, b, which) _mm512_maskz_shuffle_i32x4(0xffff, a, b, which)
+
+/* 16 x 16 cells: v[r] holds a row before and a column after. Within the four lanes of 128 bits
+ * first, then the lanes. */
+DTRAIN__PAIRS_INLINE void dtrain__transpose16(__m512i v[16])
+{
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = DTRAIN__LOW32(v[i], v[i + 1]);
+        t[i + 1] = DTRAIN__HIGH32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { /* v[i + j], lane q: column 4 q + j of rows i ... i + 3 */
+        v[i] = DTRAIN__LOW64(t[i], t[i + 2]);
+        v[i + 1] = DTRAIN__HIGH64(t[i], t[i + 2]);
+        v[i + 2] = DTRAIN__LOW64(t[i + 1], t[i + 3]);
+        v[i + 3] = DTRAIN__HIGH64(t[i + 1], t[i + 3]);
+    }
+    for (int j = 0; j < 4; j++) {
+        const __m512i even = DTRAIN__LANES(v[j], v[4 + j], 0x88);
+        const __m512i odd = DTRAIN__LANES(v[j], v[4 + j], 0xdd);
+        const __m512i even2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0x88);
+        const __m512i odd2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0xdd);
+        t[j] = DTRAIN__LANES(even, even2, 0x88);
+        t[4 + j] = DTRAIN__LANES(odd, odd2, 0x88);
+        t[8 + j] = DTRAIN__LANES(even, even2, 0xdd);
+        t[12 + j] = DTRAIN__LANES(odd, odd2, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) v[i] = t[i];
+}
+
+DTRAIN__PAIRS_INLINE const uint16_t *dtrain__bf16_at(const dtrain__operand *x, int64_t row,
+                                                     int64_t column)
+{
+    return (const uint16_t *)x->data + row * x->ld + column;
+}
+
+/* 16 cells of one run along k, of which the first `k` elements exist. */
+DTRAIN__PAIRS_INLINE __m512i dtrain__cells_of_run(const uint16_t *run, int k)
+{
+    return k >= 32 ? _mm512_loadu_si512(run)
+                   : _mm512_maskz_loadu_epi16(k > 0 ? (1u << k) - 1u : 0u, run);
+}
+
+/* One cell of each of 16 neighbours, of which the first `count` exist; k: steps left. */
+DTRAIN__PAIRS_INLINE __m512i dtrain__cells_of_steps(const uint16_t *step, int64_t ld, int count,
+                                                    int k)
+{
+    const __mmask16 some = (__mmask16)(count >= 16 ? 0xffffu : count > 0 ? (1u << count) - 1u : 0u);
+    const __m512i first = _mm512_maskz_cvtepu16_epi32(
+        0xffff, _mm256_maskz_loadu_epi16(k > 0 ? some : (__mmask16)0, step));
+    if (k < 2) return first;
+    const __m512i second =
+        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some, step + ld));
+    return _mm512_maskz_or_epi32(0xffff, first, _mm512_maskz_slli_epi32(0xffff, second, 16));
+}
+
+/* The 16 x 16 cells from index and p on: v[c] is cell c of 16 indices where `by_cell`, else v[r] is
+ * 16 cells of index r. What the operand does not have, count indices and k steps, is 0. */
+DTRAIN__PAIRS_INLINE void dtrain__cells(__m512i v[16], const dtrain__operand *x, int64_t index,
+                                        int count, int64_t p, int k, int by_cell)
+{
+    if (x->along_k)
+        for (int r = 0; r < 16; r++)
+            v[r] = r < count ? dtrain__cells_of_run(dtrain__bf16_at(x, index + r, p), k)
+                             : _mm512_setzero_si512();
+    else
+        for (int c = 0; c < 16; c++) {
+            const int left = k - 2 * c;
+            v[c] = left > 0 ? dtrain__cells_of_steps(dtrain__bf16_at(x, p + 2 * c, index), x->ld,
+                                                     count, left)
+                            : _mm512_setzero_si512();
+        }
+    if (x->along_k == by_cell) dtrain__transpose16(v);
+}
+
+/* Cells side by side, `cells` of them. */
+DTRAIN__PAIRS_INLINE void dtrain__pack_by_cell(float *panel, int width, const dtrain__operand *x,
+                                               int64_t index, int count, int64_t p, int k,
+                                               int cells)
+{
+    for (int c = 0; c < cells; c += 16)
+        for (int r = 0; r < width; r += 16) {
+            const int lanes = width - r < 16 ? width - r : 16,
+                      some = cells - c < 16 ? cells - c : 16;
+            float *to = panel + c * width + r;
+            __m512i v[16];
+            dtrain__cells(v, x, index + r, count - r, p + 2 * c, k - 2 * c, 1);
+            if (lanes == 16 && some == 16)
+                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * width, v[i]);
+            else
+                for (int i = 0; i < 16; i++)
+                    if (i < some)
+                        _mm512_mask_storeu_epi32(to + i * width, (__mmask16)((1u << lanes) - 1u),
+                                                 v[i]);
+        }
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_a_vdpbf16(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 12, x, index, count, p, k, (k + 1) / 2);
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_b_vdpbf16(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 1) / 2);
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_a_amx(float *panel, const dtrain__operand *x,
+                                                int64_t index, int count, int64_t p, int k)
+{
+    for (; k > 0; k -= 32, p += 32)
+        for (int r = 0; r < 32; r += 16, panel += 256) {
+            __m512i v[16];
+            dtrain__cells(v, x, index + r, count - r, p, k, 0);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + i * 16, v[i]);
+        }
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_b_amx(float *panel, const dtrain__operand *x,
+                                                int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 31) / 32 * 16);
+}
+
+/* The kernel of AVX-512 with pairs for numbers. */
+#define DTRAIN__PAIR_STEP(r)                                                         \
+    {                                                                                \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(cells_a[r]);               \
+        left##r = (vec)_mm512_dpbf16_ps((__m512)left##r, pair, (__m512bh)b_left);    \
+        right##r = (vec)_mm512_dpbf16_ps((__m512)right##r, pair, (__m512bh)b_right); \
+    }
+DTRAIN__ON_PAIRS static void dtrain__kernel_vdpbf16(int64_t cells, const float *a, const float *b,
+                                                    int64_t ldb, float alpha, float beta, float *c,
+                                                    int64_t ldc)
+{
+    enum { lanes = 16 };
+    typedef float vec DTRAIN__VECTOR_OF(16);
+    typedef int32_t cell __attribute__((may_alias));
+    DTRAIN__ROWS12(DTRAIN__ROW_ZERO)
+    for (; cells > 0; cells--, a += 12, b += ldb) {
+        const __m512i b_left = _mm512_loadu_si512(b), b_right = _mm512_loadu_si512(b + 16);
+        const cell *cells_a = (const cell *)(const void *)a;
+        DTRAIN__ROWS12(DTRAIN__PAIR_STEP)
+    }
+    if (beta == 0) {
+        DTRAIN__ROWS12(DTRAIN__ROW_SET)
+    } else {
+        DTRAIN__ROWS12(DTRAIN__ROW_ADD)
+    }
+}
+
+/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. */
+static const uint8_t dtrain__amx_config[64] __attribute__((aligned(64))) = {
+    1,  0, 0,  0, 0,  0,  0,  0,  0,  0,  0,  0,  0, 0, 0, 0, 64, 0, 64, 0, 64, 0,
+    64, 0, 64, 0, 64, 0,  64, 0,  64, 0,  0,  0,  0, 0, 0, 0, 0,  0, 0,  0, 0,  0,
+    0,  0, 0,  0, 16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0,  0, 0,  0};
+
+DTRAIN__ON_AMX static void dtrain__amx_begin(void) { _tile_loadconfig(dtrain__amx_config); }
+DTRAIN__ON_AMX static void dtrain__amx_end(void) { _tile_release(); }
+
+/* 32 x 32 of C in tiles 0 to 3. Without scaling the tiles start from C and end there. */
+DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, const float *b,
+                                              int64_t ldb, float alpha, float beta, float *c,
+                                              int64_t ldc)
+{
+    const int64_t b_row = ldb * 4, c_row = ldc * 4;
+    const bool plain = alpha == 1 && (beta == 0 || beta == 1);
+    for (int r = 0; r < 32; r++) {
+        __builtin_prefetch(c + r * ldc, 1);
+        __builtin_prefetch(c + r * ldc + 16, 1);
+    }
+    if (plain && beta == 1) {
+        _tile_loadd(0, c, c_row);
+        _tile_loadd(1, c + 16, c_row);
+        _tile_loadd(2, c + 16 * ldc, c_row);
+        _tile_loadd(3, c + 16 * ldc + 16, c_row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (; cells > 0; cells -= 16, a += 512, b += 16 * ldb) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, b_row);
+        _tile_loadd(7, b + 16, b_row);
+        _tile_loadd(5, a + 256, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    float sums[32 * 32] __attribute__((aligned(64)));
+    float *to = plain ? c : sums;
+    const int64_t ld = plain ? ldc : 32;
+    _tile_stored(0, to, ld * 4);
+    _tile_stored(1, to + 16, ld * 4);
+    _tile_stored(2, to + 16 * ld, ld * 4);
+    _tile_stored(3, to + 16 * ld + 16, ld * 4);
+    if (plain) return;
+    for (int r = 0; r < 32; r++, c += ldc)
+        for (int j = 0; j < 32; j++)
+            c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
+}
+
+DTRAIN__DEFINE_TILES(vdpbf16, DTRAIN__ON_PAIRS, 12, 32, f16c)
+DTRAIN__DEFINE_TILES(amx, DTRAIN__ON_PAIRS, 32, 32, f16c)
+
+static const dtrain__isa dtrain__isa_vdpbf16 = {"avx512_bf16",
+                                                12,
+                                                32,
+                                                2,
+                                                1,
+                                                8,
+                                                dtrain__kernel_vdpbf16,
+                                                dtrain__pack_a_vdpbf16,
+                                                dtrain__pack_b_vdpbf16,
+                                                dtrain__finish_vdpbf16,
+                                                dtrain__slope_vdpbf16,
+                                                dtrain__load_vdpbf16,
+                                                dtrain__store_vdpbf16,
+                                                NULL,
+                                                NULL};
+static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
+                                            32,
+                                            32,
+                                            2,
+                                            16,
+                                            32,
+                                            dtrain__kernel_amx,
+                                            dtrain__pack_a_amx,
+                                            dtrain__pack_b_amx,
+                                            dtrain__finish_amx,
+                                            dtrain__slope_amx,
+                                            dtrain__load_amx,
+                                            dtrain__store_amx,
+                                            dtrain__amx_begin,
+                                            dtrain__amx_end};
+
+static bool dtrain__has_vdpbf16(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+/* The processor has tiles, the system saves them, and this process may use them: it asks for that
+ * here, and again is harmless. The answer is no, for example, where alternative signal stacks are
+ * too small for the larger frames. */
+static bool dtrain__has_amx(void)
+{
+    enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    uint32_t a, b, c, d, low, high;
+    if (!dtrain__has_vdpbf16() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    __asm__ __volatile__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & TILE_STATE) != TILE_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    return (d & TILE_AND_BF16) == TILE_AND_BF16 &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif /* DTRAIN__PAIRS */
+
+/* NULL: products of bf16 are computed in fp32. AMD starts a VDPBF16PS as often as a multiply-add;
+ * Intel every other cycle or less, a quarter as often (62 against 130 GFLOP/s of the widened
+ * product on Emerald Rapids), and has AMX. */
+static const dtrain__isa *dtrain__pairs_select(void)
+{
+#if DTRAIN__PAIRS
+    if (dtrain__has_amx()) return &dtrain__isa_amx;
+    if (dtrain__has_vdpbf16() && __builtin_cpu_is("amd")) return &dtrain__isa_vdpbf16;
+#endif
+    return NULL;
+}
 
 /* The best one this machine runs. */
 static const dtrain__isa *dtrain__isa_select(void)
@@ -2766,11 +3339,12 @@ static const dtrain__isa *dtrain__isa_select(void)
 /* ---- The driver ---- */
 
 /* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
- * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator and isa may be
- * preset. */
+ * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
+ * without pairs, may be preset. */
 typedef struct dtrain__gemm_workspace {
     const dtrain_allocator *allocator; /* NULL = malloc */
     const dtrain__isa *isa;
+    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
     void *memory;
     size_t bytes;
 } dtrain__gemm_workspace;
@@ -2780,6 +3354,7 @@ typedef struct dtrain__gemm_job {
     const dtrain__isa *isa;
     dtrain__operand a, b;
     int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
@@ -2793,7 +3368,7 @@ typedef struct dtrain__gemm_pass {
     const dtrain__gemm_job *job;
     int64_t i0, i1, j0, j1;
     int64_t p;
-    int k;
+    int k, cells; /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
@@ -2802,6 +3377,35 @@ static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
 
+static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
+                                              int cols)
+{
+    dtrain__rectangle x;
+    x.data = data;
+    x.dtype = dtype;
+    x.ld = ld;
+    x.rows = rows;
+    x.cols = cols;
+    return x;
+}
+
+/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
+static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
+                                       const dtrain__rectangle *aux, float *tile)
+{
+    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
+    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
+        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
+        isa->load(other, aux);
+        isa->slope(tile, other, x->activation);
+        return;
+    }
+    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
+    isa->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
+                x->activation);
+    if (x->aux) isa->store(aux, other);
+}
+
 /* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
  * Rows of `tile` beyond the edge are computed and dropped. */
 static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
@@ -2809,36 +3413,30 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
 {
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
-    int nr = job->isa->nr;
-    int rows = (int)dtrain__gemm_min(job->isa->mr, pass->i1 - i);
-    int cols = (int)dtrain__gemm_min(nr, pass->j1 - j);
-    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX] = {0}, aux[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
-    float bias[DTRAIN__NR_MAX] = {0};
-    float beta = pass->first ? x->beta : 1;
+    const dtrain__isa *isa = job->isa;
+    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const float beta = pass->first ? x->beta : 1;
+    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
 
-    char *c = (char *)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
-    int64_t c_row = x->ldc * (int64_t)dtrain__gemm_dtype_bytes(x->c_dtype);
-    float *partial = pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0);
-    int use_partial = job->needs_partial;
+    void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
+    const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+    const dtrain__rectangle partial =
+        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
+                             DTRAIN_F32, job->n_step, rows, cols);
 
-    for (int r = 0; r < rows && beta != 0; r++) {
-        if (use_partial && !pass->first)
-            memcpy(tile + r * nr, partial + r * job->n_step, (size_t)cols * sizeof(float));
-        else dtrain__gemm_load(tile + r * nr, c + r * c_row, x->c_dtype, cols);
+    if (beta != 0) {
+        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
+        isa->load(tile, job->needs_partial && !pass->first ? &partial : &c);
     }
-    job->isa->kernel(pass->k, a, b, ldb, x->alpha, beta, tile, nr);
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
-        if (x->bias) memcpy(bias, x->bias + j, (size_t)cols * sizeof(float));
-        job->isa->finish(tile, nr, rows, x->bias ? bias : NULL, x->aux ? aux : NULL, x->activation);
+        at = x->aux;
+        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
+        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    for (int r = 0; r < rows; r++) {
-        if (use_partial && !pass->last)
-            memcpy(partial + r * job->n_step, tile + r * nr, (size_t)cols * sizeof(float));
-        else dtrain__gemm_store(c + r * c_row, x->c_dtype, tile + r * nr, cols);
-        if (pass->last && x->aux)
-            memcpy((float *)x->aux + (i + r) * x->ldc + j, aux + r * nr,
-                   (size_t)cols * sizeof(float));
-    }
+    isa->store(job->needs_partial && !pass->last ? &partial : &c, tile);
 }
 
 static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
@@ -2853,23 +3451,23 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     }
     int64_t at = i * x->ldc + j;
     float *c = (float *)x->c + at;
-    isa->kernel(pass->k, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
         isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
                     x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
-/* Where A is stored transposed, 16 steps of k at a time: the 16 rows of memory stay in L1 while all
+/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
  * the panels take their few elements of each. */
 static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
     int mr = job->isa->mr;
-    int chunk = job->a.along_k ? pass->k : 16;
+    int chunk = job->a.along_k ? pass->k : 16 * job->isa->pair;
     for (int p = 0; p < pass->k; p += chunk) {
         int steps = pass->k - p < chunk ? pass->k - p : chunk;
-        float *panel = pass->a_block + p * mr;
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->k)
+        float *panel = pass->a_block + p / job->isa->pair * mr;
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->cells)
             job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
                              pass->p + p, steps);
     }
@@ -2893,7 +3491,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
             isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
                         pass->k);
         }
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->k)
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->cells)
             dtrain__gemm_tile(pass, i, j, a, b, ldb);
     }
 }
@@ -2902,6 +3500,7 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
 {
     dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
     const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
     dtrain__gemm_pass pass;
     (void)count;
     memset(&pass, 0, sizeof pass);
@@ -2909,9 +3508,10 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     pass.a_block = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
     pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
     pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
+    if (isa->begin) isa->begin();
     for (;;) {
         int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (at >= job->rows * job->cols) return;
+        if (at >= job->rows * job->cols) break;
         pass.i0 = at % job->rows * job->m_step;
         pass.j0 = at / job->rows * job->n_step;
         pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
@@ -2919,21 +3519,37 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
         pass.p = 0;
         do { /* once even for k == 0: beta, bias and activation remain */
             pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
+            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
             pass.first = pass.p == 0;
             pass.last = pass.p + pass.k == job->k;
             dtrain__gemm_block(&pass);
             pass.p += pass.k;
         } while (pass.p < job->k);
     }
+    if (isa->end) isa->end();
+}
+
+/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
+static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
+{
+    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
+    const int64_t whole = job->isa->pair * job->isa->unit;
+    job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
+    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->needs_partial = job->args->c_dtype != DTRAIN_F32 && job->k > job->k_step;
+    job->m_most = DTRAIN__MC / mr * mr;
+    if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
+    /* Cheap products repay taller blocks, which pack B less often. */
+    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
+    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
 }
 
 /* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
- * takes the one with the least work per thread: a rectangle's multiplications and packing, which
- * is worth about four of them per element and k. */
+ * takes the one with the least work per thread: a rectangle's multiplications and packing. */
 static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
 {
     int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
-    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, DTRAIN__MC);
+    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
     for (int64_t extra = 0; extra < threads; extra++) {
         int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
         int64_t rows = dtrain__gemm_ceil(m, m_step);
@@ -2942,7 +3558,7 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
         int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
         cols = dtrain__gemm_ceil(n, n_step);
         int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
-        int64_t cost = rounds * (m_step * n_step + 4 * (m_step + n_step));
+        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
         if (cost >= best) continue;
         best = cost;
         job->m_step = m_step;
@@ -2977,16 +3593,25 @@ static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *jo
     return 0;
 }
 
+static void dtrain__gemm_select(dtrain__gemm_workspace *ws)
+{
+    if (ws->isa) return;
+    ws->isa = dtrain__isa_select();
+    ws->pairs = dtrain__pairs_select();
+}
+
 /* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
 DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
                                        const dtrain_gemm_args *args)
 {
     dtrain__gemm_job job;
     if (args->m <= 0 || args->n <= 0) return 0;
-    if (!ws->isa) ws->isa = dtrain__isa_select();
+    dtrain__gemm_select(ws);
     memset(&job, 0, sizeof job);
     job.args = args;
     job.isa = ws->isa;
+    if (ws->pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16)
+        job.isa = ws->pairs;
     job.a.data = args->a;
     job.a.dtype = args->a_dtype;
     job.a.ld = args->lda;
@@ -2997,8 +3622,7 @@ DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspac
     job.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
 
     job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
-    job.k_step = dtrain__gemm_ceil(job.k, dtrain__gemm_ceil(job.k, DTRAIN__KC) + (job.k == 0));
-    job.needs_partial = args->c_dtype != DTRAIN_F32 && job.k > job.k_step;
+    dtrain__gemm_cut_k(&job);
 
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
@@ -3442,6 +4066,114 @@ DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
     return w * dtrain__vfma(x * slope, q * w, one);
 }
 
+/* ---- Vectors in half precision ----------------------------------------------------------------
+ *
+ * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
+ * functions of [S23]: the bits are the same. A tail goes through a buffer of full width. */
+
+#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
+#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
+#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
+#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
+#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
+#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
+#if DTRAIN__ISA >= 2
+typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
+
+DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+{
+    const dtrain__vwords x = (dtrain__vwords)v;
+    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
+    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
+    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
+}
+
+DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+{
+    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
+                       << 16);
+}
+#if DTRAIN__ISA == 3
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    _mm256_storeu_si256(
+        (__m256i *)(void *)to,
+        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    return (dtrain__v)_mm512_maskz_cvtph_ps(
+        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
+}
+#else
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    _mm_storeu_si128((__m128i *)(void *)to,
+                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+#endif
+#else
+DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
+    return dtrain__vload(lanes);
+}
+DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+{
+    float lanes[DTRAIN__W];
+    dtrain__vstore(lanes, v);
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
+}
+DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+{
+    float lanes[DTRAIN__W];
+    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
+    return dtrain__vload(lanes);
+}
+#endif
+
+#define dtrain__vload_as DTRAIN__INSTANCE(dtrain__vload_as)
+#define dtrain__vstore_as DTRAIN__INSTANCE(dtrain__vstore_as)
+
+/* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. */
+DTRAIN__VECTOR dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+{
+    if (dtype == DTRAIN_F32) return dtrain__vload_n((const float *)p + at, n);
+    const uint16_t *half = (const uint16_t *)p + at;
+    uint16_t tail[DTRAIN__W] = {0};
+    if (n < DTRAIN__W) {
+        if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
+        half = tail;
+    }
+    return dtype == DTRAIN_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
+}
+
+DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
+                                      int64_t n)
+{
+    if (dtype == DTRAIN_F32) {
+        dtrain__vstore_n((float *)p + at, v, n);
+        return;
+    }
+    uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
+    if (dtype == DTRAIN_BF16) dtrain__to_bf16(to, v);
+    else dtrain__to_f16(to, v);
+    if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+}
+
 /* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
 
 #define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
@@ -3596,87 +4328,10 @@ DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t e
     }
 }
 
-/* ---- Conversions ------------------------------------------------------------------------------
- *
- * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
- * functions of [S23]: the bits are the same. A tail goes through a buffer of full width. */
+/* ---- Conversions ------------------------------------------------------------------------------*/
 
-#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
-#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
-#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
-#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
-#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
-#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
 #define dtrain__to_half DTRAIN__INSTANCE(dtrain__to_half)
 #define dtrain__from_half DTRAIN__INSTANCE(dtrain__from_half)
-#if DTRAIN__ISA >= 2
-typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
-typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
-
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
-{
-    const dtrain__vwords x = (dtrain__vwords)v;
-    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
-    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
-    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
-    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
-}
-
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
-{
-    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
-                       << 16);
-}
-#if DTRAIN__ISA == 3
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm256_storeu_si256(
-        (__m256i *)(void *)to,
-        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm512_maskz_cvtph_ps(
-        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
-}
-#else
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm_storeu_si128((__m128i *)(void *)to,
-                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
-}
-#endif
-#else
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
-#endif
-
 /* Without vector code for a whole row: count elements, either direction. */
 DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t count,
                                     dtrain_dtype dtype)
@@ -4028,37 +4683,44 @@ DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
 
 /* d_out * act'(x); the slope of relu at 0 is 0. */
 #define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, const float *x, dtrain__v d_out,
-                                             int64_t n)
+DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(dtrain__vload_n(x, n));
+    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(x);
     if (activation == DTRAIN_ACT_RELU)
-        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), dtrain__vload_n(x, n)));
+        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
     return d_out;
 }
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
-DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                      int index)
+#define dtrain__activation_backward_as DTRAIN__INSTANCE(dtrain__activation_backward_as)
+DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
+                                                   int64_t begin, int64_t end, dtrain_dtype dtype)
 {
-    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
     const bool store = a->activation != DTRAIN_ACT_NONE || a->d_in != a->d_out;
-    const float *x = (const float *)a->x, *d_out = (const float *)a->d_out;
-    float *d_in = (float *)a->d_in;
-    (void)index;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t at = row * a->n + j, n = end - j;
-            const dtrain__v d = dtrain__vdeactivate(a->activation, x ? x + at : NULL,
-                                                    dtrain__vload_n(d_out + at, n), n);
-            if (store) dtrain__vstore_n(d_in + at, d, n);
+            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
+            if (a->activation != DTRAIN_ACT_NONE)
+                d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
+            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
+}
+
+#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
+DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                      int index)
+{
+    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
+    (void)index;
+    if (a->dtype == DTRAIN_BF16 || a->dtype == DTRAIN_F16)
+        dtrain__activation_backward_as(a, begin, end, a->dtype);
+    else dtrain__activation_backward_as(a, begin, end, DTRAIN_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
@@ -4688,6 +5350,12 @@ DTRAIN_API const char *dtrain_cpu_kernel_name(void)
 #endif
 }
 
+DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
+{
+    const dtrain__isa *pairs = dtrain__pairs_select();
+    return pairs ? pairs->name : dtrain_cpu_kernel_name();
+}
+
 /* ---- [S24.6] The CPU device: state and memory -----------------------------------------------*/
 
 #define DTRAIN__WIDE 4 /* operands of one operation that may have to be widened */
@@ -4919,6 +5587,26 @@ static dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device)
 
 /* ---- Matrix multiplication --------------------------------------------------------------------*/
 
+/* With an external library only products that the processor multiplies in bf16 stay here. */
+static bool dtrain__is_built_in(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+#ifdef DTRAIN_USE_CBLAS
+    dtrain__gemm_select(&cpu->gemm);
+    return cpu->gemm.pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16;
+#else
+    (void)cpu;
+    (void)args;
+    return true;
+#endif
+}
+
+static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
+    return DTRAIN_OK;
+}
+
 #ifdef DTRAIN_USE_CBLAS
 
 /* A copy of a (rows, columns) matrix as fp32, or back; both with leading dimension ld. */
@@ -4951,6 +5639,7 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     const int64_t c_size = args->c_dtype == DTRAIN_F32 ? 0 : args->m * args->ldc;
     dtrain_gemm_args plain = *args;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    if (dtrain__is_built_in(cpu, args)) return dtrain__built_in_product(cpu, args);
     if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
         args->ldb > INT_MAX || args->ldc > INT_MAX)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
@@ -4989,10 +5678,7 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 
 static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
-    return DTRAIN_OK;
+    return dtrain__built_in_product((dtrain__cpu *)device->state, args);
 }
 
 #endif
@@ -5039,6 +5725,14 @@ static bool dtrain__is_f32(dtrain_dtype dtype)
     return dtype == DTRAIN_F32 || dtype == DTRAIN_DTYPE_NONE;
 }
 
+static dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+{
+    if (dtrain__is_f32(dtype) || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "activations of type %s: expected f32, bf16 or f16",
+                       dtrain_dtype_name(dtype));
+}
+
 static void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype, void *y,
                                     dtrain_dtype y_dtype, int64_t count)
 {
@@ -5066,12 +5760,8 @@ static float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype 
                            int64_t count, int access)
 {
     if (!x || dtrain__is_f32(dtype) || list->result != DTRAIN_OK) return (float *)(uintptr_t)x;
-    if (dtype != DTRAIN_BF16 && dtype != DTRAIN_F16) {
-        list->result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                   "activations of type %s: expected f32, bf16 or f16",
-                                   dtrain_dtype_name(dtype));
-        return NULL;
-    }
+    list->result = dtrain__check_dtype(dtype);
+    if (list->result != DTRAIN_OK) return NULL;
     for (int i = 0; i < list->count; i++)
         if (list->items[i].narrow == x && list->items[i].count == count) {
             list->items[i].access |= access;
@@ -5116,20 +5806,15 @@ static dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const voi
 static dtrain_result dtrain__cpu_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_activation_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, count, DTRAIN__READ);
-    wide.d_out = dtrain__wide(&w, args->d_out, args->dtype, count, DTRAIN__READ);
-    wide.d_in = dtrain__wide(&w, args->d_in, args->dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain_activation_backward_args all = *args;
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     if (!args->d_bias) { /* no column sums: one long row */
-        wide.n = count;
-        wide.rows = 1;
+        all.n = args->rows * args->n;
+        all.rows = 1;
     }
-    dtrain__job job = dtrain__job_make(&wide, wide.n, DTRAIN__LINE);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->activation_backward, count));
+    dtrain__job job = dtrain__job_make(&all, all.n, DTRAIN__LINE);
+    return dtrain__job_run(cpu, &job, cpu->kernels->activation_backward, args->rows * args->n);
 }
 
 /* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
@@ -5161,54 +5846,70 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
     return DTRAIN_OK;
 }
 
-/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. */
+/* A second pass over C: slopes (z, or NULL: none) and column sums. */
+static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
+                                        uint32_t activation, const void *z, float *bias_grad)
+{
+    const dtrain_activation_backward_args after = {z ? activation : (uint32_t)DTRAIN_ACT_NONE,
+                                                   args->accumulate_bias_grad,
+                                                   args->m,
+                                                   args->n,
+                                                   z,
+                                                   args->c,
+                                                   args->c,
+                                                   bias_grad,
+                                                   args->c_dtype};
+    return dtrain__cpu_activation_backward(device, &after);
+}
+
+/* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
+static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, dtrain__wide_list *list,
+                                            const dtrain_gemm_args *args)
+{
+    if (args->flags & DTRAIN_GEMM_TRANS_A) {
+        const dtrain_activation_backward_args sums = {
+            DTRAIN_ACT_NONE, args->accumulate_bias_grad, args->k,         args->m,      NULL,
+            args->a,         (void *)(uintptr_t)args->a, args->bias_grad, args->a_dtype};
+        return dtrain__cpu_activation_backward(device, &sums);
+    }
+    const float *a = dtrain__wide(list, args->a, args->a_dtype, args->m * args->lda, DTRAIN__READ);
+    if (list->result == DTRAIN_OK) dtrain__row_sums(args, a);
+    return list->result;
+}
+
+/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. The built-in
+ * GEMM finishes the tiles of a C in half precision by itself, slopes included; others compute such
+ * a C, and aux, in fp32. */
 static dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
     const bool of_c = args->bias_grad && (args->flags & DTRAIN_GEMM_BIAS_GRAD_C);
-    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
-    if (!backward && !args->bias_grad && (!args->aux || dtrain__is_f32(args->c_dtype)))
+    const bool half = !dtrain__is_f32(args->c_dtype);
+    const bool finished = half && dtrain__is_built_in((dtrain__cpu *)device->state, args);
+    if (!backward && !args->bias_grad && (!args->aux || !half || finished))
         return dtrain__cpu_product(device, args);
     dtrain__wide_list w = dtrain__wide_begin(device);
     dtrain_gemm_args plain = *args;
     DTRAIN__TRY(dtrain__check_gemm(args));
-    const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
-    plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
-    plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
-                             backward ? DTRAIN__READ : DTRAIN__WRITE);
-    const void *z = plain.aux;
-    plain.c_dtype = DTRAIN_F32;
-    if (backward) plain.activation = DTRAIN_ACT_NONE, plain.aux = NULL;
+    if (!finished) {
+        const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
+        plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
+        plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
+                                 backward ? DTRAIN__READ : DTRAIN__WRITE);
+        plain.c_dtype = DTRAIN_F32;
+    }
+    const void *z = backward && !finished ? plain.aux : NULL;
+    if (z) {
+        plain.flags &= ~DTRAIN_GEMM_ACT_BACKWARD;
+        plain.activation = DTRAIN_ACT_NONE;
+        plain.aux = NULL;
+    }
     if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);
-    if ((backward || of_c) && w.result == DTRAIN_OK) {
-        dtrain_activation_backward_args after = {backward ? args->activation
-                                                          : (uint32_t)DTRAIN_ACT_NONE,
-                                                 args->accumulate_bias_grad,
-                                                 args->m,
-                                                 args->n,
-                                                 z,
-                                                 plain.c,
-                                                 plain.c,
-                                                 of_c ? args->bias_grad : NULL,
-                                                 DTRAIN_F32};
-        w.result = dtrain__cpu_activation_backward(device, &after);
-    }
-    if (args->bias_grad && !of_c) {
-        const float *a = dtrain__wide(&w, args->a, args->a_dtype,
-                                      (trans_a ? args->k : args->m) * args->lda, DTRAIN__READ);
-        dtrain_activation_backward_args sums = {DTRAIN_ACT_NONE,
-                                                args->accumulate_bias_grad,
-                                                args->k,
-                                                args->m,
-                                                NULL,
-                                                a,
-                                                (void *)(uintptr_t)a,
-                                                args->bias_grad,
-                                                DTRAIN_F32};
-        if (w.result == DTRAIN_OK && trans_a)
-            w.result = dtrain__cpu_activation_backward(device, &sums);
-        else if (w.result == DTRAIN_OK) dtrain__row_sums(args, a);
-    }
+    if ((z || of_c) && w.result == DTRAIN_OK)
+        w.result =
+            dtrain__gemm_after(device, &plain, args->activation, z, of_c ? args->bias_grad : NULL);
+    if (args->bias_grad && !of_c && w.result == DTRAIN_OK)
+        w.result = dtrain__gemm_bias_grad(device, &w, args);
     return dtrain__wide_end(&w, w.result);
 }
 
@@ -10596,6 +11297,8 @@ static dtrain_result dtrain__image_of(dtrain__staged_comm *comm, dtrain__staged_
     *out = on_device ? dtrain__twin_image(comm, memory) : (char *)(uintptr_t)memory;
     if (*out || !memory) return DTRAIN_OK;
     if (bytes > work->stage_bytes[which]) {
+        /* a copy out of the smaller one may still be queued */
+        DTRAIN__TRY(comm->device->ops->synchronize(comm->device));
         dtrain__image_free(comm, work->stage[which], work->stage_bytes[which]);
         work->stage[which] = NULL;
         work->stage_bytes[which] = 0;
@@ -11071,6 +11774,7 @@ typedef struct dtrain__bucket {
     bool work;     /* its gradients are made in one place and kept, as shards, in another */
     int64_t count; /* elements, padding included */
     int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
+    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
@@ -11273,7 +11977,7 @@ static dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t
 typedef struct dtrain__registration {
     const dtrain_param *params;
     size_t count;
-    char settings[310]; /* of the strategy */
+    char settings[340]; /* of the strategy */
 } dtrain__registration;
 
 #define DTRAIN__LINE_BYTES 384
@@ -11434,6 +12138,8 @@ typedef struct dtrain__layout {
     uint32_t *owners;        /* (count) ZERO3: of each storage */
     int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
+    dtrain__unit shared;           /* the buckets of what several units use */
+    float *work_grads[2];          /* where units' gradients are made, in turns */
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
@@ -11507,6 +12213,7 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
     bucket->unit = unit;
     bucket->trainable = trainable;
     bucket->sharded = sharded;
+    bucket->first_param = DTRAIN__NONE;
     if (sharded && layout->cuts)
         bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
     for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
@@ -11570,8 +12277,8 @@ static void dtrain__lay_unit_buckets(dtrain__layout *layout)
         unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
         if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
     }
-    (void)dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->slots) (void)dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+    if (layout->slots) layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
 }
 
 /* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
@@ -11601,6 +12308,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 /* Fills entries, buckets and units, all zeroed by the caller. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
+    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
     if (layout->owners) /* cuts are scratch until they are filled */
         dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
@@ -11612,9 +12320,13 @@ static void dtrain__lay_out(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
         entry->bucket = storage->bucket;
+        if (entry->bucket == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
+        bucket->last_param = (uint32_t)i;
         if (!entry->trainable) continue;
         storage->uses++;
-        layout->buckets[entry->bucket].uses++;
+        bucket->uses++;
     }
 }
 
@@ -11739,6 +12451,7 @@ static void dtrain__lay_memory(dtrain__layout *layout)
 {
     for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
     const dtrain__turns turns = dtrain__lay_turns(layout);
+    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__lay_values(layout, &layout->buckets[b], &turns);
         dtrain__lay_grads(layout, &layout->buckets[b], &turns);
@@ -11966,6 +12679,7 @@ struct dtrain_strategy {
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
     uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
     uint32_t position;   /* unit gathered last, NONE before a pass */
     char reason[400];
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
@@ -12128,13 +12842,15 @@ static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
     return DTRAIN_OK;
 }
 
-/* Settings that decide which collectives a step makes, or what values it starts from.
- * no_overlap only decides when: ranks may differ in it, and in who owns the gradients. */
+/* Settings that decide which collectives a step makes and in which order, or what values it starts
+ * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
+ * unit that is fetched ahead comes before the gradients of the one after it. */
 static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__traits *traits = dtrain__traits_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
+    const bool ahead = (!traits || traits->params) && !desc->no_overlap;
     dtrain__registration mine;
     memset(&mine, 0, sizeof mine);
     mine.params = strategy->params;
@@ -12142,14 +12858,14 @@ static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
     snprintf(mine.settings, sizeof mine.settings,
              "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
              "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
-             "%lld, buckets of %zu and %zu bytes, init_seed %llu",
+             "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d",
              traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
              (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
              dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
              (unsigned)desc->node_size, desc->reshard_after_forward,
              (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
              (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-             (unsigned long long)desc->init_seed);
+             (unsigned long long)desc->init_seed, ahead);
     return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }
 
@@ -12379,7 +13095,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     dtrain__lend(strategy);
     dtrain__list_shards(strategy);
     dtrain__strategy_rewind(strategy, true);
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
 
@@ -12889,7 +13605,9 @@ static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
     return dtrain__accumulate_shard(strategy, bucket);
 }
 
-/* Moves a launched bucket on, waiting for it or not. */
+/* Moves a launched bucket on, waiting for it or not. Between nodes a second collective follows, and
+ * all ranks must start it at the same place among the others: in gather or finish, and not because
+ * the first happens to be done. NCCL runs them in that order, and ranks would wait in a circle. */
 static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bool wait, bool *done)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -12897,6 +13615,7 @@ static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bo
     *done = true;
     while (bucket->stage != DTRAIN__REDUCED) {
         if (!wait) DTRAIN__TRY(dtrain__test_works(strategy, works, done));
+        if (!wait && strategy->replica_comm) *done = false;
         if (!*done) return DTRAIN_OK;
         DTRAIN__TRY(dtrain__wait_works(strategy, works));
         DTRAIN__TRY(dtrain__reduce_next(strategy, b));
@@ -12928,20 +13647,38 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                             back ? place : storage->grad, bytes);
 }
 
+/* Empties the buffers of bucket b's gradients. What travels between nodes may be under way still
+ * where it is the shard that travels. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+{
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    const bool on_host = strategy->layout.host_grads;
+    if (!strategy->replica_comm || on_host || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated)) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return on_host ? dtrain__stream_follow(strategy, NULL, strategy->offload.down) : DTRAIN_OK;
+    }
+    for (size_t i = strategy->oldest; i <= b; i++) {
+        if (strategy->layout.buckets[i].stage != DTRAIN__REDUCE_SHARD) continue;
+        DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, i, false)));
+        DTRAIN__TRY(dtrain__reduce_next(strategy, i));
+    }
+    return DTRAIN_OK;
+}
+
 /* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. */
+ * left there has been reduced. A unit without gradients leaves it to whose it is. */
 static dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
     if (!strategy->layout.work || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
     uint32_t *working = &strategy->working[unit & 1];
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
     const uint32_t bucket = strategy->layout.units[before].trainable;
-    if (bucket == DTRAIN__NONE || bucket >= strategy->launched) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__reduce_until(strategy, (size_t)bucket + 1));
-    if (!strategy->layout.host_grads) return DTRAIN_OK;
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
+    if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
+    return dtrain__vacate_work(strategy, bucket);
 }
 
 /* In bucket order, up to the first that still waits for a gradient. Frozen buckets have no
@@ -13036,6 +13773,46 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- The end of a backward --------------------------------------------------------------------*/
 
+/* Does one of the alternating buffers hold gradients that have not been launched? */
+static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t unit = strategy->working[turn];
+    const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
+    if (b == DTRAIN__NONE || b < strategy->launched) return false;
+    for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
+        if (layout->entries[i].bucket == b && strategy->params[i].grad_written) return true;
+    return false;
+}
+
+/* A unit behind the one in which this backward has begun is not visited, and reduced all the same,
+ * as zeros. Its own buffer holds gradients of the visited unit: it borrows the other, and gives it
+ * back at once. */
+static dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
+    const uint32_t other = (bucket->unit & 1) ^ 1;
+    float *own = bucket->grads;
+    if (dtrain__work_is_live(strategy, other))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_strategy_gather: two units have gradients and unit %u, behind "
+                           "them, has none; gather units in the order of backward",
+                           strategy->layout.units[bucket->unit].id);
+    DTRAIN__TRY(dtrain__reduce_until(strategy, index)); /* whoever has used it */
+    strategy->working[other] = DTRAIN__NONE;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+        if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
+    bucket->pending = 0;
+    bucket->grads = strategy->layout.work_grads[other];
+    dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                       (size_t)bucket->count * sizeof(float));
+    if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
+    strategy->launched = (size_t)index + 1;
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, strategy->launched);
+    bucket->grads = own;
+    return result;
+}
+
 /* Gradients of a bucket that wait for a mark: what an earlier micro-batch or another use has left
  * counts, the rest is zero. */
 static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
@@ -13043,8 +13820,12 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
     dtrain__layout *layout = &strategy->layout;
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
     if (bucket->pending == 0) return DTRAIN_OK;
+    if (bucket->work && bucket->unit != DTRAIN__NONE &&
+        strategy->working[bucket->unit & 1] != bucket->unit &&
+        dtrain__work_is_live(strategy, bucket->unit & 1))
+        return dtrain__reduce_unvisited(strategy, bucket);
     if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
@@ -13106,6 +13887,9 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
+static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+
 /* The order matters: everything is launched before ranks exchange what is missing, and waited for
  * before anything is reported. So a step that fails for a missing gradient has made the same
  * collectives as one that succeeds, and the next step finds all ranks at the same place. */
@@ -13121,6 +13905,8 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
     if (result == DTRAIN_OK) result = dtrain__shards_settle(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
+    /* units fetched ahead and not used: they read the shards that will be updated */
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
     dtrain__strategy_rewind(strategy, last);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
@@ -13128,9 +13914,6 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
-
-static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
-static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 
 /* ZERO1 and SHARD_GRAD_OP: every rank's slice of a bucket to all. */
 static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy)
@@ -13237,12 +14020,11 @@ static dtrain_result dtrain__shard_to_slot(dtrain_strategy *strategy, dtrain__bu
                                              DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
-/* Starts bringing a bucket's values together. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b)
+/* Starts bringing a bucket's values together, as dtype. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_F32;
     dtrain_work **works = dtrain__works(strategy, b, true);
@@ -13285,26 +14067,32 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
 static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    const dtrain__bucket *bucket = &layout->buckets[b];
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->storage->index];
         if (storage->bucket != b) continue;
-        p->value = here ? layout->buckets[b].values + storage->offset : NULL;
+        p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Whoever else is in the bucket's slot has to go. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, const dtrain__bucket *guest)
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count && guest->slotted; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->slotted || (bucket->unit & 1) != (guest->unit & 1)) continue;
-        if (bucket->unit == guest->unit || bucket->presence == DTRAIN__ABSENT) continue;
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, false);
+    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
     return DTRAIN_OK;
+}
+
+/* Whoever else is in the unit's slot has to go. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+{
+    const uint32_t before = strategy->slots[unit & 1];
+    strategy->slots[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
+    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
@@ -13312,8 +14100,8 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, bucket));
-    return dtrain__gather_start(strategy, b);
+    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
+    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
 static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
@@ -13334,7 +14122,7 @@ static void dtrain__forget_units(dtrain_strategy *strategy)
         dtrain__show_values(strategy, b, false);
         bucket->presence = DTRAIN__ABSENT;
     }
-    strategy->position = DTRAIN__NONE;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
 }
 
 static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
@@ -13360,8 +14148,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit; from there on to a neighbour. A backward may step over units
- * that no gradient reaches. */
+/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step over
+ * units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -13371,15 +14159,9 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_gather: no parameter belongs to unit %u", id);
     if (at == 0) return DTRAIN_OK;
-    if (last != DTRAIN__NONE) {
-        if (at == last || at == last + 1 || at + 1 == last) return DTRAIN_OK;
-        if (at < last && strategy->marked_count) return DTRAIN_OK;
-    }
-    if (last == DTRAIN__NONE) snprintf(due, sizeof due, "unit %u, the first", units[0].id);
-    else if (last + 1 < strategy->layout.unit_count)
-        snprintf(due, sizeof due, "unit %u in forward, %u in backward", units[last + 1].id,
-                 units[last ? last - 1 : 0].id);
-    else snprintf(due, sizeof due, "unit %u", units[last ? last - 1 : 0].id);
+    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
+    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
+             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
                        "in the order in which their first parameters are registered, and "
@@ -13387,21 +14169,10 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        id, due);
 }
 
-/* What several units share stays from its first gather to publish. */
-static dtrain_result dtrain__need_shared(dtrain_strategy *strategy)
+/* Both buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (bucket->sharded && bucket->unit == DTRAIN__NONE && bucket->presence != DTRAIN__HERE)
-            DTRAIN__TRY(dtrain__need(strategy, b));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, uint32_t at)
-{
-    const dtrain__unit *unit = &strategy->layout.units[at];
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable)); /* both under way before either wait */
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
     DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
     DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
     return dtrain__need(strategy, unit->frozen);
@@ -13430,8 +14201,8 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
     DTRAIN__TRY(dtrain__claim_work(strategy, at));
     strategy->position = at;
     if (!layout->slots) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_shared(strategy));
-    DTRAIN__TRY(dtrain__need_unit(strategy, at));
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     return dtrain__fetch_next(strategy, at, backward);
 }
 
@@ -13459,19 +14230,35 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 }
 
 /* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
-static DTRAIN__UNUSED const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                       const dtrain_param *storage,
-                                                       dtrain_dtype dtype)
+static const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+                                        const dtrain_param *storage, dtrain_dtype dtype)
 {
     if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
         return NULL;
     const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
     const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    if (!bucket->sharded || bucket->presence != DTRAIN__HERE) return NULL;
+    if (bucket->presence != DTRAIN__HERE) return NULL;
     return bucket->low_values + entry->offset;
 }
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
+
+/* A bucket's values as the shards have them. Where units travel rounded, what lies in a slot is not
+ * that: it is brought in fp32, and forgotten afterwards. */
+static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (strategy->desc.param_dtype != DTRAIN_F32) {
+        DTRAIN__TRY(dtrain__evict(strategy, b));
+        if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
+        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_F32));
+        bucket->presence = DTRAIN__ABSENT;
+        return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+    }
+    DTRAIN__TRY(dtrain__fetch(strategy, b));
+    return dtrain__gather_end(strategy, b);
+}
 
 /* Storage i with its value whole, wherever it has to be brought from. */
 static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
@@ -13480,10 +14267,8 @@ static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dt
     const dtrain__entry *entry = &layout->entries[i];
     *whole = strategy->params[i];
     if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    DTRAIN__TRY(dtrain__fetch(strategy, entry->bucket));
-    DTRAIN__TRY(dtrain__gather_end(strategy, entry->bucket));
-    whole->value = bucket->values + entry->offset;
+    DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
+    whole->value = layout->buckets[entry->bucket].values + entry->offset;
     return DTRAIN_OK;
 }
 
@@ -13836,6 +14621,7 @@ static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  *
  *     host arena      tensors, nodes                       until the next begin
  *     data arena      every forward value                  until the next begin
+ *     two regions     values that checkpointing drops      until the next but one unit that drops
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *     params          values and gradients                 not the tape's
@@ -13857,6 +14643,7 @@ typedef struct dtrain__chunk {
     char *memory;
     size_t bytes;
     uint32_t owners; /* gradient pool only: tensors whose gradient this is; 0 = free */
+    bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
 /* Chunks in the order they were made; memory is handed out by moving forward through them. A pass
@@ -13872,6 +14659,26 @@ typedef struct dtrain__bump {
     size_t used;        /* bytes of that chunk */
 } dtrain__bump;
 
+/* A kernel of any kind. */
+typedef dtrain_result (*dtrain__kernel_fn)(dtrain_device *device, const void *args);
+
+/* A kernel call whose results were dropped. */
+typedef struct dtrain__call {
+    struct dtrain__call *next; /* made before this one, until the segment is run again */
+    dtrain__kernel_fn kernel;
+    const void *args;
+    const struct dtrain_node *node;
+} dtrain__call;
+
+/* What is recorded between two marks in a unit that drops results. */
+typedef struct dtrain__tape_segment {
+    int64_t unit;
+    uint32_t region;
+    dtrain__call *calls; /* the last one first */
+    const struct dtrain__tape_segment
+        *successor; /* the first to overwrite the results; NULL: intact */
+} dtrain__tape_segment;
+
 /* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
 typedef struct dtrain_node {
     struct dtrain_node *previous; /* recorded before this one */
@@ -13879,9 +14686,15 @@ typedef struct dtrain_node {
     dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
     dtrain_tensor *in[2], *out;
     dtrain_param *param[2];
-    int64_t unit;       /* -1: before the first mark */
-    bool needs_grad;    /* some input or parameter does, and the tape records */
-    bool reads_output;  /* backward looks at out->data: nobody may overwrite it */
+    const struct dtrain_node *sum; /* layernorm of a sum: its node, whose value this kernel makes */
+    dtrain__tape_segment *segment; /* NULL: this unit drops nothing */
+    int64_t unit;                  /* -1: before the first mark */
+    uint32_t mark;                 /* how many marks came before it */
+    bool dropped;                  /* its results are in the segment's region */
+    bool needs_grad;               /* some input or parameter does, and the tape records */
+    bool reads_input;              /* backward looks at in[0]->data */
+    bool reads_output;             /* backward looks at out->data: nobody may overwrite it */
+    bool reads_rest;               /* backward looks at other results of the forward kernels */
     bool grad_is_inner; /* linear: out->grad is already that of the value before the activation */
     bool residual_done; /* add: in[1] has had its share */
     bool reached;       /* by the gradient of this backward's loss */
@@ -13899,8 +14712,11 @@ typedef struct dtrain_node {
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient; /* what tensor.grad points into */
-    int64_t valid_count;     /* of I32 inputs: entries that are not -1 */
+    dtrain__chunk *gradient;       /* what tensor.grad points into */
+    int64_t valid_count;           /* of I32 inputs: entries that are not -1 */
+    dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
+    bool kept;                     /* tensor.data is a copy in the data arena */
+    bool wanted; /* while its segment is run again: somebody will read the original */
 } dtrain__tape_tensor;
 
 /* Inputs of a pass that will be replayed: each goes through page-locked memory of its own, which
@@ -13919,12 +14735,19 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
-/* A weight in the type of autocast, made at its first use in a pass. */
+/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
+ * not its address: a strategy that gathers units may have several weights there in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
-    const float *value;
+    const dtrain_param *storage;
     const void *low;
 } dtrain__cast;
+
+/* Where segments put what they drop, one after the other. */
+typedef struct dtrain__tape_region {
+    dtrain__bump memory;
+    dtrain__tape_segment *owner;
+} dtrain__tape_region;
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
@@ -13935,6 +14758,7 @@ struct dtrain_tape {
     bool planning; /* on the plan device: params and strategy are left alone */
 
     dtrain__bump host, data;
+    dtrain__tape_region regions[2];
     dtrain__chunk *gradients; /* the pool */
     uint64_t activation_bytes, gradient_bytes, allocation_count;
 
@@ -13942,7 +14766,12 @@ struct dtrain_tape {
     size_t node_count, tensor_count;
     uint32_t state, flags;
     uint64_t seed, dropout_count;
-    int64_t unit;                       /* gathered now; -1 = none */
+    int64_t unit;                              /* gathered now; -1 = none */
+    uint32_t checkpoint_every, checkpoint_ops; /* as set last ... */
+    uint32_t every, dropped_ops;               /* ... and in this pass */
+    uint32_t mark_count, segment_count;        /* of this pass */
+    dtrain__tape_segment *segment;             /* the one that is recorded now; NULL: none */
+    size_t recomputed_count;
     const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
     dtrain_dtype cast;                  /* of matrix multiplications: F32, or that of autocast */
@@ -14053,9 +14882,13 @@ static void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
     return memory;
 }
 
-/* Device memory for count values of this pass, contents undefined. */
-static void *dtrain__take_data(dtrain_tape *tape, int64_t count, uint32_t dtype)
+/* Device memory for count values of this pass, contents undefined: results of the node, or what
+ * stays until the next begin when node is NULL. */
+static void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                               uint32_t dtype)
 {
+    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
     size_t bytes;
     if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
         bytes > PTRDIFF_MAX) {
@@ -14064,12 +14897,13 @@ static void *dtrain__take_data(dtrain_tape *tape, int64_t count, uint32_t dtype)
                           (long long)count);
         return NULL;
     }
-    return dtrain__bump_take(tape, &tape->data, bytes);
+    return dtrain__bump_take(tape, arena, bytes);
 }
 
-/* A tensor of this pass; NULL after an error, which sticks. */
-static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                         const int64_t *shape)
+/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
+ */
+static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
+                                         dtrain_dtype dtype, uint32_t ndim, const int64_t *shape)
 {
     dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
     if (!tensor) return NULL;
@@ -14083,9 +14917,15 @@ static dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, dtrain_dtype dtype, 
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
-    tensor->data = dtrain__take_data(tape, tensor->count, dtype);
+    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
+    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
     tape->tensor_count++;
     return tensor->data ? tensor : NULL;
+}
+
+static bool dtrain__is_float(const dtrain_tensor *x)
+{
+    return x->dtype == DTRAIN_F32 || x->dtype == DTRAIN_BF16 || x->dtype == DTRAIN_F16;
 }
 
 /* ---- Gradients of tensors ----------------------------------------------------------------------
@@ -14180,14 +15020,17 @@ static dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tenso
                                            dtrain_tensor *x)
 {
     const dtrain_dtype from_dtype = (dtrain_dtype)from->dtype, x_dtype = (dtrain_dtype)x->dtype;
+    dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
     bool accumulate;
-    if (!x->grad_written && from_dtype == x_dtype) {
-        dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
+    if (!x->grad_written && from_dtype == x_dtype && !chunk->in_region) {
         chunk->owners++;
         dtrain__gradient_set(x, chunk);
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    if (!accumulate && from_dtype == x_dtype)
+        return tape->device->ops->copy(tape->device, x->grad, from->grad, dtrain__tensor_bytes(x),
+                                       DTRAIN_COPY_DEVICE_TO_DEVICE);
     if (!accumulate) {
         dtrain_convert_args convert = {x->count, from->grad, x->grad, from_dtype, x_dtype};
         return tape->device->ops->convert(tape->device, &convert);
@@ -14248,6 +15091,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
     tape->data.device = tape->device;
+    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
     tape->unit = -1;
     *out = tape;
     return DTRAIN_OK;
@@ -14257,6 +15101,8 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain__chunks_destroy(tape, tape->device, tape->data.first);
+    for (int i = 0; i < 2; i++)
+        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
     dtrain__chunks_destroy(tape, tape->device, tape->gradients);
     dtrain__chunks_destroy(tape, NULL, tape->host.first);
     dtrain_allocator allocator = tape->allocator;
@@ -14275,13 +15121,186 @@ static dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
 }
 
+/* ---- Activation checkpointing ------------------------------------------------------------------
+ *
+ * In a unit that drops results these do not go to the data arena but to one of two regions, which
+ * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
+ *
+ *     forward      1 -> A     2 -> B     3 -> A     4 -> B
+ *     backward     4 is in B, 3 is in A     2 again -> B     1 again -> A
+ *
+ * When backward enters a unit that has been overwritten, its calls run again in their order: the
+ * same kernels on the same addresses and the same random streams, so the same bits, and no pointer
+ * anywhere has to change. Calls whose results nobody will read are left out: the last product of a
+ * transformer block, a third of its multiplications, is read by the next block only.
+ *
+ * That copy is made when an operation of a later unit takes the tensor. Its own unit is still
+ * intact then, for the one that follows writes to the other region; and from there on tensor->data
+ * is the copy, in the data arena, for everyone. The calls of its own unit keep their address. */
+
+static void dtrain__segments_forget(dtrain_tape *tape)
+{
+    tape->every = tape->checkpoint_every;
+    tape->dropped_ops = tape->checkpoint_ops;
+    tape->mark_count = tape->segment_count = 0;
+    tape->recomputed_count = 0;
+    tape->segment = NULL;
+    tape->regions[0].owner = tape->regions[1].owner = NULL;
+}
+
+static void dtrain__region_take(dtrain_tape *tape, dtrain__tape_segment *segment)
+{
+    dtrain__tape_region *region = &tape->regions[segment->region];
+    if (region->owner && !region->owner->successor) region->owner->successor = segment;
+    region->owner = segment;
+}
+
+/* After a mark: what follows is a segment, if this unit drops results. */
+static void dtrain__segment_begin(dtrain_tape *tape)
+{
+    const uint32_t every = tape->every, mark = tape->mark_count++;
+    tape->segment = NULL;
+    if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
+    dtrain__tape_segment *segment =
+        (dtrain__tape_segment *)dtrain__take_host(tape, sizeof *segment);
+    if (!segment) return;
+    segment->unit = tape->unit;
+    segment->region = tape->segment_count++ % 2;
+    dtrain__region_take(tape, segment);
+    dtrain__bump_rewind(&tape->regions[segment->region].memory);
+    tape->segment = segment;
+}
+
+static dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call)
+{
+    const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)x;
+    if (!made->segment || made->kept || !made->segment->successor) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_USAGE,
+        "%s: a tensor made in unit %lld is needed after unit %lld has overwritten it: activation "
+        "checkpointing keeps it until then only; use it in the unit that follows its own (a "
+        "dtrain_scale by 1 hands it on), or drop less with dtrain_tape_checkpoint",
+        call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
+}
+
+/* Before a use outside of the segment that is recorded now: x->data is there until the next begin.
+ */
+static dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x, const char *call)
+{
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    if (!made->segment || made->kept || made->segment == tape->segment) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_intact(x, call));
+    void *copy = dtrain__take_data(tape, NULL, x->count, x->dtype);
+    if (!copy) return tape->error;
+    DTRAIN__TRY(tape->device->ops->copy(tape->device, copy, x->data, dtrain__tensor_bytes(x),
+                                        DTRAIN_COPY_DEVICE_TO_DEVICE));
+    x->data = copy;
+    made->kept = true;
+    return DTRAIN_OK;
+}
+
+/* Runs a kernel of the node, and notes the call if its results are dropped. */
+static dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
+                                        dtrain__kernel_fn kernel, const void *args,
+                                        size_t args_bytes)
+{
+    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
+        dtrain__call *call = (dtrain__call *)dtrain__take_host(tape, sizeof *call);
+        void *copy = dtrain__take_host(tape, args_bytes);
+        if (!call || !copy) return tape->error;
+        memcpy(copy, args, args_bytes);
+        call->kernel = kernel;
+        call->args = copy;
+        call->node = node;
+        call->next = node->segment->calls;
+        node->segment->calls = call;
+    }
+    return kernel(tape->device, args);
+}
+
+/* The value of x will be read at the address at which the segment made it. */
+static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *x)
+{
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    if (x && made->segment == segment) made->wanted = true;
+}
+
+static bool dtrain__is_wanted(const dtrain_tensor *x)
+{
+    return ((const dtrain__tape_tensor *)x)->wanted;
+}
+
+/* What the backward functions of the segment will read; node is the last that has one to run. */
+static void dtrain__want_backward(const dtrain__tape_segment *segment, const dtrain_node *node)
+{
+    for (; node && node->segment == segment; node = node->previous) {
+        if (!node->reached) continue;
+        if (node->reads_input) dtrain__want(segment, node->in[0]);
+        if (node->reads_output) dtrain__want(segment, node->out);
+    }
+}
+
+/* Makes the segment's values again as far as backward needs them, if they are gone. */
+static dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
+{
+    dtrain__tape_segment *segment = node->segment;
+    dtrain__call *call, *before, *first = NULL;
+    if (!segment || !segment->successor) return DTRAIN_OK;
+    if (tape->regions[segment->region].owner == segment) return DTRAIN_OK; /* done already */
+    dtrain__region_take(tape, segment);
+    dtrain__want_backward(segment, node);
+    for (call = segment->calls; call; call = before) {
+        const dtrain_node *made_by = call->node, *sum = made_by->sum;
+        before = call->next;
+        if (!(made_by->reached && made_by->reads_rest) && !dtrain__is_wanted(made_by->out) &&
+            !(sum && dtrain__is_wanted(sum->out)))
+            continue;
+        for (int i = 0; i < 2; i++) {
+            dtrain__want(segment, made_by->in[i]);
+            if (sum) dtrain__want(segment, sum->in[i]);
+        }
+        call->next = first;
+        first = call;
+    }
+    for (call = first; call; call = call->next, tape->recomputed_count++)
+        DTRAIN__TRY(call->kernel(tape->device, call->args));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops)
+{
+    const char *const call = "dtrain_tape_checkpoint";
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (ops & ~DTRAIN_CHECKPOINT_ALL)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: unknown operations %#x", call, ops);
+    tape->checkpoint_every = every;
+    tape->checkpoint_ops = ops ? ops : DTRAIN_CHECKPOINT_ALL;
+    return DTRAIN_OK;
+}
+
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
     if (!tape || tape->error != DTRAIN_OK) return;
     if (tape->state != DTRAIN__TAPE_FORWARD)
         dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
                           "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
-    else dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+    else if (unit != tape->unit) {
+        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+        dtrain__segment_begin(tape);
+    }
+}
+
+static dtrain_result dtrain__flags_check(uint32_t flags)
+{
+    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
+    if ((flags & low) == low)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
+                           "pass has one of them",
+                           flags);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
@@ -14290,6 +15309,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->error = DTRAIN_OK;
     dtrain__bump_rewind(&tape->host);
     dtrain__bump_rewind(&tape->data);
+    dtrain__segments_forget(tape);
     for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
     tape->last = NULL;
     tape->node_count = tape->tensor_count = 0;
@@ -14297,13 +15317,12 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->seed = seed;
     tape->dropout_count = 0;
     tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16 ? DTRAIN_BF16 : DTRAIN_F32;
+    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_BF16
+                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_F16
+                                           : DTRAIN_F32;
     tape->casts = NULL;
-    if (flags & ~(DTRAIN_TAPE_NO_GRAD | DTRAIN_TAPE_BF16))
-        dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x",
-                          flags);
-    else dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
-    return tape->error;
+    dtrain_result result = dtrain__flags_check(flags);
+    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
 }
 
 /* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
@@ -14384,7 +15403,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
     if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
         return NULL;
-    dtrain_tensor *x = dtrain__tensor_new(tape, dtype, ndim, shape);
+    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
     const size_t bytes = (size_t)x->count * 4;
@@ -14409,7 +15428,7 @@ static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *
     if (!tensor || !host)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
                            tensor ? "host" : "tensor");
-    if (tensor->dtype != DTRAIN_F32 && tensor->dtype != DTRAIN_BF16)
+    if (!dtrain__is_float(tensor))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
                            dtrain_dtype_name((dtrain_dtype)tensor->dtype));
     return DTRAIN_OK;
@@ -14418,14 +15437,16 @@ static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host)
 {
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read"));
+    const char *const call = "dtrain_tensor_read";
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    DTRAIN__TRY(dtrain__check_intact(tensor, call));
     DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
                                         dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
     if (tensor->dtype == DTRAIN_F32) return DTRAIN_OK;
     for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
         uint16_t bits;
         memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] = dtrain_bf16_to_f32(bits);
+        host[i] = tensor->dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
     return DTRAIN_OK;
 }
@@ -14455,6 +15476,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     if (!tape) return;
     info->node_count = tape->node_count;
     info->tensor_count = tape->tensor_count;
+    info->recomputed_count = tape->recomputed_count;
     info->activation_bytes = tape->activation_bytes;
     info->gradient_bytes = tape->gradient_bytes;
     info->block_allocations = tape->allocation_count;
@@ -14464,8 +15486,9 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
  *
  * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
  *    will get a contribution; alias and target are counted apart, as the strategy registered them
- * 2. in reverse order: enter the node's unit, run its backward, give its output's gradient back,
- *    tell the strategy about parameters that have had their last contribution */
+ * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
+ *    backward, give its output's gradient back, tell the strategy about parameters that have had
+ *    their last contribution */
 
 static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
 {
@@ -14489,6 +15512,7 @@ static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 {
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__segment_again(tape, node));
     DTRAIN__TRY(node->backward(tape, node));
     dtrain__gradient_drop(node->out);
     for (int i = 0; i < 2 && !tape->planning; i++) {
@@ -14503,6 +15527,8 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     bool accumulate;
+    tape->segment = NULL;
+    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
     dtrain__mark_reached(tape, loss);
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_F32};
@@ -14544,7 +15570,7 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  *     dtrain__check_input, _check_param    the sentence says what differs from what
  *     fill node->forward                   memory from dtrain__output and dtrain__take_data
  *     if (tape->error) return NULL         one look for all allocations above
- *     return dtrain__record(tape, node, kernel)
+ *     return dtrain__record(tape, node, dtrain__run_kernel(tape, node, kernel, arguments))
  *
  * Its backward reads node->forward and node->out->grad and contributes to the gradients of inputs
  * and parameters. What a node keeps alive until then, beside its parameters:
@@ -14554,12 +15580,30 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  *     embedding       tokens
  *     attention       qkv, y, log-sum-exp of each row and head
  *     cross_entropy   logits, targets, log-sum-exp of each row
- *     add, scale, dropout, sum, mean: nothing
+ *     add, scale, cast, dropout, sum, mean: nothing
+ *
+ * node->reads_input, reads_output and reads_rest say the same to activation checkpointing.
  * ==============================================================================================*/
 
+#define DTRAIN__CALL(op)                                                            \
+    static dtrain_result dtrain__call_##op(dtrain_device *device, const void *args) \
+    {                                                                               \
+        return device->ops->op(device, (const dtrain_##op##_args *)args);           \
+    }
+DTRAIN__CALL(gemm)
+DTRAIN__CALL(layernorm)
+DTRAIN__CALL(embedding)
+DTRAIN__CALL(attention)
+DTRAIN__CALL(add)
+DTRAIN__CALL(axpby)
+DTRAIN__CALL(dropout)
+DTRAIN__CALL(convert)
+#undef DTRAIN__CALL
+
 /* A node for one call. Without gradients too: the kernel's arguments have to be somewhere, and it
- * costs nothing but a little host memory until the next begin. */
-static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name,
+ * costs nothing but a little host memory until the next begin. kind is the operation's
+ * DTRAIN_CHECKPOINT bit, 0 if its results are always kept. */
+static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kind,
                                dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
                                dtrain_tensor *first, dtrain_tensor *second)
 {
@@ -14571,6 +15615,9 @@ static dtrain_node *dtrain__op(dtrain_tape *tape, const char *name,
     node->in[0] = first;
     node->in[1] = second;
     node->unit = tape->unit;
+    node->mark = tape->mark_count;
+    node->segment = tape->segment;
+    node->dropped = tape->segment && (tape->dropped_ops & kind);
     return node;
 }
 
@@ -14594,14 +15641,14 @@ static const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape, dtrai
     return to->text;
 }
 
-/* Input i is there and of this type. A gradient that it needs makes the node need one. */
+/* Input i is there, of this type (for F32 any type of float) and stays where it is as long as the
+ * node needs it. A gradient that it needs makes the node need one. */
 static bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i, dtrain_dtype dtype)
 {
-    const dtrain_tensor *x = node->in[i];
-    const bool low = x && dtype == DTRAIN_F32 && x->dtype == DTRAIN_BF16; /* of autocast */
-    if (x && (x->dtype == (uint32_t)dtype || low)) {
+    dtrain_tensor *x = node->in[i];
+    if (x && (dtype == DTRAIN_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
         if (x->needs_grad) node->needs_grad = true;
-        return true;
+        return dtrain__tape_stick(tape, dtrain__tensor_keep(tape, x, node->name)) == DTRAIN_OK;
     }
     const char *found = x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL";
     dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: input %d is %s, expected %s", node->name,
@@ -14648,6 +15695,31 @@ static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtra
     return false;
 }
 
+/* A sharded strategy has values of the gathered unit only. */
+static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p)
+{
+    const dtrain_param *storage = dtrain__param_storage(p);
+    const char *name = dtrain__param_name(p);
+    const bool foreign = tape->strategy && !p->storage;
+    if (storage->value && !foreign) return true;
+    if (foreign || !tape->strategy)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
+                          node->name, name, foreign ? "belongs to no strategy" : "has no value");
+    else if (tape->unit < 0)
+        dtrain__tape_fail(
+            tape, DTRAIN_ERROR_USAGE,
+            "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark it "
+            "with dtrain_tape_unit",
+            node->name, name, p->unit);
+    else
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
+                          "register an alias of it in each other unit that uses it",
+                          node->name, name, p->unit, (long long)tape->unit);
+    return false;
+}
+
 /* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
  * is 0; -1 takes any length. */
 static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtrain_param *p,
@@ -14661,15 +15733,7 @@ static bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i, dtr
         return false;
     }
     if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
-    const char *missing = NULL;
-    if (tape->strategy && !p->storage) missing = "belongs to no strategy";
-    else if (!dtrain__param_storage(p)->value) missing = "has no value";
-    if (missing && !tape->planning) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
-                          node->name, dtrain__param_name(p), missing);
-        return false;
-    }
+    if (!tape->planning && !dtrain__check_value(tape, node, p)) return false;
     if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
     return true;
 }
@@ -14688,37 +15752,56 @@ static void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_t
     int64_t shape[4];
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = n;
-    node->out = dtrain__tensor_new(tape, (dtrain_dtype)dtype, x->ndim, shape);
+    node->out = dtrain__tensor_new(tape, node, (dtrain_dtype)dtype, x->ndim, shape);
     return node->out ? node->out->data : NULL;
 }
 
-static float *dtrain__take_floats(dtrain_tape *tape, int64_t count)
+static float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node, int64_t count)
 {
-    return (float *)dtrain__take_data(tape, count, DTRAIN_F32);
+    return (float *)dtrain__take_data(tape, node, count, DTRAIN_F32);
 }
 
-/* count values in another type: themselves when they have it. NULL after an error. */
+/* count values in another type, to stay until the next begin; themselves when they have it. NULL
+ * after an error. */
 static const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
                                    dtrain_dtype to, int64_t count)
 {
     if (from == (uint32_t)to) return values;
-    void *made = dtrain__take_data(tape, count, to);
+    void *made = dtrain__take_data(tape, NULL, count, to);
     dtrain_convert_args args = {count, values, made, (dtrain_dtype)from, to};
     if (!made || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
         return NULL;
     return made;
 }
 
-/* A weight in the type of autocast: rounded at its first use in this pass. */
+/* The node's input in the type of autocast: a result of the node like others. */
+static const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_tensor *x = node->in[0];
+    if (x->dtype == (uint32_t)tape->cast) return x->data;
+    void *made = dtrain__take_data(tape, node, x->count, tape->cast);
+    dtrain_convert_args args = {x->count, x->data, made, (dtrain_dtype)x->dtype, tape->cast};
+    node->reads_rest = true;
+    if (!made || dtrain__tape_stick(tape, dtrain__run_kernel(tape, node, dtrain__call_convert,
+                                                             &args, sizeof args)))
+        return NULL;
+    return made;
+}
+
+/* A weight in the type of autocast: the strategy's copy, or rounded at its first use in this pass.
+ * The copy is no result of a node: other units may use it too. */
 static const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
 {
     const dtrain_param *storage = dtrain__param_storage(p);
     if (tape->cast == DTRAIN_F32) return storage->value;
+    const void *low =
+        tape->strategy ? dtrain__strategy_low(tape->strategy, storage, tape->cast) : NULL;
+    if (low) return low;
     for (dtrain__cast *cast = tape->casts; cast; cast = cast->next)
-        if (cast->value == storage->value && cast->value) return cast->low;
+        if (cast->storage == storage) return cast->low;
     dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
     if (!cast) return NULL;
-    cast->value = storage->value;
+    cast->storage = storage;
     cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_F32, tape->cast, storage->count);
     cast->next = tape->casts;
     tape->casts = cast;
@@ -14755,12 +15838,12 @@ static dtrain_dtype dtrain__dtype(const dtrain_tensor *x) { return (dtrain_dtype
  * output and has no other use, the product that makes d_x multiplies by that activation's
  * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
 
-/* The layer that made x, if this product may finish its activation's backward. Its unit must be the
- * one that is gathered now: gradients of another may not be touched. */
+/* The layer that made x, if this product may finish its activation's backward. Both must be of the
+ * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
 static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_tensor *x)
 {
     dtrain_node *inner = x->producer;
-    const bool fits = inner && inner->backward == node->backward && inner->unit == node->unit &&
+    const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
                       inner->forward.linear.activation == DTRAIN_ACT_GELU && x->pending_uses == 1 &&
                       !x->grad_written;
     return fits ? inner : NULL;
@@ -14843,7 +15926,8 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_linear", dtrain__linear_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_linear", DTRAIN_CHECKPOINT_LINEAR,
+                                   dtrain__linear_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t in = dtrain__last_axis(x), rows = x->count / in;
     if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
@@ -14858,16 +15942,19 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     args->activation = activation;
     args->m = rows, args->n = out, args->k = in;
     args->alpha = 1;
-    args->a = dtrain__cast_to(tape, x->data, x->dtype, tape->cast, x->count), args->lda = in;
+    args->a = dtrain__cast_input(tape, node), args->lda = in;
     args->b = dtrain__cast_weight(tape, weight), args->ldb = in;
     args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
     args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
     args->bias = dtrain__param_value(bias);
     if (activation == DTRAIN_ACT_GELU && node->needs_grad)
-        args->aux = dtrain__take_data(tape, rows * out, tape->cast);
+        args->aux = dtrain__take_data(tape, node, rows * out, tape->cast);
+    node->reads_input = true;
     node->reads_output = activation == DTRAIN_ACT_RELU;
+    if (args->aux) node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->gemm(tape->device, args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_gemm, args, sizeof *args));
 }
 
 /* ---- Layer normalisation ----------------------------------------------------------------------*/
@@ -14923,7 +16010,8 @@ static dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name, dtr
                                         dtrain_param *weight, dtrain_param *bias,
                                         const dtrain_node *sum)
 {
-    dtrain_node *node = dtrain__op(tape, name, dtrain__layernorm_backward, x, NULL);
+    dtrain_node *node =
+        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__layernorm_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t n = dtrain__last_axis(x), rows = x->count / n;
     if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
@@ -14937,14 +16025,17 @@ static dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name, dtr
     args->weight = dtrain__param_value(weight);
     args->bias = dtrain__param_value(bias);
     args->y = dtrain__output(tape, node, x, n, tape->cast);
-    args->mean = dtrain__take_floats(tape, rows);
-    args->rstd = dtrain__take_floats(tape, rows);
+    args->mean = dtrain__take_floats(tape, node, rows);
+    args->rstd = dtrain__take_floats(tape, node, rows);
     args->residual = sum ? sum->in[1]->data : NULL;
     args->sum = sum ? x->data : NULL;
     args->x_dtype = dtrain__dtype(x);
     args->y_dtype = tape->cast;
+    node->sum = sum;
+    node->reads_input = node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->layernorm(tape->device, args));
+    return dtrain__record(
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_layernorm, args, sizeof *args));
 }
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -14978,8 +16069,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
 {
-    dtrain_node *node =
-        dtrain__op(tape, "dtrain_embedding", dtrain__embedding_backward, tokens, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_embedding", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__embedding_backward, tokens, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_I32)) return NULL;
     if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
     int64_t token_shape[4];
@@ -14994,7 +16085,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                  (long long)dtrain__param_rows(position), (long long)sequence);
 
     const int64_t shape[2] = {rows, n};
-    node->out = dtrain__tensor_new(tape, DTRAIN_F32, 2, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 2, shape);
     if (!node->out) return NULL;
     dtrain_embedding_args *args = &node->forward.embedding;
     args->rows = rows;
@@ -15006,7 +16097,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     args->wpe = dtrain__param_value(position);
     args->y = node->out->data;
     args->dtype = DTRAIN_F32;
-    return dtrain__record(tape, node, tape->device->ops->embedding(tape->device, args));
+    return dtrain__record(
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
 }
 
 /* ---- Attention --------------------------------------------------------------------------------*/
@@ -15031,7 +16123,8 @@ static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_attention", dtrain__attention_backward, qkv, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_attention", DTRAIN_CHECKPOINT_ATTENTION,
+                                   dtrain__attention_backward, qkv, NULL);
     dtrain__text text;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
@@ -15054,16 +16147,17 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args->qkv = qkv->data;
     args->dtype = dtrain__dtype(qkv);
     args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);
-    args->lse = dtrain__take_floats(tape, rows * heads);
-    node->reads_output = true;
+    args->lse = dtrain__take_floats(tape, node, rows * heads);
+    node->reads_input = node->reads_output = node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->attention(tape->device, args));
+    return dtrain__record(
+        tape, node, dtrain__run_kernel(tape, node, dtrain__call_attention, args, sizeof *args));
 }
 
 /* ---- Elementwise ------------------------------------------------------------------------------*/
 
 /* Both inputs share the gradient of the sum until one of them has more to add. The sum has the
- * wider type of the two. */
+ * wider type of the two, x's when they are as wide. */
 static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
 {
     for (int i = 0; i < (node->residual_done ? 1 : 2); i++)
@@ -15074,7 +16168,8 @@ static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_add", dtrain__add_backward, x, y);
+    dtrain_node *node =
+        dtrain__op(tape, "dtrain_add", DTRAIN_CHECKPOINT_ELEMENTWISE, dtrain__add_backward, x, y);
     dtrain__text left, right;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
@@ -15087,17 +16182,19 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     if (!out) return NULL;
     dtrain_add_args args = {x->count, wide->data,          other->data,
                             out,      dtrain__dtype(wide), dtrain__dtype(other)};
-    return dtrain__record(tape, node, tape->device->ops->add(tape->device, &args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_add, &args, sizeof args));
 }
 
 /* The sum is a node of its own, whose kernel is part of the normalisation's: what only fuses the
- * passes over memory need not tie two gradients together. */
+ * passes over memory need not tie two gradients together. It is dropped when that is. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum)
 {
     const char *const name = "dtrain_add_layernorm";
-    dtrain_node *node = dtrain__op(tape, name, dtrain__add_backward, x, residual);
+    dtrain_node *node =
+        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__add_backward, x, residual);
     dtrain__text left, right;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
@@ -15128,13 +16225,37 @@ static dtrain_result dtrain__scale_backward(dtrain_tape *tape, dtrain_node *node
 
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_scale", dtrain__scale_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_scale", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__scale_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     node->factor = factor;
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!out) return NULL;
     dtrain_axpby_args args = {x->count, false, factor, 0, x->data, out, false, dtrain__dtype(x)};
-    return dtrain__record(tape, node, tape->device->ops->axpby(tape->device, &args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_axpby, &args, sizeof args));
+}
+
+static dtrain_result dtrain__cast_backward(dtrain_tape *tape, dtrain_node *node)
+{
+    return dtrain__gradient_pass(tape, node->out, node->in[0]);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
+{
+    dtrain_node *node = dtrain__op(tape, "dtrain_cast", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__cast_backward, x, NULL);
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (dtype != DTRAIN_F32 && dtype != DTRAIN_BF16 && dtype != DTRAIN_F16)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
+                                 dtrain_dtype_name(dtype));
+    if (dtrain__dtype(x) == dtype) return x;
+    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), dtype);
+    if (!out) return NULL;
+    dtrain_convert_args args = {x->count, x->data, out, dtrain__dtype(x), dtype};
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_convert, &args, sizeof args));
 }
 
 /* Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
@@ -15150,7 +16271,8 @@ static dtrain_result dtrain__dropout_backward(dtrain_tape *tape, dtrain_node *no
 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
-    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", dtrain__dropout_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                   dtrain__dropout_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
@@ -15167,7 +16289,8 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     args->x = x->data;
     args->y = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!args->y) return NULL;
-    return dtrain__record(tape, node, tape->device->ops->dropout(tape->device, args));
+    return dtrain__record(tape, node,
+                          dtrain__run_kernel(tape, node, dtrain__call_dropout, args, sizeof *args));
 }
 
 /* ---- One-element results ----------------------------------------------------------------------*/
@@ -15180,7 +16303,7 @@ static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node
     const int64_t shape[1] = {1};
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
-    node->out = dtrain__tensor_new(tape, DTRAIN_F32, 1, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 1, shape);
     if (!node->out) return NULL;
     args.count = count;
     args.scale = (double)node->factor;
@@ -15190,22 +16313,31 @@ static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node
     return dtrain__record(tape, node, tape->device->ops->sum(tape->device, &args));
 }
 
-/* Every element gets the same gradient; under autocast x has a type of its own. */
+/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
+ * the factor: a scaled loss may be beyond fp16 while its mean is not. */
 static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
 {
     dtrain_tensor *x = node->in[0];
-    bool accumulate;
-    const void *upstream = dtrain__cast_to(tape, node->out->grad, DTRAIN_F32, dtrain__dtype(x), 1);
-    DTRAIN__TRY(tape->error);
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    dtrain_axpby_args args = {x->count, accumulate, node->factor, 1,
-                              upstream, x->grad,    true,         dtrain__dtype(x)};
-    return tape->device->ops->axpby(tape->device, &args);
+    const dtrain_device_ops *ops = tape->device->ops;
+    dtrain_axpby_args args = {x->count,        false,   node->factor, 1,
+                              node->out->grad, x->grad, true,         dtrain__dtype(x)};
+    if (x->dtype != DTRAIN_F32) {
+        float *scaled = dtrain__take_floats(tape, NULL, 1);
+        dtrain_axpby_args one = {1, false, node->factor, 0, args.x, scaled, false, DTRAIN_F32};
+        if (!scaled) return tape->error;
+        DTRAIN__TRY(ops->axpby(tape->device, &one));
+        args.a = 1;
+        args.x = dtrain__cast_to(tape, scaled, DTRAIN_F32, args.dtype, 1);
+        DTRAIN__TRY(tape->error);
+    }
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
+    args.y = x->grad;
+    return ops->axpby(tape->device, &args);
 }
 
 static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
 {
-    dtrain_node *node = dtrain__op(tape, name, dtrain__sum_backward, x, NULL);
+    dtrain_node *node = dtrain__op(tape, name, 0, dtrain__sum_backward, x, NULL);
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     node->factor = mean ? 1.0f / (float)x->count : 1.0f;
     return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
@@ -15237,8 +16369,10 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
     if (logits->producer && !logits->producer->reads_output && logits->pending_uses == 1) {
         dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(tape, sizeof *in_place);
         if (!in_place) return tape->error;
+        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
         in_place->memory = (char *)logits->data;
         in_place->owners = 1;
+        in_place->in_region = made->segment && !made->kept;
         dtrain__gradient_set(logits, in_place);
     } else {
         DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
@@ -15254,8 +16388,8 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_no
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets)
 {
-    dtrain_node *node =
-        dtrain__op(tape, "dtrain_cross_entropy", dtrain__cross_entropy_backward, logits, targets);
+    dtrain_node *node = dtrain__op(tape, "dtrain_cross_entropy", 0, dtrain__cross_entropy_backward,
+                                   logits, targets);
     dtrain__text left, right;
     if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
     if (!dtrain__check_input(tape, node, 1, DTRAIN_I32)) return NULL;
@@ -15274,8 +16408,9 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     args->logits = logits->data;
     args->dtype = dtrain__dtype(logits);
     args->targets = (const int32_t *)targets->data;
-    args->loss = dtrain__take_floats(tape, rows);
-    args->lse = dtrain__take_floats(tape, rows);
+    args->loss = dtrain__take_floats(tape, node, rows);
+    args->lse = dtrain__take_floats(tape, node, rows);
+    node->reads_input = true;
     if (tape->error != DTRAIN_OK) return NULL;
     node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
     dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
@@ -15284,11 +16419,19 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 }
 
 /* ================================================================================================
- * [S34] Gradient clipping
+ * [S34] Loss scaling, clipping
  *
  * The norm is one number from all shards, added in double in registration order: the same bits on
- * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by the
- * factor on its way through the gradients anyway, so clipping costs one read of them.
+ * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
+ * factor on its way through the gradients anyway, so unscaling and clipping together cost one read
+ * of them:
+ *
+ *     norm = sqrt(sum over all ranks' shards of grad^2) / scale        grad_scale = clip / scale
+ *
+ * That read finds overflows as well. The square of an fp32 number is far inside double's range, and
+ * so is the sum of as many as fit in a memory: the norm is not finite exactly when some gradient,
+ * on whatever rank, is not. Replicas of a shard hold the same averaged bits; ranks with different
+ * shards have exchanged their sums: the verdict is the same everywhere without asking anybody.
  * ==============================================================================================*/
 
 static bool dtrain__grad_on_host(const dtrain_strategy *strategy, const dtrain_shard *shard)
@@ -15317,7 +16460,8 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. */
+/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. What
+ * every rank of a sharded strategy holds a copy of is added by one of them. */
 static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 {
     dtrain_device *device = strategy->device;
@@ -15329,13 +16473,13 @@ static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
  * made by the communicator would not be exact. */
 static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
 {
+    dtrain_comm *comm = strategy->shard_comm;
     int64_t bits;
-    if (!strategy->shard_comm) return DTRAIN_OK;
+    if (!comm) return DTRAIN_OK;
     memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(
-        dtrain_all_gather(strategy->shard_comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
     *total = 0;
-    for (int i = 0; i < dtrain_comm_size(strategy->shard_comm); i++) {
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
         double one;
         memcpy(&one, &strategy->gathered[i], sizeof one);
         *total += one;
@@ -15343,26 +16487,157 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *scale)
+static dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, double *norm)
 {
-    double total;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
-    if (!norm || !scale)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
-                           norm ? "scale" : "norm");
     dtrain_device *device = strategy->device;
+    double total;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
                                   DTRAIN_COPY_DEVICE_TO_HOST));
     if (strategy->layout.host_grads) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
-    *norm = (float)sqrt(total);
-    *scale = 1;
-    if (!dtrain_is_finite(*norm) || !(max_norm > 0)) return DTRAIN_OK;
-    const float factor = max_norm / (*norm + 1e-6f); /* torch clamps it at 1 */
-    if (factor < 1) *scale = factor;
+    *norm = sqrt(total);
     return DTRAIN_OK;
+}
+
+static float dtrain__clip_factor(float norm, float max_norm)
+{
+    if (!dtrain_is_finite(norm) || !(max_norm > 0)) return 1;
+    const float factor = max_norm / (norm + 1e-6f);
+    return factor < 1 ? factor : 1; /* torch clamps it too */
+}
+
+DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *scale)
+{
+    double found;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
+    if (!norm || !scale)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
+                           norm ? "scale" : "norm");
+    DTRAIN__TRY(dtrain__grad_norm(strategy, &found));
+    *norm = (float)found;
+    *scale = dtrain__clip_factor(*norm, max_norm);
+    return DTRAIN_OK;
+}
+
+/* ---- Loss scaling -----------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
+{
+    dtrain_scaler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.initial_scale = 65536;
+    desc.growth_factor = 2;
+    desc.backoff_factor = 0.5f;
+    desc.growth_interval = 2000;
+    desc.hysteresis = 1;
+    desc.minimum_scale = 1;
+    return desc;
+}
+
+/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
+static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
+{
+    const char *wrong = NULL;
+    if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
+        wrong = "minimum_scale >= 1.18e-38";
+    if (!dtrain_is_finite(desc->initial_scale) || desc->initial_scale < desc->minimum_scale)
+        wrong = "a finite initial_scale >= minimum_scale";
+    if (!dtrain_is_finite(desc->growth_factor) || desc->growth_factor <= 1)
+        wrong = "a finite growth_factor > 1";
+    if (!dtrain_is_finite(desc->backoff_factor) || desc->backoff_factor <= 0 ||
+        desc->backoff_factor >= 1)
+        wrong = "0 < backoff_factor < 1";
+    if (!desc->growth_interval) wrong = "growth_interval >= 1";
+    if (!desc->hysteresis) wrong = "hysteresis >= 1";
+    if (!wrong) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
+                       "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
+                       "start from dtrain_scaler_defaults()",
+                       wrong, (double)desc->initial_scale, (double)desc->growth_factor,
+                       (double)desc->backoff_factor, (unsigned)desc->growth_interval,
+                       (unsigned)desc->hysteresis, (double)desc->minimum_scale);
+}
+
+DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc)
+{
+    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_scaler_init: scaler is NULL");
+    memset(scaler, 0, sizeof *scaler);
+    const dtrain_scaler_desc resolved = desc ? *desc : dtrain_scaler_defaults();
+    DTRAIN__TRY(dtrain__check_scaler(&resolved));
+    scaler->desc = resolved;
+    scaler->scale = resolved.initial_scale;
+    scaler->bad_left = resolved.hysteresis;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__scaler_usable(const dtrain_scaler *scaler, const char *call)
+{
+    if (scaler && scaler->scale > 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is %s", call,
+                       scaler ? "not initialised; call dtrain_scaler_init first" : "NULL");
+}
+
+DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
+                                               dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *grad_scale, bool *found_inf)
+{
+    const char *const call = "dtrain_scaler_unscale";
+    double scaled;
+    DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !grad_scale || !found_inf)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                           !norm         ? "norm"
+                           : !grad_scale ? "grad_scale"
+                                         : "found_inf");
+    DTRAIN__TRY(dtrain__grad_norm(strategy, &scaled));
+    *norm = (float)(scaled / (double)scaler->scale);
+    *found_inf = !dtrain_is_finite(*norm);
+    *grad_scale = dtrain__clip_factor(*norm, max_norm) / scaler->scale;
+    return DTRAIN_OK;
+}
+
+static void dtrain__scaler_good(dtrain_scaler *scaler)
+{
+    const dtrain_scaler_desc *desc = &scaler->desc;
+    scaler->bad_steps = 0;
+    scaler->good_steps++;
+    if (scaler->good_steps < desc->growth_interval) return;
+    const float grown = scaler->scale * desc->growth_factor;
+    if (dtrain_is_finite(grown)) scaler->scale = grown;
+    scaler->good_steps = 0;
+    scaler->bad_left = desc->hysteresis;
+}
+
+DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf)
+{
+    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_scaler_update"));
+    if (!found_inf) {
+        dtrain__scaler_good(scaler);
+        return DTRAIN_OK;
+    }
+    scaler->good_steps = 0;
+    scaler->bad_steps++;
+    scaler->skipped_steps++;
+    if (scaler->bad_left > 1) {
+        scaler->bad_left--;
+        return DTRAIN_OK;
+    }
+    const float lower = scaler->scale * scaler->desc.backoff_factor;
+    if (lower >= scaler->desc.minimum_scale) {
+        scaler->scale = lower;
+        return DTRAIN_OK;
+    }
+    return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                       "dtrain_scaler_update: expected finite gradients at a loss scale of %g, "
+                       "found overflows in %u steps running, and a smaller scale would be below "
+                       "minimum_scale %g; lower the learning rate, clip gradients, look at the "
+                       "data, or train in bf16, which needs no scale",
+                       (double)scaler->scale, (unsigned)scaler->bad_steps,
+                       (double)scaler->desc.minimum_scale);
 }
 
 /* ================================================================================================
@@ -16342,13 +17617,14 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 /* ================================================================================================
  * [S37] Trainer
  *
- *     micro-batches: next_batch, loss, backward | finish | norm | optimizer | all-gather of 4 words
- *     |<--------------------- step time --------------------------------->|
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 4 words
+ *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
  * and because all ranks then judge the same numbers: a loss that is not finite is the same error
  * on all of them. The parameters are safe without waiting for it: the norm of the averaged
- * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates.
+ * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates or
+ * publishes. With loss scaling that is a skipped step, unless a loss was not finite either.
  *
  * Whose time is it? A rank computes, or it is inside the communicator. A fast rank waits there for
  * a slow one, so a straggler shows in the others' exposed time, and in its own compute time
@@ -16376,6 +17652,8 @@ struct dtrain_trainer {
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
     dtrain_tape *tape;
+    dtrain_scaler scaler; /* in use when scaling */
+    bool scaling;
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
@@ -16452,7 +17730,10 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     const char *missing = NULL;
     dtrain_comm_info comm;
     dtrain_comm_query(trainer->comm, &comm);
-    if (dtrain_world_device(trainer->world)->ops->host_memory)
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (dtrain_world_device(trainer->world)->ops->host_memory)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
@@ -16494,6 +17775,8 @@ static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
 {
     size_t ranks = (size_t)trainer->ranks;
     DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
+    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
+                                       trainer->desc.checkpoint_ops));
     trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
                                             "a trainer's words");
     trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
@@ -16503,6 +17786,31 @@ static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
     return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+{
+    const uint32_t flags = desc->tape_flags;
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
+                       "DTRAIN_TAPE_F16",
+                       flags);
+}
+
+static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
+{
+    dtrain_scaler_desc *desc = &trainer->desc.loss_scaling;
+    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
+                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
+                       desc->minimum_scale != 0;
+    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
+    if (!trainer->scaling) return DTRAIN_OK;
+    if (!given) *desc = dtrain_scaler_defaults();
+    return dtrain_scaler_init(&trainer->scaler, desc);
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -16510,14 +17818,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                           desc->strategy ? "loss" : "strategy");
-    if (desc->tape_flags & ~DTRAIN_TAPE_BF16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: tape_flags is %#x, expected 0 or "
-                           "DTRAIN_TAPE_BF16",
-                           desc->tape_flags);
+    DTRAIN__TRY(dtrain__check_trainer(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
     dtrain_trainer *trainer =
         (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
@@ -16531,6 +17832,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
     dtrain_result result = dtrain__trainer_alloc(trainer);
+    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result != DTRAIN_OK) {
         dtrain_trainer_destroy(trainer);
@@ -16600,9 +17902,15 @@ static uint64_t dtrain__micro_seed(uint32_t micro)
     return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
 }
 
-/* One micro-batch; only the last one's backward communicates. The loss is read after backward: a
- * device with a queue works through both before the host waits. A tape error (a NULL tensor) comes
- * out of backward. */
+/* What the loss's gradient starts as. A power of two as scale changes no bit of the update. */
+static float dtrain__backward_scale(const dtrain_trainer *trainer)
+{
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1;
+    return scale / (float)trainer->desc.accumulation;
+}
+
+/* One micro-batch. The loss is read after backward and finish: a device with a queue works through
+ * all of it before the host waits. A tape error (a NULL tensor) comes out of backward. */
 static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                            double *loss_sum)
 {
@@ -16613,21 +17921,26 @@ static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t mic
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, desc->tape_flags,
                                   dtrain__step_seed(trainer) + dtrain__micro_seed(micro)));
     dtrain_tensor *tensor = desc->loss(trainer->tape, desc->user);
-    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, 1.0f / (float)desc->accumulation));
+    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, dtrain__backward_scale(trainer)));
+    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *loss_sum += (double)loss;
-    return dtrain_strategy_finish(desc->strategy);
+    return DTRAIN_OK;
 }
 
-/* Micro-batches, finish, norm, update. Fills loss, grad_norm and lr. */
+/* Micro-batches, norm, update. Fills loss, grad_norm and lr. */
 static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     float norm = 0, scale = 1, lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
     double loss_sum = 0;
+    bool found_inf;
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
-    DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    if (trainer->scaling)
+        DTRAIN__TRY(dtrain_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
+                                          &scale, &found_inf));
+    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
     record->loss = loss_sum / desc->accumulation;
     record->grad_norm = (double)norm;
@@ -16652,8 +17965,9 @@ static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro
     dtrain_tensor *loss = NULL;
     if (result == DTRAIN_OK) {
         loss = desc->loss(trainer->tape, desc->user);
-        result = dtrain_tape_backward(trainer->tape, loss, 1.0f / (float)desc->accumulation);
+        result = dtrain_tape_backward(trainer->tape, loss, dtrain__backward_scale(trainer));
     }
+    if (result == DTRAIN_OK) result = dtrain_strategy_finish(desc->strategy);
     trainer->tape->feed = NULL;
     trainer->tape->scalars = NULL;
     feed->filled = false;
@@ -16674,7 +17988,6 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
-    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
     DTRAIN__TRY(device->ops->clip(device, &clip));
     DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
@@ -16758,11 +18071,22 @@ static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float 
                                (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
                                (double)loss, advice);
     }
-    if (!dtrain_is_finite(norm))
+    if (!dtrain_is_finite(norm) && !trainer->scaling)
         return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                            "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
                            "every loss is finite: %s",
                            (long long)trainer->step, (double)norm, advice);
+    return DTRAIN_OK;
+}
+
+/* After the verdict, and from the same numbers on every rank: all scales move alike. */
+static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    dtrain_scaler *scaler = &trainer->scaler;
+    if (!trainer->scaling) return DTRAIN_OK;
+    record->loss_scale = (double)scaler->scale;
+    DTRAIN__TRY(dtrain_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
+    record->skipped_steps = scaler->skipped_steps;
     return DTRAIN_OK;
 }
 
@@ -16853,6 +18177,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
     DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)full.grad_norm));
+    DTRAIN__TRY(dtrain__trainer_rescale(trainer, &full));
 
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     dtrain__trainer_record(trainer, &full);
@@ -16901,7 +18226,9 @@ static dtrain_result dtrain__trainer_plan_tape(dtrain_trainer *trainer, dtrain_d
 {
     dtrain_tape *tape;
     DTRAIN__TRY(dtrain_tape_create(trainer->world, NULL, device, &tape));
-    dtrain_result result = dtrain_tape_begin(tape, trainer->desc.tape_flags, 0);
+    dtrain_result result =
+        dtrain_tape_checkpoint(tape, trainer->desc.checkpoint_every, trainer->desc.checkpoint_ops);
+    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, trainer->desc.tape_flags, 0);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, trainer->desc.loss(tape, trainer->desc.user), 1);
     dtrain_tape_query(tape, info);
@@ -17096,6 +18423,10 @@ static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__line_number(&line, "comm_ms", record->comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
     dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
+    if (record->loss_scale > 0) {
+        dtrain__line_number(&line, "loss_scale", record->loss_scale);
+        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
+    }
     dtrain__metrics_write(metrics, &line);
 }
 

@@ -2,6 +2,7 @@
  *
  *   run:     make bench, or build/bench/bench_gemm --threads 2 [--json]
  *            build/bench/bench_gemm --openblas-core SkylakeX     OpenBLAS with another kernel
+ *            build/bench/bench_gemm --bf16       our operands in bf16, beside ours in fp32
  *   build:   cc -O2 -I. bench/bench_gemm.c -o bench_gemm -lm -lpthread -ldl
  *
  * Shapes are "transposes M x N x K" of C (M,N) = op(A) (M,K) op(B) (K,N). Those of GPTs come first
@@ -14,20 +15,24 @@
  *
  *   GFLOP/s   2 M N K / time, median (min to max) over the repetitions
  *   of peak   the floor: GFLOP/s over threads x peak. The peak is the rate of one thread doing
- *             multiply-adds on registers only, another contender of each repetition
+ *             fp32 multiply-adds on registers only, another contender of each repetition; bf16
+ *             instructions exceed it
  *   ratio     our GFLOP/s over the peer's, median (min to max)
- *   correct   64 sampled elements of everyone's C agree with a dot product in double precision */
+ *   correct   64 sampled elements of everyone's C agree with a dot product in double precision
+ *
+ * With --bf16 A and B are rounded to bf16 for everyone, C is bf16 (fp32 for TN, the gradient of a
+ * weight), and the fp32 product of this library, on the same numbers, is one of the peers. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
 #include <dlfcn.h>
 
-enum { MAX_REPS = 64, MAX_PEERS = 2, PEAK = 0, OURS = 1, FIRST_PEER = 2, MAX_RUNNERS = 4 };
+enum { MAX_REPS = 64, MAX_PEERS = 3, PEAK = 0, OURS = 1, FIRST_PEER = 2, MAX_RUNNERS = 5 };
 
 static struct {
     const char *openblas_core;
-    int threads, reps, quick, json, help;
-} opt = {NULL, 1, 0, 0, 0, 0};
+    int threads, reps, quick, json, bf16, help;
+} opt = {NULL, 1, 0, 0, 0, 0, 0};
 
 typedef void (*sgemm_fn)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha,
                          const float *a, int lda, const float *b, int ldb, float beta, float *c,
@@ -36,7 +41,7 @@ typedef void (*sgemm_fn)(int order, int trans_a, int trans_b, int m, int n, int 
 typedef struct peer {
     const char *name;
     char kernel[64];
-    sgemm_fn sgemm;
+    sgemm_fn sgemm; /* NULL: ours, in fp32 */
     double log_sum; /* of the ratios over the GPT shapes */
 } peer;
 
@@ -192,13 +197,21 @@ static void load_blis(void)
     snprintf(x->kernel, sizeof x->kernel, "kernels %s", named ? arch_name(arch()) : "unknown");
 }
 
+static void load_ours(void)
+{
+    peer *x = &peers[peer_count++];
+    x->name = "fp32";
+    snprintf(x->kernel, sizeof x->kernel, "dtrain %s", dtrain_cpu_kernel_name());
+}
+
 /* ---- One shape ---- */
 
 typedef struct trial {
     const shape *shape;
     dtrain_device *device;
-    dtrain_gemm_args args;
+    dtrain_gemm_args args, fp32; /* ours; the same product in fp32 */
     float *a, *b, *c;
+    uint16_t *half_a, *half_b, *half_c;  /* of --bf16 */
     double rates[MAX_RUNNERS][MAX_REPS]; /* GFLOP/s */
 } trial;
 
@@ -207,6 +220,36 @@ static void trial_free(trial *t)
     free(t->a);
     free(t->b);
     free(t->c);
+    free(t->half_a);
+    free(t->half_b);
+    free(t->half_c);
+}
+
+/* A copy in bf16; x is rounded to it as well. */
+static uint16_t *round_to_bf16(float *x, size_t count)
+{
+    uint16_t *half = (uint16_t *)malloc(count * sizeof *half);
+    for (size_t i = 0; half && i < count; i++) {
+        half[i] = dtrain_f32_to_bf16(x[i]);
+        x[i] = dtrain_bf16_to_f32(half[i]);
+    }
+    return half;
+}
+
+static int use_bf16(trial *t)
+{
+    const shape *s = t->shape;
+    t->half_a = round_to_bf16(t->a, (size_t)s->m * (size_t)s->k);
+    t->half_b = round_to_bf16(t->b, (size_t)s->k * (size_t)s->n);
+    t->half_c = round_to_bf16(t->c, (size_t)s->m * (size_t)s->n);
+    t->args.a = t->half_a;
+    t->args.b = t->half_b;
+    t->args.a_dtype = t->args.b_dtype = DTRAIN_BF16;
+    if (s->trans[0] != 'T') {
+        t->args.c = t->half_c;
+        t->args.c_dtype = DTRAIN_BF16;
+    }
+    return t->half_a && t->half_b && t->half_c;
 }
 
 static float *random_floats(size_t count, uint32_t seed)
@@ -240,7 +283,8 @@ static int trial_init(trial *t, const shape *s, dtrain_device *device)
     g->b = t->b;
     g->c = t->c;
     g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_F32;
-    if (t->a && t->b && t->c) return 0;
+    t->fp32 = *g;
+    if (t->a && t->b && t->c && (!opt.bf16 || use_bf16(t))) return 0;
     trial_free(t);
     fprintf(stderr, "bench_gemm: no memory for %d x %d x %d\n", s->m, s->n, s->k);
     return 1;
@@ -251,16 +295,21 @@ static int multiply(trial *t, int runner)
     enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
     const dtrain_gemm_args *g = &t->args;
     const shape *s = t->shape;
-    if (runner == OURS) return t->device->ops->gemm(t->device, g) == DTRAIN_OK ? 0 : 1;
+    if (runner == OURS || !peers[runner - FIRST_PEER].sgemm) {
+        g = runner == OURS ? &t->args : &t->fp32;
+        return t->device->ops->gemm(t->device, g) == DTRAIN_OK ? 0 : 1;
+    }
     peers[runner - FIRST_PEER].sgemm(ROW_MAJOR, s->trans[0] == 'T' ? TRANSPOSED : PLAIN,
                                      s->trans[1] == 'T' ? TRANSPOSED : PLAIN, s->m, s->n, s->k,
                                      1.0f, t->a, (int)g->lda, t->b, (int)g->ldb, 0.0f, t->c, s->n);
     return 0;
 }
 
-static int element_is_right(const trial *t, int64_t i, int64_t j)
+static int element_is_right(const trial *t, int runner, int64_t i, int64_t j)
 {
     const dtrain_gemm_args *g = &t->args;
+    const int half = runner == OURS && g->c_dtype == DTRAIN_BF16;
+    const float c = half ? dtrain_bf16_to_f32(t->half_c[i * g->ldc + j]) : t->c[i * g->ldc + j];
     double sum = 0, size = 0;
     for (int64_t p = 0; p < g->k; p++) {
         double a = (double)t->a[g->flags & DTRAIN_GEMM_TRANS_A ? p * g->lda + i : i * g->lda + p];
@@ -268,8 +317,8 @@ static int element_is_right(const trial *t, int64_t i, int64_t j)
         sum += a * b;
         size += fabs(a * b);
     }
-    double rounding = 0x1p-24 * (4 + sqrt((double)g->k)) * size;
-    return fabs((double)t->c[i * g->ldc + j] - sum) <= rounding; /* false for NaN */
+    double rounding = 0x1p-24 * (4 + sqrt((double)g->k)) * size + (half ? 0x1p-8 * fabs(sum) : 0);
+    return fabs((double)c - sum) <= rounding; /* false for NaN */
 }
 
 /* Calls the runner once, as warm-up, on a C full of NaN, and looks at 64 elements: the corners and
@@ -279,6 +328,7 @@ static int check(trial *t, int runner)
     int64_t m = t->args.m, n = t->args.n;
     int wrong = 0;
     for (int64_t i = 0; i < m * n; i++) t->c[i] = NAN;
+    if (t->half_c) memset(t->half_c, 0xff, (size_t)(m * n) * sizeof *t->half_c);
     if (multiply(t, runner)) {
         fprintf(stderr, "bench_gemm: %s\n", dtrain_last_error());
         return 64;
@@ -286,7 +336,7 @@ static int check(trial *t, int runner)
     for (int64_t e = 0; e < 64; e++) {
         int64_t i = e < 4 ? e % 2 * (m - 1) : e * 7919 % m;
         int64_t j = e < 4 ? e / 2 * (n - 1) : e * 104729 % n;
-        wrong += !element_is_right(t, i, j);
+        wrong += !element_is_right(t, runner, i, j);
     }
     if (wrong)
         fprintf(stderr, "bench_gemm: %s, %s %d x %d x %d: %d of 64 elements are wrong\n",
@@ -344,6 +394,11 @@ static double share_of_peak(const trial *t)
     return spread_of_ratio(t->rates[OURS], t->rates[PEAK]).median / opt.threads;
 }
 
+static const char *kernel_name(void)
+{
+    return opt.bf16 ? dtrain_cpu_bf16_kernel_name() : dtrain_cpu_kernel_name();
+}
+
 static void print_json(const trial *t, int index, int wrong)
 {
     const shape *s = t->shape;
@@ -360,8 +415,9 @@ static void print_json(const trial *t, int index, int wrong)
     } else {
         printf("\"peer\": null, \"peer_gflops\": null, \"ratio\": null, ");
     }
-    printf("\"share_of_peak\": %.4g, \"gpt\": %s, \"kernel\": \"%s\", \"correct\": %s}\n",
-           share_of_peak(t), s->gpt ? "true" : "false", dtrain_cpu_kernel_name(),
+    printf("\"share_of_peak\": %.4g, \"gpt\": %s, \"dtype\": \"%s\", \"kernel\": \"%s\", "
+           "\"correct\": %s}\n",
+           share_of_peak(t), s->gpt ? "true" : "false", opt.bf16 ? "bf16" : "f32", kernel_name(),
            wrong ? "false" : "true");
 }
 
@@ -369,8 +425,7 @@ static void print_heading(void)
 {
     for (int i = 0; i < peer_count; i++) printf("%s: %s\n", peers[i].name, peers[i].kernel);
     printf("dtrain: %s, %d thread%s, %d repetitions, peak %.1f GFLOP/s a thread at the start\n\n",
-           dtrain_cpu_kernel_name(), opt.threads, opt.threads == 1 ? "" : "s", opt.reps,
-           measure_peak(0.02));
+           kernel_name(), opt.threads, opt.threads == 1 ? "" : "s", opt.reps, measure_peak(0.02));
     printf("%-22s %7s  %-15s  %7s", "shape", "GFLOP/s", "(min to max)", "of peak");
     for (int i = 0; i < peer_count; i++)
         printf("  %8s  %5s  %-14s", peers[i].name, "ratio", "(min to max)");
@@ -446,6 +501,7 @@ static const struct {
     {"--reps", "N", "repetitions, at most 64; 7, with --quick 3", &opt.reps, NULL},
     {"--openblas-core", "NAME", "the kernel OpenBLAS uses: Haswell, SkylakeX, ...", NULL,
      &opt.openblas_core},
+    {"--bf16", NULL, "A and B in bf16, beside the fp32 product", &opt.bf16, NULL},
     {"--quick", NULL, "a few small shapes, 2 ms each", &opt.quick, NULL},
     {"--json", NULL, "one JSON object a line", &opt.json, NULL},
     {"--help", NULL, "this list", &opt.help, NULL},
@@ -491,6 +547,7 @@ int main(int argc, char **argv)
     if (parse(argc, argv)) return 2;
     if (opt.help) return usage();
     prepare_peers();
+    if (opt.bf16) load_ours();
     load_openblas();
     load_blis();
     memset(&desc, 0, sizeof desc);

@@ -42,6 +42,8 @@ for cc in gcc clang; do
         try "$cc -std=$std -pedantic" $cc -std=$std -pedantic $warn -c "$build/impl.c" -o "$build/impl_$cc.o"
     done
     try "$cc -O3 -ffast-math -march=native" $cc -std=c99 -O3 -ffast-math -march=native $warn -c "$build/impl.c" -o "$build/fast.o"
+    try "$cc -ffast-math finds overflows" sh -c "$cc -std=c99 -O2 -ffast-math -I. -Itests tests/test_scaler.c \
+        -o '$build/scaler_$cc' -lm -lpthread && '$build/scaler_$cc'"
     try "$cc -O0" $cc -std=c99 -O0 $warn -c "$build/impl.c" -o "$build/slow.o"
     try "$cc without SIMD" $cc -std=c99 -DDTRAIN_NO_SIMD $warn -c "$build/impl.c" -o "$build/nosimd.o"
     try "$cc late implementation" $cc -std=gnu99 $warn -c "$build/late.c" -o "$build/late.o"

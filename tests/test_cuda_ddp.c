@@ -655,7 +655,7 @@ static int refused_main(dtrain_world *world, void *user)
         CHECK(strstr(dtrain_last_error(), "nccl") != NULL);
     }
     desc.graph = false;
-    desc.tape_flags = 4;
+    desc.tape_flags = 8;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_ARGUMENT);
     desc.tape_flags = 0;
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));

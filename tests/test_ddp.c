@@ -167,10 +167,8 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
         DTRAIN__TRY(backward(m, ddp, c->shuffle, (uint64_t)(step * 100 + rank)));
         dtrain_comm_query(dtrain_world_comm(world), &after);
         CHECK(last || after.operation_count == before.operation_count);
-        if (!last && micro % 2)
-            DTRAIN__TRY(dtrain_strategy_finish(ddp)); /* optional with no_sync */
+        DTRAIN__TRY(dtrain_strategy_finish(ddp));
     }
-    DTRAIN__TRY(dtrain_strategy_finish(ddp));
     *loss = (float)(sum / (share * c->accumulation));
     return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
                              NULL);
@@ -885,6 +883,7 @@ static int missing_error_main(dtrain_world *world, void *user)
     /* seen in an earlier micro-batch of the step is enough */
     RANKS_TRY(dtrain_strategy_accumulate(ddp, true));
     RANKS_TRY(partial_backward(p, ddp, rank, MANY));
+    RANKS_TRY(dtrain_strategy_finish(ddp));
     RANKS_TRY(dtrain_strategy_accumulate(ddp, false));
     RANKS_TRY(partial_backward(p, ddp, rank, rank == 0 ? 3 : MANY));
     RANKS_TRY(dtrain_strategy_finish(ddp));

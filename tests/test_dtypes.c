@@ -84,48 +84,145 @@ static void *any(const pair *p, int side) { return p ? p->of[side] : NULL; }
                   dtrain_last_error());                                       \
     }
 
+/* Every flag and pair of types, for operands (m,k) and (k,n). */
+static void gemm_on_both(int64_t m, int64_t n, int64_t k, int a_type, int c_type, uint32_t flags,
+                         int options)
+{
+    const bool backward = flags & DTRAIN_GEMM_ACT_BACKWARD, add = options & 1;
+    const uint32_t activation = (uint32_t)(options + c_type) % 3;
+    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    const bool of_c = flags & DTRAIN_GEMM_BIAS_GRAD_C;
+    /* the sums of a C in half precision are those of its rounded elements */
+    const double loose = !of_c || c_type < 2 ? 1e-4 : types[c_type] == DTRAIN_BF16 ? 0.15 : 2e-2;
+    pair *a = noise(m * k, types[a_type], 1), *b = noise(k * n, types[a_type], 1);
+    pair *c = noise(m * n, types[c_type], 1), *bias = noise(n, DTRAIN_F32, 1);
+    pair *aux = noise(m * n, types[c_type], 1);
+    pair *sums = options & 2 ? noise(of_c ? n : m, DTRAIN_F32, 1) : NULL;
+    ON_BOTH(gemm, args,
+            {flags,
+             activation,
+             m,
+             n,
+             k,
+             0.5f,
+             add ? 0.25f : 0.0f,
+             any(a, side),
+             any(b, side),
+             any(c, side),
+             lda,
+             ldb,
+             n,
+             types[a_type],
+             types[a_type],
+             types[c_type],
+             backward ? NULL : f32(bias, side),
+             any(aux, side),
+             f32(sums, side),
+             add})
+    same(c, 2e-5, "gemm c");
+    same(aux, 2e-5, "gemm aux");
+    if (sums) same(sums, loose, "gemm bias gradient");
+    release();
+}
+
+/* The CPU device multiplies on `isa`, and bf16 on `pairs` unless that is NULL. */
+static void force(const dtrain__isa *isa, const dtrain__isa *pairs)
+{
+    dtrain__cpu *state = (dtrain__cpu *)cpu->state;
+    state->gemm.isa = isa;
+    state->gemm.pairs = pairs;
+}
+
 static void test_gemm(void)
 {
-    enum { M = 19, N = 37, K = 23 };
     for (int c_type = 1; c_type < TYPES; c_type++)
         for (int a_type = 1; a_type < TYPES; a_type++)
             for (uint32_t flags = 0; flags < 16; flags++)
-                for (int options = 0; options < 4; options++) {
-                    const bool backward = flags & DTRAIN_GEMM_ACT_BACKWARD, add = options & 1;
-                    const uint32_t activation = (uint32_t)(options + c_type) % 3;
-                    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? M : K;
-                    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? K : N;
-                    const bool of_c = flags & DTRAIN_GEMM_BIAS_GRAD_C;
-                    pair *a = noise(M * K, types[a_type], 1), *b = noise(K * N, types[a_type], 1);
-                    pair *c = noise(M * N, types[c_type], 1), *bias = noise(N, DTRAIN_F32, 1);
-                    pair *aux = noise(M * N, types[c_type], 1);
-                    pair *sums = options & 2 ? noise(of_c ? N : M, DTRAIN_F32, 1) : NULL;
-                    ON_BOTH(gemm, args,
-                            {flags,
-                             activation,
-                             M,
-                             N,
-                             K,
-                             0.5f,
-                             add ? 0.25f : 0.0f,
-                             any(a, side),
-                             any(b, side),
-                             any(c, side),
-                             lda,
-                             ldb,
-                             N,
-                             types[a_type],
-                             types[a_type],
-                             types[c_type],
-                             backward ? NULL : f32(bias, side),
-                             any(aux, side),
-                             f32(sums, side),
-                             add})
-                    same(c, 2e-5, "gemm c");
-                    same(aux, 2e-5, "gemm aux");
-                    if (sums) same(sums, of_c && c_type > 1 ? 2e-2 : 1e-4, "gemm bias gradient");
-                    release();
-                }
+                for (int options = 0; options < 4; options++)
+                    gemm_on_both(19, 37, 23, a_type, c_type, flags, options);
+}
+
+static void test_gemm_generic(void)
+{
+    force(&dtrain__isa_generic, NULL);
+    test_gemm();
+}
+
+#if DTRAIN__PAIRS
+/* What the tape asks for, in tiles that are whole, cut off, and more than one. */
+static void gemm_of_pairs(const dtrain__isa *pairs)
+{
+    static const int64_t sizes[][3] = {{1, 1, 1},    {32, 32, 32}, {33, 31, 65}, {12, 64, 2},
+                                       {65, 40, 97}, {40, 70, 33}, {16, 8, 801}};
+    force(&dtrain__isa_avx512, pairs);
+    for (int s = 0; s < (int)(sizeof sizes / sizeof *sizes); s++)
+        for (int c_type = 1; c_type < TYPES; c_type++)
+            for (uint32_t flags = 0; flags < 16; flags++)
+                gemm_on_both(sizes[s][0], sizes[s][1], sizes[s][2], 2, c_type, flags,
+                             (s + c_type) % 4);
+}
+
+static void test_gemm_vdpbf16(void) { gemm_of_pairs(&dtrain__isa_vdpbf16); }
+static void test_gemm_amx(void) { gemm_of_pairs(&dtrain__isa_amx); }
+#endif
+
+/* Ranks that are threads: each has a device, and tiles belong to the thread that works. */
+enum { RANKS = 3, SIDE = 70 };
+
+typedef struct rank_work {
+    uint16_t a[SIDE * SIDE], b[SIDE * SIDE];
+    float c[SIDE * SIDE];
+    int wrong;
+} rank_work;
+
+static void *rank_multiply(void *argument)
+{
+    rank_work *x = (rank_work *)argument;
+    dtrain_device_desc desc;
+    dtrain_device *device;
+    float before[SIDE * SIDE];
+    memset(&desc, 0, sizeof desc);
+    desc.thread_count = 2;
+    desc.oversubscribed = true;
+    x->wrong = dtrain_device_create(NULL, &desc, &device) != DTRAIN_OK;
+    for (int round = 0; round < 50 && !x->wrong; round++) {
+        dtrain_gemm_args args;
+        memset(&args, 0, sizeof args);
+        args.m = args.n = args.k = args.lda = args.ldb = args.ldc = SIDE;
+        args.alpha = 1;
+        args.a = x->a;
+        args.b = x->b;
+        args.c = x->c;
+        args.a_dtype = args.b_dtype = DTRAIN_BF16;
+        args.c_dtype = DTRAIN_F32;
+        x->wrong += device->ops->gemm(device, &args) != DTRAIN_OK;
+        x->wrong += round > 0 && memcmp(before, x->c, sizeof before) != 0;
+        memcpy(before, x->c, sizeof before);
+    }
+    dtrain_device_destroy(device);
+    return NULL;
+}
+
+static void test_gemm_in_threads(void)
+{
+    static rank_work work[RANKS];
+    pthread_t threads[RANKS];
+    for (int r = 0; r < RANKS; r++)
+        for (int i = 0; i < SIDE * SIDE; i++) {
+            work[r].a[i] = dtrain_f32_to_bf16((float)(i % 13 - 6) * (float)(r + 1));
+            work[r].b[i] = dtrain_f32_to_bf16(i % (SIDE + 1) == 0 ? 2.0f : 0.0f);
+        }
+    for (int r = 0; r < RANKS; r++)
+        CHECK(pthread_create(&threads[r], NULL, rank_multiply, &work[r]) == 0);
+    for (int r = 0; r < RANKS; r++) {
+        int64_t wrong = 0;
+        CHECK(pthread_join(threads[r], NULL) == 0);
+        for (int i = 0; i < SIDE * SIDE; i++)
+            wrong += work[r].c[i] != 2 * dtrain_bf16_to_f32(work[r].a[i]);
+        CHECK_MSG(work[r].wrong == 0 && wrong == 0, "rank %d: %d failures, %lld elements wrong", r,
+                  work[r].wrong, (long long)wrong);
+    }
 }
 
 static void test_gemm_arguments(void)
@@ -516,6 +613,14 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     open_devices();
     RUN(test_gemm);
+    RUN(test_gemm_generic);
+#if DTRAIN__PAIRS
+    if (dtrain__has_vdpbf16()) RUN(test_gemm_vdpbf16);
+    else SKIP(test_gemm_vdpbf16, "this machine has no AVX512_BF16");
+    if (dtrain__has_amx()) RUN(test_gemm_amx);
+    else SKIP(test_gemm_amx, "this machine or its system has no AMX");
+#endif
+    RUN(test_gemm_in_threads);
     RUN(test_gemm_arguments);
     RUN(test_activation_backward);
     RUN(test_layernorm);

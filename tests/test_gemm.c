@@ -15,7 +15,7 @@
 
 #if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
 #define ON_X86 1
-DTRAIN__DEFINE_ISA(avx512_lowered, DTRAIN__TARGET("avx2,fma"), 16, 12, DTRAIN__UNROLL_NOT)
+DTRAIN__DEFINE_ISA(avx512_lowered, DTRAIN__TARGET("avx2,fma"), 16, 12, DTRAIN__UNROLL_NOT, scalar)
 #else
 #define ON_X86 0
 #endif
@@ -38,8 +38,8 @@ static float uniform(void) { return (float)below(20001) / 10000.0f - 1.0f; }
 
 /* ---- What there is to test ---- */
 
-static const dtrain__isa *isas[4];
-static int isa_count;
+static const dtrain__isa *isas[6];
+static int isa_count, first_pairs; /* isas[first_pairs] and on multiply pairs of bf16 */
 
 static void find_isas(void)
 {
@@ -51,6 +51,19 @@ static void find_isas(void)
     }
     if (__builtin_cpu_supports("avx512f")) isas[isa_count++] = &dtrain__isa_avx512;
 #endif
+    first_pairs = isa_count;
+#if DTRAIN__PAIRS
+    if (dtrain__has_vdpbf16()) isas[isa_count++] = &dtrain__isa_vdpbf16;
+    if (dtrain__has_amx()) isas[isa_count++] = &dtrain__isa_amx;
+#endif
+}
+
+/* What is not bf16 x bf16 goes to the last of the others. */
+static void force(dtrain__gemm_workspace *ws, const dtrain__isa *isa)
+{
+    const int pairs = isa && isa->pair == 2;
+    ws->isa = pairs ? isas[first_pairs - 1] : isa;
+    ws->pairs = pairs ? isa : NULL;
 }
 
 /* pools[t] has t + 1 threads; the machine may have fewer cores, so they do not spin. */
@@ -122,7 +135,8 @@ static void problem_fill(problem *x)
     x->before = matrix(g->m, g->n, g->ldc, g->c_dtype, g->beta == 0);
 }
 
-/* Everything but the sizes by chance; halves: whether fp16 and bf16 may occur. */
+/* Everything but the sizes by chance; halves: 1 where fp16 and bf16 may occur, 2 for A and B in
+ * bf16. */
 static problem problem_make(int m, int n, int k, int halves)
 {
     static const dtrain_dtype types[3] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
@@ -137,8 +151,8 @@ static problem problem_make(int m, int n, int k, int halves)
     g->activation = (uint32_t)below(3);
     g->alpha = alphas[below(4)];
     g->beta = betas[below(4)];
-    g->a_dtype = types[halves ? below(3) : 0];
-    g->b_dtype = types[halves ? below(3) : 0];
+    g->a_dtype = types[halves == 2 ? 1 : halves ? below(3) : 0];
+    g->b_dtype = types[halves == 2 ? 1 : halves ? below(3) : 0];
     g->c_dtype = types[halves ? below(3) : 0];
     x.use_aux = below(2);
     x.use_bias = below(2);
@@ -186,6 +200,13 @@ static double gelu(double x)
     return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
 }
 
+static double gelu_slope(double x)
+{
+    if (fabs(x) > 10) return x > 0;
+    double t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x));
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 0.134145 * x * x);
+}
+
 static double activated(uint32_t activation, double x)
 {
     if (activation == DTRAIN_ACT_RELU) return x > 0 ? x : 0;
@@ -199,14 +220,16 @@ static double storage_error(dtrain_dtype dtype)
 }
 
 /* Wrong elements of C and aux; of large products every 41st is looked at. */
-static int64_t count_wrong(const problem *x, const void *c, const float *aux)
+static int64_t count_wrong(const problem *x, const void *c, const void *aux)
 {
     const dtrain_gemm_args *g = &x->args;
     int64_t step = g->m * g->n * g->k > 500000 ? 41 : 1, wrong = 0;
     for (int64_t e = 0; e < g->m * g->n; e += step) {
         int64_t i = e / g->n, j = e % g->n, at = i * g->ldc + j;
         double tolerance, want = exact(x, i, j, &tolerance);
-        if (aux && !(fabs((double)aux[at] - want) <= tolerance)) wrong++;
+        double rounding = fabs(want) * storage_error(g->c_dtype);
+        if (aux && !(fabs((double)get(aux, g->c_dtype, at) - want) <= tolerance + rounding))
+            wrong++;
         want = activated(g->activation, want);
         tolerance = 1.2 * tolerance + fabs(want) * (4e-7 + storage_error(g->c_dtype)) + 1e-7;
         if (!(fabs((double)get(c, g->c_dtype, at) - want) <= tolerance)) wrong++;
@@ -231,15 +254,14 @@ static int64_t count_disturbed(const problem *x, const void *c)
 
 /* C and aux of x, computed by `isa` on t + 1 threads. The caller frees them. */
 static void *compute(const problem *x, const dtrain__isa *isa, dtrain__gemm_workspace *ws, int t,
-                     float **aux)
+                     void **aux)
 {
     dtrain_gemm_args g = x->args;
     size_t bytes = matrix_bytes(g.m, g.n, g.ldc, g.c_dtype);
-    size_t aux_bytes = matrix_bytes(g.m, g.n, g.ldc, DTRAIN_F32);
     g.c = malloc(bytes ? bytes : 1);
     if (bytes) memcpy(g.c, x->before, bytes);
-    g.aux = x->use_aux ? (float *)calloc(aux_bytes ? aux_bytes : 1, 1) : NULL;
-    ws->isa = isa;
+    g.aux = x->use_aux ? calloc(bytes ? bytes : 1, 1) : NULL;
+    force(ws, isa);
     CHECK(dtrain__gemm(pools[t], ws, &g) == 0);
     *aux = g.aux;
     return g.c;
@@ -249,16 +271,17 @@ static void check_problem(const problem *x, const dtrain__isa *isa)
 {
     const dtrain_gemm_args *g = &x->args;
     dtrain__gemm_workspace ws;
-    float *aux;
+    void *aux;
     memset(&ws, 0, sizeof ws);
     void *c = compute(x, isa, &ws, 0, &aux);
     int64_t wrong = count_wrong(x, c, aux), disturbed = count_disturbed(x, c);
     int differ = 0;
     for (int t = 1; t < MAX_THREADS; t++) {
-        float *more_aux;
+        void *more_aux;
         void *more = compute(x, isa, &ws, t, &more_aux);
-        differ |= memcmp(c, more, matrix_bytes(g->m, g->n, g->ldc, g->c_dtype)) != 0;
-        if (aux) differ |= memcmp(aux, more_aux, matrix_bytes(g->m, g->n, g->ldc, DTRAIN_F32)) != 0;
+        size_t bytes = matrix_bytes(g->m, g->n, g->ldc, g->c_dtype);
+        differ |= memcmp(c, more, bytes) != 0;
+        if (aux) differ |= memcmp(aux, more_aux, bytes) != 0;
         free(more);
         free(more_aux);
     }
@@ -285,7 +308,7 @@ static void small_sizes(const dtrain__isa *isa)
     for (int round = 0; round < 400; round++) {
         int size[3];
         for (int d = 0; d < 3; d++) size[d] = below(2) ? edges[below(20)] : below(71);
-        problem x = problem_make(size[0], size[1], size[2], round % 2);
+        problem x = problem_make(size[0], size[1], size[2], isa->pair == 2 ? 2 : round % 2);
         check_problem(&x, isa);
         problem_free(&x);
     }
@@ -298,17 +321,22 @@ static void test_small_sizes_avx2(void) { small_sizes(&dtrain__isa_avx2); }
 static void test_small_sizes_avx512_lowered(void) { small_sizes(&dtrain__isa_avx512_lowered); }
 static void test_small_sizes_avx512(void) { small_sizes(&dtrain__isa_avx512); }
 #endif
+#if DTRAIN__PAIRS
+static void test_small_sizes_vdpbf16(void) { small_sizes(&dtrain__isa_vdpbf16); }
+static void test_small_sizes_amx(void) { small_sizes(&dtrain__isa_amx); }
+#endif
 
 /* Sizes beyond the blocks: k in several steps, C in several rectangles, both with a remainder. */
 static void test_blocks(void)
 {
-    static const int sizes[][3] = {{300, 70, 40}, {31, 1700, 20},   {29, 37, 900},
-                                   {530, 33, 7},  {270, 1050, 390}, {12, 32, 770},
-                                   {3, 2100, 5},  {128, 128, 384},  {1, 3000, 385}};
+    static const int sizes[][3] = {{300, 70, 40},    {31, 1700, 20}, {29, 37, 900}, {530, 33, 7},
+                                   {270, 1050, 390}, {12, 32, 770},  {3, 2100, 5},  {128, 128, 384},
+                                   {1, 3000, 385},   {40, 70, 1601}, {700, 33, 65}};
     open_pools();
     for (int s = 0; s < (int)(sizeof sizes / sizeof *sizes); s++) {
         for (int i = 0; i < isa_count; i++) {
-            problem x = problem_make(sizes[s][0], sizes[s][1], sizes[s][2], (s + i) % 2);
+            int halves = i >= first_pairs ? 2 : (s + i) % 2;
+            problem x = problem_make(sizes[s][0], sizes[s][1], sizes[s][2], halves);
             check_problem(&x, isas[i]);
             problem_free(&x);
         }
@@ -348,11 +376,12 @@ static void test_part_equals_whole(void)
     open_pools();
     for (int round = 0; round < 40; round++) {
         const dtrain__isa *isa = isas[round % isa_count];
-        problem x = problem_make(40 + below(260), 40 + below(90), below(800), round % 3 == 0);
+        int halves = isa->pair == 2 ? 2 : round % 3 == 0;
+        problem x = problem_make(40 + below(260), 40 + below(90), below(1600), halves);
         problem part = x;
         dtrain_gemm_args *g = &x.args, *h = &part.args;
         dtrain__gemm_workspace ws;
-        float *aux, *part_aux;
+        void *aux, *part_aux;
         int64_t i0 = below((int)g->m), j0 = below((int)g->n), differing = 0;
         size_t a_size = dtrain_dtype_bytes(g->a_dtype), c_size = dtrain_dtype_bytes(g->c_dtype);
         size_t b_size = dtrain_dtype_bytes(g->b_dtype);
@@ -405,7 +434,7 @@ static void test_not_a_number(void)
         dtrain__gemm_workspace ws;
         int wrong = 0;
         memset(&ws, 0, sizeof ws);
-        ws.isa = isas[v % isa_count];
+        force(&ws, isas[v % isa_count]);
         g.activation = (uint32_t)(v / isa_count);
         for (int step = 0; step < 4; step++) { /* k = 0; alpha = 0; beta = 2 alone; NaN in A */
             g.k = step == 0 ? 0 : K;
@@ -463,7 +492,7 @@ static void test_workspace(void)
     meter m = {0, 0, 1};
     dtrain_allocator allocator = meter_allocator(&m);
     dtrain__gemm_workspace ws;
-    float *aux;
+    void *aux;
     open_pools();
     memset(&ws, 0, sizeof ws);
     ws.allocator = &allocator;
@@ -523,7 +552,7 @@ static void take_worse(worst_case *worst, double error, float x)
  * times e^-x^2/2: for large negative x the exponent's rounding is what fp32 cannot avoid. */
 static void test_functions(void)
 {
-    worst_case e = {0, 0}, t = {0, 0}, g = {0, 0};
+    worst_case e = {0, 0}, t = {0, 0}, g = {0, 0}, d = {0, 0};
     for (uint64_t bits = 0; bits < (uint64_t)1 << 32; bits += 4217) {
         float x = from_bits((uint32_t)bits);
         if (!dtrain_is_finite(x)) continue;
@@ -532,9 +561,11 @@ static void test_functions(void)
         take_worse(&t, ulps(dtrain__tanh(x), tanh(wide)), x);
         if (fabs(wide) < 1e12)
             take_worse(&g, fabs((double)dtrain__gelu(x) - gelu(wide)) / (1e-30 + fabs(wide)), x);
+        take_worse(&d, fabs((double)dtrain__gelu_slope(x) - gelu_slope(wide)), x);
     }
     CHECK_MSG(e.error < 1.5, "exp(%.9g) is %.2f ulp off", (double)e.x, e.error);
     CHECK_MSG(t.error < 4, "tanh(%.9g) is %.2f ulp off", (double)t.x, t.error);
+    CHECK_MSG(d.error < 1e-6, "the slope of gelu(%.9g) is off by %.3g", (double)d.x, d.error);
     CHECK_MSG(g.error < 3e-7, "gelu(%.9g) is off by %.3g x", (double)g.x, g.error);
 }
 
@@ -756,6 +787,12 @@ int main(int argc, char **argv)
     else SKIP(test_small_sizes_avx512_lowered, "this machine has no AVX2");
     if (__builtin_cpu_supports("avx512f")) RUN(test_small_sizes_avx512);
     else printf("  note this machine has no AVX-512: its tile ran lowered to AVX2 only\n");
+#endif
+#if DTRAIN__PAIRS
+    if (dtrain__has_vdpbf16()) RUN(test_small_sizes_vdpbf16);
+    else SKIP(test_small_sizes_vdpbf16, "this machine has no AVX512_BF16");
+    if (dtrain__has_amx()) RUN(test_small_sizes_amx);
+    else SKIP(test_small_sizes_amx, "this machine or its system has no AMX");
 #endif
     RUN(test_blocks);
     RUN(test_every_kind);

@@ -17,7 +17,7 @@
 
 /* One training: what to do, and what every rank saw. In shared memory: ranks may be processes. */
 typedef struct run {
-    uint32_t ranks, accumulation, mode;
+    uint32_t ranks, accumulation, mode, checkpoint_every;
     int steps, eval_at, plan_at, nan_rank, nan_step, fail_step, slow_rank, sleep_us;
     float clip, dropout;
     uint64_t seed;
@@ -82,9 +82,12 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     shape[0] = s->batch, shape[1] = 1;
     dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, s->tokens, false);
     dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, s->targets, false);
+    dtrain_tape_unit(tape, 0);
     dtrain_tensor *h = dtrain_embedding(tape, tokens, &p[0], NULL);
+    dtrain_tape_unit(tape, 1);
     h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACT_GELU);
     if (s->r->dropout > 0) h = dtrain_dropout(tape, h, s->r->dropout);
+    dtrain_tape_unit(tape, 2);
     h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACT_NONE);
     h = dtrain_cross_entropy(tape, h, targets);
     int64_t step = (s->micro - 1) / s->r->accumulation;
@@ -151,12 +154,15 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     fill_param(&s->params[2], "hidden.bias", HIDDEN, 0);
     fill_param(&s->params[3], "out.weight", VOCAB, HIDDEN);
     fill_param(&s->params[4], "out.bias", VOCAB, 0);
+    s->params[1].unit = s->params[2].unit = 1;
+    s->params[3].unit = s->params[4].unit = 2;
     DTRAIN__TRY(dtrain_strategy_create(world, s->params, 5, &ddp, strategy));
     DTRAIN__TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
     memset(&desc, 0, sizeof desc);
     desc.accumulation = s->r->accumulation;
     desc.tokens = (uint32_t)s->batch;
     desc.clip = s->r->clip;
+    desc.checkpoint_every = s->r->checkpoint_every;
     desc.seed = s->r->seed;
     desc.schedule.kind = DTRAIN_SCHEDULE_COSINE;
     desc.schedule.lr = 0.02f;
@@ -521,9 +527,24 @@ static void test_plan_is_what_happens(void)
         CHECK(m->params == PARAMS * 4 && m->grads >= PARAMS * 4);
         CHECK(m->optimizer == PARAMS * 8);
         CHECK(m->total == m->params + m->grads + m->optimizer + m->activations +
-                              m->activation_grads + m->workspace);
+                              m->activation_grads + m->buffers + m->workspace);
         CHECK(m->total < (uint64_t)64 << 20);
     }
+}
+
+static void test_checkpointing(void)
+{
+    run *plain = run_create(2, 2, 6), *saving = run_create(2, 2, 6);
+    saving->checkpoint_every = 1;
+    saving->plan_at = plain->plan_at = 0;
+    saving->dropout = plain->dropout = 0.5f;
+    run_well(plain);
+    run_well(saving);
+    check_same_losses(saving, plain, 0);
+    CHECK(memcmp(saving->after, plain->after, sizeof plain->after) == 0);
+    CHECK(saving->last_tape[0].activation_bytes != plain->last_tape[0].activation_bytes);
+    CHECK(saving->plan[0].activations == saving->last_tape[0].activation_bytes);
+    CHECK(saving->plan[0].activation_grads == saving->last_tape[0].gradient_bytes);
 }
 
 static void test_plan_in_mid_training(void)
@@ -632,6 +653,7 @@ int main(int argc, char **argv)
     RUN(test_equal_ranks_are_no_stragglers);
     RUN(test_straggler_counting);
     RUN(test_plan_is_what_happens);
+    RUN(test_checkpointing);
     RUN(test_plan_in_mid_training);
     RUN(test_steady_state_allocates_nothing);
     RUN(test_process_memory);
