@@ -12732,12 +12732,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
     if (desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: offload 0x%x has bits that mean nothing",
                            call, (unsigned)desc->offload);
-    if (desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
-                           "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add "
-                           "it",
-                           call);
     if (desc->kind > DTRAIN_STRATEGY_AUTO)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
@@ -12755,10 +12749,24 @@ static void dtrain__resolve_accumulation(dtrain_strategy_desc *desc, const dtrai
     else desc->accumulation = DTRAIN_ACCUMULATE_EVERY;
 }
 
+/* What is in host memory is updated there, whatever the kind. */
+static dtrain_result dtrain__check_classes(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
+                           "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add "
+                           "it",
+                           call);
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain__check_offload(const dtrain_strategy_desc *desc,
                                            const dtrain__traits *traits)
 {
     const char *const call = "dtrain_strategy_create";
+    DTRAIN__TRY(dtrain__check_classes(desc));
     if ((desc->offload & DTRAIN_OFFLOAD_PARAMS) && !traits->params)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
@@ -12837,9 +12845,10 @@ static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
-                           "device is the host's: there is nothing to relieve; use 0",
+                           "device is the host's: what a GPU would be relieved of is on the CPU "
+                           "already; use 0",
                            (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    return DTRAIN_OK;
+    return dtrain__check_classes(&strategy->desc);
 }
 
 /* Settings that decide which collectives a step makes and in which order, or what values it starts
