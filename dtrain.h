@@ -34,7 +34,7 @@
    [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
                                    [S08] strategies                   [S27] parameters, buckets
                                    [S09] memory                       [S28] strategies
-                                   [S11] tape and tensors             [S29] sharded parameters, memory
+                                   [S11] tape and tensors             [S29] sharded parameters
                                    [S12] operations                   [S31] tape and tensors
                                    [S14] loss scaling, clipping       [S32] operations
                                    [S15] optimizers, schedules        [S34] loss scaling, clipping
@@ -1155,7 +1155,7 @@ typedef struct dtrain_param {
  *
  *     kind            parameters   gradients    optimizer    sent per step and rank, P = model
  *     DDP             whole        whole        whole        2(N-1)/N P   all-reduce
- *     ZERO1           whole        whole        1/N          2(N-1)/N P   reduce-scatter, all-gather
+ *     ZERO1           whole        whole        1/N          2(N-1)/N P   reduce-scatter, gather
  *     SHARD_GRAD_OP   whole        1/N          1/N          2(N-1)/N P   the same (ZeRO-2)
  *     FULL_SHARD      1/N          1/N          1/N          3(N-1)/N P   all-gather twice (ZeRO-3,
  *                                                                         FSDP), reduce-scatter
@@ -3098,7 +3098,7 @@ DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT, scalar)
 #define DTRAIN__PAIRS_INLINE \
     static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl")))
 
-/* Full zero-masks where g++ warns about the undefined value that the plain intrinsic starts from. */
+/* Full zero-masks: g++ warns of the undefined value that the plain intrinsic starts from. */
 #define DTRAIN__LOW32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
 #define DTRAIN__HIGH32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
 #define DTRAIN__LOW64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
@@ -12816,12 +12816,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
     if (desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: offload 0x%x has bits that mean nothing",
                            call, (unsigned)desc->offload);
-    if (desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
-                           "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add "
-                           "it",
-                           call);
     if (desc->kind > DTRAIN_STRATEGY_AUTO)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
@@ -12839,10 +12833,24 @@ static void dtrain__resolve_accumulation(dtrain_strategy_desc *desc, const dtrai
     else desc->accumulation = DTRAIN_ACCUMULATE_EVERY;
 }
 
+/* What is in host memory is updated there, whatever the kind. */
+static dtrain_result dtrain__check_classes(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
+                           "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add "
+                           "it",
+                           call);
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain__check_offload(const dtrain_strategy_desc *desc,
                                            const dtrain__traits *traits)
 {
     const char *const call = "dtrain_strategy_create";
+    DTRAIN__TRY(dtrain__check_classes(desc));
     if ((desc->offload & DTRAIN_OFFLOAD_PARAMS) && !traits->params)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
@@ -12921,9 +12929,10 @@ static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
-                           "device is the host's: there is nothing to relieve; use 0",
+                           "device is the host's: what a GPU would be relieved of is on the CPU "
+                           "already; use 0",
                            (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    return DTRAIN_OK;
+    return dtrain__check_classes(&strategy->desc);
 }
 
 /* Settings that decide which collectives a step makes and in which order, or what values it starts
@@ -13736,9 +13745,12 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
 static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
-    if (!strategy->replica_comm || dtrain__reduces_low(strategy) || strategy->layout.host_grads ||
-        (every && strategy->accumulated))
-        return dtrain__reduce_until(strategy, b + 1);
+    const bool on_host = strategy->layout.host_grads;
+    if (!strategy->replica_comm || on_host || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated)) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return on_host ? dtrain__stream_follow(strategy, NULL, strategy->offload.down) : DTRAIN_OK;
+    }
     for (size_t i = strategy->oldest; i <= b; i++) {
         if (strategy->layout.buckets[i].stage != DTRAIN__REDUCE_SHARD) continue;
         DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, i, false)));
@@ -13759,9 +13771,7 @@ static dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
     const uint32_t bucket = strategy->layout.units[before].trainable;
     if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
-    DTRAIN__TRY(dtrain__vacate_work(strategy, bucket));
-    if (!strategy->layout.host_grads) return DTRAIN_OK;
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
+    return dtrain__vacate_work(strategy, bucket);
 }
 
 /* In bucket order, up to the first that still waits for a gradient. Frozen buckets have no
@@ -14066,7 +14076,7 @@ static void dtrain__strategy_comm_info(const dtrain_strategy *strategy, dtrain_c
 }
 
 /* ================================================================================================
- * [S29] Sharded parameters, memory
+ * [S29] Sharded parameters
  *
  * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
  * other is filled:
@@ -14231,8 +14241,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step over
- * units that no gradient reaches. */
+/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step
+ * over units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -16591,7 +16601,8 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. */
+/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. What
+ * every rank of a sharded strategy holds a copy of is added by one of them. */
 static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 {
     dtrain_device *device = strategy->device;
