@@ -1216,11 +1216,22 @@ typedef enum dtrain_accumulation {
                                          in the last */
 } dtrain_accumulation;
 
-/* Classes of memory kept in page-locked host memory instead of a GPU's (S09). */
-#define DTRAIN_OFFLOAD_OPTIMIZER 1u /* optimizer state; the update runs on the CPU */
-#define DTRAIN_OFFLOAD_GRADS 2u /* gradient shards; needs OPTIMIZER and a kind that shards them */
-#define DTRAIN_OFFLOAD_PARAMS \
-    4u /* parameter shards; needs OPTIMIZER and FULL_SHARD or HYBRID_SHARD */
+/* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
+ * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
+ * device whose memory is the host's: UNSUPPORTED.
+ *
+ *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
+ *                 optimizer is created; the update runs on the CPU, while gradients come and new
+ *                 values go back
+ *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
+ *                 kind that shards gradients, not under DTRAIN_ACCUMULATE_LAST
+ *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
+ *                 Needs OPTIMIZER and a kind that shards parameters
+ *
+ * dtrain_shard's pointers are host memory where the class is offloaded. */
+#define DTRAIN_OFFLOAD_OPTIMIZER 1u
+#define DTRAIN_OFFLOAD_GRADS 2u
+#define DTRAIN_OFFLOAD_PARAMS 4u
 
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind */
@@ -1251,9 +1262,10 @@ typedef struct dtrain_strategy_desc {
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 
 /* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
- * and the desc except no_overlap; a difference is DTRAIN_ERROR_MISMATCH naming the first parameter
- * that differs), allocates what the host left NULL, initialises or broadcasts rank 0's values,
- * plans the buckets. An error on one rank is an error on all. desc NULL = defaults.
+ * and the desc, except no_overlap where parameters are whole; a difference is
+ * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
+ * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
+ * error on all. desc NULL = defaults.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -1311,7 +1323,8 @@ typedef struct dtrain_strategy_info {
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
-    uint64_t value_bytes, grad_bytes;            /* this rank's, whoever owns them */
+    uint64_t value_bytes, grad_bytes; /* this rank's, whoever owns them; not what is offloaded */
+    uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
     uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula */
@@ -1349,6 +1362,7 @@ typedef struct dtrain_memory {
     uint64_t workspace; /* the process itself: code, libc, communicator (0 where ranks are threads,
                            and on a GPU, whose memory is meant) */
     uint64_t total;
+    uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
 /* params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most, and
@@ -1579,7 +1593,8 @@ DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
 /* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
- * optimizer. */
+ * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy is the host's: what else changes values
+ * on the device is undone by the next step. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
@@ -11365,6 +11380,8 @@ static dtrain_result dtrain__image_of(dtrain__staged_comm *comm, dtrain__staged_
     *out = on_device ? dtrain__twin_image(comm, memory) : (char *)(uintptr_t)memory;
     if (*out || !memory) return DTRAIN_OK;
     if (bytes > work->stage_bytes[which]) {
+        /* a copy out of the smaller one may still be queued */
+        DTRAIN__TRY(comm->device->ops->synchronize(comm->device));
         dtrain__image_free(comm, work->stage[which], work->stage_bytes[which]);
         work->stage[which] = NULL;
         work->stage_bytes[which] = 0;
@@ -12043,7 +12060,7 @@ static dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t
 typedef struct dtrain__registration {
     const dtrain_param *params;
     size_t count;
-    char settings[310]; /* of the strategy */
+    char settings[340]; /* of the strategy */
 } dtrain__registration;
 
 #define DTRAIN__LINE_BYTES 384
@@ -12184,7 +12201,7 @@ typedef struct dtrain__unit {
     bool kept;                  /* has memory of its own: stays gathered until publish */
 } dtrain__unit;
 
-enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__CLASSES };
+enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
 
 typedef struct dtrain__layout {
     const dtrain_param *params;
@@ -12192,9 +12209,12 @@ typedef struct dtrain__layout {
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__traits *traits;
     int ranks, rank;         /* of those that share one copy of the model */
-    bool shards;             /* more than one rank, and a kind that shards */
+    bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */
     bool slots;              /* values are gathered */
     bool work;               /* gradients of a unit are made in alternating buffers */
+    bool host_values;        /* value shards are in host memory */
+    bool host_grads;         /* gradient shards are in host memory */
+    float *landing[2];       /* host memory for what is added to them, of the longest shard */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
@@ -12202,6 +12222,7 @@ typedef struct dtrain__layout {
     int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
     dtrain__unit shared;           /* the buckets of what several units use */
+    float *work_grads[2];          /* where units' gradients are made, in turns */
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
@@ -12400,8 +12421,8 @@ static bool dtrain__value_is_whole(const dtrain__layout *layout, const dtrain__e
 
 /* ---- Memory of a layout ------------------------------------------------------------------------
  *
- * Three blocks: values, gradients, buffers. Laid out twice by the same code: counted, then, when
- * the blocks are there, cut into pieces. */
+ * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
+ * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
 
 static void *dtrain__carve(dtrain__layout *layout, int block, int64_t count, size_t unit_bytes)
 {
@@ -12460,7 +12481,8 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
         bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
         return;
     }
-    bucket->value_shard = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->shard_count, 4);
+    bucket->value_shard = (float *)dtrain__carve(
+        layout, layout->host_values ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
     if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
         bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
         if (low)
@@ -12492,9 +12514,19 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
                 (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
     }
     bucket->work = work;
-    bucket->grad_shard = work
-                             ? (float *)dtrain__carve(layout, DTRAIN__GRADS, bucket->shard_count, 4)
-                             : dtrain__after(bucket->grads, bucket->shard_first);
+    bucket->grad_shard =
+        work ? (float *)dtrain__carve(layout, layout->host_grads ? DTRAIN__HOST : DTRAIN__GRADS,
+                                      bucket->shard_count, 4)
+             : dtrain__after(bucket->grads, bucket->shard_first);
+}
+
+static void dtrain__lay_landings(dtrain__layout *layout)
+{
+    int64_t longest = 0;
+    for (size_t b = 0; b < layout->bucket_count && layout->host_grads; b++)
+        if (layout->buckets[b].work) longest = dtrain__max(longest, layout->buckets[b].shard_count);
+    for (int i = 0; i < 2; i++)
+        layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
 }
 
 /* Whole values the library owns lie in registration order behind those of buckets. */
@@ -12502,6 +12534,7 @@ static void dtrain__lay_memory(dtrain__layout *layout)
 {
     for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
     const dtrain__turns turns = dtrain__lay_turns(layout);
+    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__lay_values(layout, &layout->buckets[b], &turns);
         dtrain__lay_grads(layout, &layout->buckets[b], &turns);
@@ -12513,6 +12546,7 @@ static void dtrain__lay_memory(dtrain__layout *layout)
         if (!p->value || entry->lends_value)
             entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
     }
+    dtrain__lay_landings(layout);
 }
 
 /* The part of storage i that this rank updates; false if there is none. */
@@ -12533,7 +12567,7 @@ static bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offse
     return *count > 0;
 }
 
-/* What this rank holds, whoever allocated it. */
+/* What this rank holds on the device, whoever allocated it. */
 static void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values, uint64_t *grads)
 {
     *values = *grads = 0;
@@ -12541,8 +12575,9 @@ static void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
         const dtrain__bucket *bucket = &layout->buckets[b];
         const uint64_t whole = (uint64_t)bucket->count * 4,
                        shard = (uint64_t)bucket->shard_count * 4;
-        if (bucket->sharded) *values += layout->slots ? shard : whole;
-        if (bucket->trainable) *grads += bucket->work ? shard : whole;
+        const bool host_grads = layout->host_grads && bucket->work;
+        if (bucket->sharded && !layout->host_values) *values += layout->slots ? shard : whole;
+        if (bucket->trainable && !host_grads) *grads += bucket->work ? shard : whole;
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
@@ -12690,6 +12725,17 @@ static size_t dtrain__list_missing(const dtrain_param *params, size_t param_coun
 
 enum { DTRAIN__REDUCE_IDLE, DTRAIN__REDUCE_SHARD, DTRAIN__REDUCE_REPLICAS, DTRAIN__REDUCED };
 
+/* Between a GPU and what is offloaded. The events are those of gradients: during a backward of
+ * shards that arrive in a landing, during an update of chunks that arrive in a stage. */
+typedef struct dtrain__offload {
+    dtrain_device *cpu;        /* whose kernels compute there; NULL: nothing is offloaded */
+    dtrain_stream *down, *up;  /* of copies to the host, and to the device */
+    dtrain_event *order;       /* from one stream to another */
+    dtrain_event *arrived[2];  /* on the host */
+    dtrain__bucket *landed[2]; /* whose shard the landing will be added to; NULL: it is free */
+    uint32_t turn;             /* landing to be used next */
+} dtrain__offload;
+
 struct dtrain_strategy {
     const dtrain__traits *traits;
     dtrain_world *world;
@@ -12708,6 +12754,7 @@ struct dtrain_strategy {
     bool *counted;        /* (param_count): this rank's share of the norm, see clipping */
     int64_t *gathered;    /* (ranks): scratch */
     double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
+    dtrain__offload offload;
     size_t works_per_bucket, shard_count;
     size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
     size_t marked_count;     /* in this backward */
@@ -12765,6 +12812,15 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
     if (desc->whole_below < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: whole_below is %lld", call,
                            (long long)desc->whole_below);
+    if (desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: offload 0x%x has bits that mean nothing",
+                           call, (unsigned)desc->offload);
+    if (desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
+                           "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add "
+                           "it",
+                           call);
     if (desc->kind > DTRAIN_STRATEGY_AUTO)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
@@ -12780,6 +12836,30 @@ static void dtrain__resolve_accumulation(dtrain_strategy_desc *desc, const dtrai
     else if (traits->kind == DTRAIN_HYBRID_SHARD)
         desc->accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
     else desc->accumulation = DTRAIN_ACCUMULATE_EVERY;
+}
+
+static dtrain_result dtrain__check_offload(const dtrain_strategy_desc *desc,
+                                           const dtrain__traits *traits)
+{
+    const char *const call = "dtrain_strategy_create";
+    if ((desc->offload & DTRAIN_OFFLOAD_PARAMS) && !traits->params)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
+            "DTRAIN_FULL_SHARD, DTRAIN_ZERO3 or DTRAIN_HYBRID_SHARD",
+            call, traits->name);
+    if (!(desc->offload & DTRAIN_OFFLOAD_GRADS)) return DTRAIN_OK;
+    if (!traits->grads)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
+                           "DTRAIN_SHARD_GRAD_OP or a kind below it",
+                           call, traits->name);
+    if (desc->accumulation == DTRAIN_ACCUMULATE_LAST)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATE_LAST keeps whole gradients "
+                           "on the device; use DTRAIN_ACCUMULATE_EVERY",
+                           call);
+    return DTRAIN_OK;
 }
 
 /* Fields that not every kind can honour: a clear error, never a silent downgrade. */
@@ -12817,7 +12897,7 @@ static dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: whole_below is %lld, but %s shards nothing", call,
                            (long long)desc->whole_below, traits->name);
-    return DTRAIN_OK;
+    return dtrain__check_offload(desc, traits);
 }
 
 /* Zeros become defaults. */
@@ -12836,16 +12916,24 @@ static dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
     strategy->desc = given ? *given : dtrain_strategy_defaults();
     strategy->desc.comm = strategy->comm;
     dtrain__resolve_zeros(&strategy->desc);
-    return dtrain__check_fields(&strategy->desc);
+    DTRAIN__TRY(dtrain__check_fields(&strategy->desc));
+    if (strategy->desc.offload && strategy->device->ops->host_memory)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
+                           "device is the host's: there is nothing to relieve; use 0",
+                           (unsigned)strategy->desc.offload, strategy->device->ops->name);
+    return DTRAIN_OK;
 }
 
-/* Settings that decide which collectives a step makes, or what values it starts from.
- * no_overlap only decides when: ranks may differ in it, and in who owns the gradients. */
+/* Settings that decide which collectives a step makes and in which order, or what values it starts
+ * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
+ * unit that is fetched ahead comes before the gradients of the one after it. */
 static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__traits *traits = dtrain__traits_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
+    const bool ahead = (!traits || traits->params) && !desc->no_overlap;
     dtrain__registration mine;
     memset(&mine, 0, sizeof mine);
     mine.params = strategy->params;
@@ -12853,14 +12941,14 @@ static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
     snprintf(mine.settings, sizeof mine.settings,
              "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
              "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
-             "%lld, buckets of %zu and %zu bytes, init_seed %llu",
+             "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d",
              traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
              (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
              dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
              (unsigned)desc->node_size, desc->reshard_after_forward,
              (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
              (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-             (unsigned long long)desc->init_seed);
+             (unsigned long long)desc->init_seed, ahead);
     return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }
 
@@ -12923,7 +13011,8 @@ static dtrain_result dtrain__strategy_split(dtrain_strategy *strategy)
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
     if (!strategy->traits->state) return DTRAIN_OK;
     if (strategy->traits->kind != DTRAIN_HYBRID_SHARD) {
-        if (ranks > 1) strategy->shard_comm = strategy->comm;
+        const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
+        if (ranks > 1 || (strategy->desc.offload & shards)) strategy->shard_comm = strategy->comm;
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
@@ -12949,10 +13038,12 @@ static dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_al
     layout->traits = dtrain__traits_of(desc->kind);
     layout->ranks = ranks;
     layout->rank = rank;
-    layout->shards = ranks > 1 && layout->traits->state;
-    layout->slots = layout->shards && layout->traits->params;
-    layout->work =
-        layout->shards && layout->traits->grads && desc->accumulation != DTRAIN_ACCUMULATE_LAST;
+    layout->host_values = layout->traits->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->host_grads = layout->traits->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->slots = layout->traits->params && (ranks > 1 || layout->host_values);
+    layout->work = layout->traits->grads && (ranks > 1 || layout->host_grads) &&
+                   desc->accumulation != DTRAIN_ACCUMULATE_LAST;
+    layout->shards = layout->traits->state && (ranks > 1 || layout->slots || layout->work);
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
     layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
@@ -13063,22 +13154,25 @@ static void dtrain__list_shards(dtrain_strategy *strategy)
 }
 
 /* A line more than is needed: also an empty tensor, or the only tensor of a model, gets an address
- * of its own. What other ranks read is memory of the communicator. */
+ * of its own. What other ranks read is memory of the communicator; padding is zero. */
 static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
+    const dtrain_device_ops *ops = strategy->device->ops;
     void *memory;
     dtrain__lay_memory(layout);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
-        if (block == DTRAIN__BUFFERS && !layout->bytes[block]) continue;
-        if (block == DTRAIN__VALUES && !layout->shards)
-            DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, bytes, &memory));
+        if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
+        if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
+        else if (block == DTRAIN__VALUES && !layout->shards)
+            DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
         else DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
+        if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
         strategy->block_bytes[block] = bytes;
     }
-    DTRAIN__TRY(strategy->device->ops->alloc(strategy->device, sizeof(double), &memory));
+    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
     strategy->sum_squares = (double *)memory;
     dtrain__lay_memory(layout);
     dtrain__lend(strategy);
@@ -13122,10 +13216,14 @@ static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
                               bucket->value_shard + (low - bucket->shard_first));
 }
 
+static dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
+static void dtrain__offload_close(dtrain_strategy *strategy);
+
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_tables(strategy));
     DTRAIN__TRY(dtrain__check_ownership(strategy));
+    DTRAIN__TRY(dtrain__offload_open(strategy));
     DTRAIN__TRY(dtrain__strategy_memory(strategy));
     for (size_t i = 0; i < strategy->param_count; i++)
         DTRAIN__TRY(dtrain__init_values(strategy, i));
@@ -13266,7 +13364,8 @@ static void dtrain__strategy_free_blocks(dtrain_strategy *strategy)
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = strategy->block_bytes[block];
         if (!layout->memory[block]) continue;
-        if (block == DTRAIN__VALUES && !layout->shards)
+        if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
+        else if (block == DTRAIN__VALUES && !layout->shards)
             device->ops->free(device, layout->memory[block], bytes);
         else dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
     }
@@ -13283,6 +13382,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
         if (strategy->layout.entries[i].lends_value) strategy->params[i].value = NULL;
         if (strategy->layout.entries[i].lends_grad) strategy->params[i].grad = NULL;
     }
+    dtrain__offload_close(strategy);
     dtrain__strategy_free_blocks(strategy);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
@@ -13316,19 +13416,139 @@ static dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_res
     return strategy->failure;
 }
 
+/* ---- Offload ----------------------------------------------------------------------------------
+ *
+ *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
+ *     down                            | shard of 2 -> host   | shard of 1 -> host ...
+ *     CPU                             (add it, in later micro-batches)          | norm | update
+ *
+ * A copy to the host is queued behind what compute has queued, and compute waits for it before the
+ * buffer it reads is made anew. A shard of a later micro-batch comes to one of two landings and is
+ * added when that landing is wanted again, or at the end of the backward. */
+
+/* Work queued on `later` from now on comes after all that is queued on `earlier` so far. */
+static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                           dtrain_stream *earlier)
+{
+    dtrain_device *device = strategy->device;
+    DTRAIN__TRY(device->ops->event_record(device, strategy->offload.order, earlier));
+    return device->ops->event_wait(device, strategy->offload.order, later);
+}
+
+/* Holds the host up until the event has happened. A dead rank is the communicator's to report. */
+static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
+{
+    dtrain_device *device = strategy->device;
+    dtrain__wait wait = dtrain__wait_begin();
+    for (;;) {
+        bool done;
+        DTRAIN__TRY(device->ops->event_query(device, event, &done));
+        if (done) return DTRAIN_OK;
+        if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
+        if (dtrain__wait_turn(strategy->world, &wait) == DTRAIN_ERROR_TIMEOUT)
+            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                               "the device did not finish the work before a copy to the host in "
+                               "%.1f s",
+                               1e-9 * (double)strategy->world->timeout_ns);
+    }
+}
+
+static dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    dtrain_device_desc cpu;
+    if (!strategy->desc.offload) return DTRAIN_OK;
+    memset(&cpu, 0, sizeof cpu);
+    cpu.thread_count = dtrain_world_threads(strategy->world);
+    cpu.oversubscribed = strategy->world->oversubscribed;
+    cpu.allocator = strategy->allocator;
+    DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
+    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->down));
+    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->up));
+    DTRAIN__TRY(device->ops->event_create(device, false, &offload->order));
+    for (int i = 0; i < 2; i++)
+        DTRAIN__TRY(device->ops->event_create(device, false, &offload->arrived[i]));
+    return DTRAIN_OK;
+}
+
+/* Copies still queued use the memory that is freed next. */
+static void dtrain__offload_close(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    if (!offload->cpu) return;
+    device->ops->synchronize(device);
+    for (int i = 0; i < 2; i++)
+        if (offload->arrived[i]) device->ops->event_destroy(device, offload->arrived[i]);
+    if (offload->order) device->ops->event_destroy(device, offload->order);
+    if (offload->up) device->ops->stream_destroy(device, offload->up);
+    if (offload->down) device->ops->stream_destroy(device, offload->down);
+    dtrain_device_destroy(offload->cpu);
+    offload->cpu = NULL;
+}
+
+/* Adds what has arrived in a landing to the shard that it is of. */
+static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain__bucket *bucket = offload->landed[i];
+    if (!bucket) return DTRAIN_OK;
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+                           bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
+    offload->landed[i] = NULL;
+    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    return offload->cpu->ops->add(offload->cpu, &add);
+}
+
+/* shard (shard_count, host memory) = or += result (device memory), soon. */
+static dtrain_result dtrain__shard_to_host(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           const float *result, bool accumulate)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    const uint32_t i = offload->turn;
+    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
+    if (bytes == 0) return DTRAIN_OK;
+    if (accumulate) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    float *to = accumulate ? strategy->layout.landing[i] : bucket->grad_shard;
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
+                                        offload->down));
+    if (!accumulate) return DTRAIN_OK;
+    offload->landed[i] = bucket;
+    offload->turn = 1 - i;
+    return device->ops->event_record(device, offload->arrived[i], offload->down);
+}
+
+/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
+static dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    if (!strategy->layout.host_grads) return DTRAIN_OK;
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
+    if (strategy->more) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
+    return dtrain__event_await(strategy, offload->arrived[0]);
+}
+
 /* ---- Reducing a bucket ------------------------------------------------------------------------
  *
  *     gradients --(reduce_dtype)--> wire -> collective -> result -> shard
  *
- * The result of a first or only micro-batch goes straight to the shard; that of a later one
- * replaces this rank's slice of the buffer the gradients were made in, and is added from there. */
+ * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
+ * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
+ * is added or copied from there. */
 
 static bool dtrain__last_micro(const dtrain_strategy *strategy) { return !strategy->more; }
 
 /* Where the fp32 result of this backward is to be. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    if (bucket->work && strategy->accumulated) return bucket->grads + bucket->shard_first;
+    if (bucket->work && (strategy->accumulated || strategy->layout.host_grads))
+        return bucket->grads + bucket->shard_first;
     return bucket->grad_shard;
 }
 
@@ -13379,14 +13599,34 @@ static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
     return DTRAIN_OK;
 }
 
-/* shard += result of a later micro-batch. */
+/* shard += result of a later micro-batch; in host memory also shard = result of the first. */
 static dtrain_result dtrain__accumulate_shard(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
                            bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    if (strategy->layout.host_grads)
+        return dtrain__shard_to_host(strategy, bucket, result, strategy->accumulated);
     return strategy->device->ops->add(strategy->device, &add);
+}
+
+/* HYBRID_SHARD: what the micro-batches have summed up, on the device, for the other nodes. A shard
+ * in host memory comes back for it. */
+static dtrain_result dtrain__sum_for_replicas(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float **sum)
+{
+    dtrain_device *device = strategy->device;
+    *sum = bucket->grad_shard;
+    if (!strategy->layout.host_grads) return dtrain__accumulate_shard(strategy, bucket);
+    *sum = dtrain__reduce_target(strategy, bucket);
+    if (!strategy->accumulated) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__accumulate_shard(strategy, bucket));
+    for (uint32_t i = 0; i < 2; i++)
+        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    return device->ops->copy_async(device, *sum, bucket->grad_shard,
+                                   (size_t)bucket->shard_count * sizeof(float),
+                                   DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
 /* HYBRID_SHARD: x (shard_count) is one node's sum; all nodes' replaces it. */
@@ -13423,12 +13663,15 @@ static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
-    float *result = dtrain__reduce_target(strategy, bucket);
+    float *result = dtrain__reduce_target(strategy, bucket), *sum;
     const bool across = strategy->replica_comm && bucket->sharded;
+    const bool on_host = strategy->layout.host_grads && bucket->work;
     if (bucket->stage == DTRAIN__REDUCE_REPLICAS) {
-        DTRAIN__TRY(dtrain__replicas_end(strategy, bucket, every ? result : bucket->grad_shard));
+        sum = every || on_host ? result : bucket->grad_shard;
+        DTRAIN__TRY(dtrain__replicas_end(strategy, bucket, sum));
         bucket->stage = DTRAIN__REDUCED;
-        return every ? dtrain__accumulate_shard(strategy, bucket) : DTRAIN_OK;
+        if (every) return dtrain__accumulate_shard(strategy, bucket);
+        return on_host ? dtrain__shard_to_host(strategy, bucket, sum, false) : DTRAIN_OK;
     }
     if (dtrain__reduces_low(strategy) && dtrain_comm_size(strategy->comm) > 1) {
         const uint16_t *wire = bucket->low_grads;
@@ -13437,14 +13680,17 @@ static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
                                     strategy->desc.reduce_dtype, result, DTRAIN_F32));
     }
     if (across && every) return dtrain__replicas_start(strategy, b, result);
-    DTRAIN__TRY(dtrain__accumulate_shard(strategy, bucket));
-    if (across && dtrain__last_micro(strategy))
-        return dtrain__replicas_start(strategy, b, bucket->grad_shard);
+    if (across && dtrain__last_micro(strategy)) {
+        DTRAIN__TRY(dtrain__sum_for_replicas(strategy, bucket, &sum));
+        return dtrain__replicas_start(strategy, b, sum);
+    }
     bucket->stage = DTRAIN__REDUCED;
-    return DTRAIN_OK;
+    return dtrain__accumulate_shard(strategy, bucket);
 }
 
-/* Moves a launched bucket on, waiting for it or not. */
+/* Moves a launched bucket on, waiting for it or not. Between nodes a second collective follows, and
+ * all ranks must start it at the same place among the others: in gather or finish, and not because
+ * the first happens to be done. NCCL runs them in that order, and ranks would wait in a circle. */
 static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bool wait, bool *done)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -13452,6 +13698,7 @@ static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bo
     *done = true;
     while (bucket->stage != DTRAIN__REDUCED) {
         if (!wait) DTRAIN__TRY(dtrain__test_works(strategy, works, done));
+        if (!wait && strategy->replica_comm) *done = false;
         if (!*done) return DTRAIN_OK;
         DTRAIN__TRY(dtrain__wait_works(strategy, works));
         DTRAIN__TRY(dtrain__reduce_next(strategy, b));
@@ -13483,18 +13730,37 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                             back ? place : storage->grad, bytes);
 }
 
+/* Empties the buffers of bucket b's gradients. What travels between nodes may be under way still
+ * where it is the shard that travels. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+{
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    if (!strategy->replica_comm || dtrain__reduces_low(strategy) || strategy->layout.host_grads ||
+        (every && strategy->accumulated))
+        return dtrain__reduce_until(strategy, b + 1);
+    for (size_t i = strategy->oldest; i <= b; i++) {
+        if (strategy->layout.buckets[i].stage != DTRAIN__REDUCE_SHARD) continue;
+        DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, i, false)));
+        DTRAIN__TRY(dtrain__reduce_next(strategy, i));
+    }
+    return DTRAIN_OK;
+}
+
 /* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. */
+ * left there has been reduced. A unit without gradients leaves it to whose it is. */
 static dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
     if (!strategy->layout.work || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
     uint32_t *working = &strategy->working[unit & 1];
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
     const uint32_t bucket = strategy->layout.units[before].trainable;
-    if (bucket == DTRAIN__NONE || bucket >= strategy->launched) return DTRAIN_OK;
-    return dtrain__reduce_until(strategy, (size_t)bucket + 1);
+    if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
+    DTRAIN__TRY(dtrain__vacate_work(strategy, bucket));
+    if (!strategy->layout.host_grads) return DTRAIN_OK;
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
 /* In bucket order, up to the first that still waits for a gradient. Frozen buckets have no
@@ -13589,6 +13855,46 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- The end of a backward --------------------------------------------------------------------*/
 
+/* Does one of the alternating buffers hold gradients that have not been launched? */
+static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t unit = strategy->working[turn];
+    const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
+    if (b == DTRAIN__NONE || b < strategy->launched) return false;
+    for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
+        if (layout->entries[i].bucket == b && strategy->params[i].grad_written) return true;
+    return false;
+}
+
+/* A unit behind the one in which this backward has begun is not visited, and reduced all the same,
+ * as zeros. Its own buffer holds gradients of the visited unit: it borrows the other, and gives it
+ * back at once. */
+static dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
+    const uint32_t other = (bucket->unit & 1) ^ 1;
+    float *own = bucket->grads;
+    if (dtrain__work_is_live(strategy, other))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_strategy_gather: two units have gradients and unit %u, behind "
+                           "them, has none; gather units in the order of backward",
+                           strategy->layout.units[bucket->unit].id);
+    DTRAIN__TRY(dtrain__reduce_until(strategy, index)); /* whoever has used it */
+    strategy->working[other] = DTRAIN__NONE;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+        if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
+    bucket->pending = 0;
+    bucket->grads = strategy->layout.work_grads[other];
+    dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                       (size_t)bucket->count * sizeof(float));
+    if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
+    strategy->launched = (size_t)index + 1;
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, strategy->launched);
+    bucket->grads = own;
+    return result;
+}
+
 /* Gradients of a bucket that wait for a mark: what an earlier micro-batch or another use has left
  * counts, the rest is zero. */
 static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
@@ -13596,6 +13902,10 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
     dtrain__layout *layout = &strategy->layout;
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
     if (bucket->pending == 0) return DTRAIN_OK;
+    if (bucket->work && bucket->unit != DTRAIN__NONE &&
+        strategy->working[bucket->unit & 1] != bucket->unit &&
+        dtrain__work_is_live(strategy, bucket->unit & 1))
+        return dtrain__reduce_unvisited(strategy, bucket);
     if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain__entry *entry = &layout->entries[i];
@@ -13659,6 +13969,9 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
+static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+
 /* The order matters: everything is launched before ranks exchange what is missing, and waited for
  * before anything is reported. So a step that fails for a missing gradient has made the same
  * collectives as one that succeeds, and the next step finds all ranks at the same place. */
@@ -13672,7 +13985,10 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     dtrain_result result = dtrain__close_buckets(strategy, count);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
+    if (result == DTRAIN_OK) result = dtrain__shards_settle(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
+    /* units fetched ahead and not used: they read the shards that will be updated */
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
     dtrain__strategy_rewind(strategy, last);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
@@ -13680,9 +13996,6 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
-
-static void dtrain__forget_units(dtrain_strategy *strategy); /* [S29] */
-static dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 
 /* ZERO1 and SHARD_GRAD_OP: every rank's slice of a bucket to all. */
 static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy)
@@ -13777,27 +14090,39 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Starts bringing a bucket's values together. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b)
+/* A shard in host memory to its place in the slot, where *shard then is; behind those that used the
+ * slot, and before the collective. */
+static dtrain_result dtrain__shard_to_slot(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           const float **shard)
+{
+    float *place = bucket->values + bucket->shard_first;
+    *shard = place;
+    return strategy->device->ops->copy_async(strategy->device, place, bucket->value_shard,
+                                             (size_t)bucket->shard_count * sizeof(float),
+                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+/* Starts bringing a bucket's values together, as dtype. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_F32;
     dtrain_work **works = dtrain__works(strategy, b, true);
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
+    const float *shard = bucket->value_shard;
     bucket->presence = DTRAIN__COMING;
+    if (layout->host_values) DTRAIN__TRY(dtrain__shard_to_slot(strategy, bucket, &shard));
     if (low)
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, bucket->value_shard, DTRAIN_F32,
-                                    own, dtype));
+        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_F32, own, dtype));
     if (!bucket->cuts)
         return dtrain_all_gather(strategy->shard_comm,
-                                 low ? (const void *)own : (const void *)bucket->value_shard, whole,
+                                 low ? (const void *)own : (const void *)shard, whole,
                                  (size_t)bucket->shard_count, dtype, works);
-    if (!low && bucket->shard_count)
-        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, bucket->value_shard,
+    if (!low && bucket->shard_count && shard == bucket->value_shard)
+        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
                                                 (size_t)bucket->shard_count * unit,
                                                 DTRAIN_COPY_DEVICE_TO_DEVICE));
     for (int r = 0; r < layout->ranks; r++) {
@@ -13858,7 +14183,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
     if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-    return dtrain__gather_start(strategy, b);
+    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
 static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
@@ -14001,6 +14326,22 @@ static const void *dtrain__strategy_low(const dtrain_strategy *strategy,
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
+/* A bucket's values as the shards have them. Where units travel rounded, what lies in a slot is not
+ * that: it is brought in fp32, and forgotten afterwards. */
+static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (strategy->desc.param_dtype != DTRAIN_F32) {
+        DTRAIN__TRY(dtrain__evict(strategy, b));
+        if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
+        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_F32));
+        bucket->presence = DTRAIN__ABSENT;
+        return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+    }
+    DTRAIN__TRY(dtrain__fetch(strategy, b));
+    return dtrain__gather_end(strategy, b);
+}
+
 /* Storage i with its value whole, wherever it has to be brought from. */
 static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
 {
@@ -14008,10 +14349,8 @@ static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dt
     const dtrain__entry *entry = &layout->entries[i];
     *whole = strategy->params[i];
     if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    DTRAIN__TRY(dtrain__fetch(strategy, entry->bucket));
-    DTRAIN__TRY(dtrain__gather_end(strategy, entry->bucket));
-    whole->value = bucket->values + entry->offset;
+    DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
+    whole->value = layout->buckets[entry->bucket].values + entry->offset;
     return DTRAIN_OK;
 }
 
@@ -14150,6 +14489,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->replicas = ranks / layout->ranks;
     info->sync_count = strategy->sync_count;
     info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->host_bytes = layout->bytes[DTRAIN__HOST];
     info->step_bytes = dtrain__step_bytes(layout, ranks);
     dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
     for (size_t b = 0; b < layout->bucket_count; b++)
@@ -14165,6 +14505,26 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 }
 
 /* ---- Planning ---------------------------------------------------------------------------------*/
+
+#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
+
+/* Page-locked memory of an optimizer that works there: states, master copies of values that are on
+ * the device, and two stages for gradients that are; *stage: elements of one. */
+static uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states, int64_t *stage)
+{
+    uint64_t bytes = 0;
+    *stage = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        int64_t offset, count;
+        if (!dtrain__piece(layout, i, &offset, &count)) continue;
+        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+        const bool master = !(layout->host_values && bucket->sharded);
+        const int64_t some = dtrain__min(dtrain__padded(count), DTRAIN__PIECE);
+        bytes += (uint64_t)dtrain__padded(count) * sizeof(float) * (states + (master ? 1 : 0));
+        if (!(layout->host_grads && bucket->work)) *stage = dtrain__max(*stage, some);
+    }
+    return bytes + 2 * (uint64_t)*stage * sizeof(float);
+}
 
 /* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
 static uint64_t dtrain__layout_state(const dtrain__layout *layout)
@@ -14198,16 +14558,22 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
             dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
+            int64_t stage;
             dtrain__lay_memory(&layout);
             dtrain__layout_bytes(&layout, &one.params, &one.grads);
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
-            one.optimizer = dtrain__layout_state(&layout);
+            one.host = layout.bytes[DTRAIN__HOST];
+            if (desc.offload)
+                one.host += dtrain__offloaded_state(&layout, desc.optimizer_states, &stage);
+            else one.optimizer = dtrain__layout_state(&layout);
             one.total = one.params + one.grads + one.buffers + one.optimizer;
             if (step_bytes) *step_bytes = dtrain__step_bytes(&layout, ranks);
         }
         dtrain__layout_free(&layout, a);
         DTRAIN__TRY(result);
-        if (one.total > memory->total) *memory = one;
+        const uint64_t host = one.host > memory->host ? one.host : memory->host;
+        if (one.total >= memory->total) *memory = one;
+        memory->host = host;
     }
     return DTRAIN_OK;
 }
@@ -14307,7 +14673,10 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
 {
     const uint32_t kind = dtrain__auto_order[i];
     const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
-    if ((kind == DTRAIN_DDP) != (ranks == 1)) return false;
+    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_FULL_SHARD
+                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_SHARD_GRAD_OP
+                                                                  : DTRAIN_DDP;
+    if (ranks == 1 ? kind != alone : kind == DTRAIN_DDP) return false;
     if (kind == DTRAIN_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks)) return false;
     if (kind == DTRAIN_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
     desc->kind = kind;
@@ -16194,24 +16563,39 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
  * shards have exchanged their sums: the verdict is the same everywhere without asking anybody.
  * ==============================================================================================*/
 
-/* Left in strategy->sum_squares, device memory; nobody waits. What every rank of a sharded strategy
- * holds a copy of is added by one of them. */
-static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
+/* Offloaded gradients are shards in page-locked memory; what is whole stays on the device. */
+static bool dtrain__grad_on_host(const dtrain_strategy *strategy, const dtrain_shard *shard)
 {
-    dtrain_device *device = strategy->device;
-    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
+    const dtrain__layout *layout = &strategy->layout;
+    return layout->host_grads && layout->buckets[layout->entries[shard->param->index].bucket].work;
+}
+
+/* Of the shards in host memory, or of the others: on the device that is nearer to them, where total
+ * (1) is. */
+static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
+{
+    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         dtrain_sum_args args;
+        if (dtrain__grad_on_host(strategy, &strategy->shards[i]) != on_host) continue;
         memset(&args, 0, sizeof args);
         args.count = strategy->shards[i].count;
         args.squares = true;
         args.accumulate = true;
         args.scale = 1;
         args.x = strategy->shards[i].grad;
-        args.total = strategy->sum_squares;
+        args.total = total;
         if (args.count && strategy->counted[i]) DTRAIN__TRY(device->ops->sum(device, &args));
     }
     return DTRAIN_OK;
+}
+
+/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. */
+static dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
+{
+    dtrain_device *device = strategy->device;
+    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
+    return dtrain__add_squares(strategy, false, strategy->sum_squares);
 }
 
 /* Ranks with different shards exchange their sums and add them in rank order: a sum of doubles
@@ -16239,6 +16623,7 @@ static dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, double *norm)
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
                                   DTRAIN_COPY_DEVICE_TO_HOST));
+    if (strategy->layout.host_grads) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
     *norm = sqrt(total);
     return DTRAIN_OK;
@@ -16392,6 +16777,15 @@ DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_
  *
  *     AdamW   | m of shard 0 .. pad | v of shard 0 .. pad | m of shard 1 ...
  *     SGD     | buffer of shard 0 .. pad | buffer of shard 1 ...       (nothing without momentum)
+ *
+ * Offloaded, the block is page-locked host memory, each shard's master copy comes before its state,
+ * two stages for gradients before everything, and the update goes in chunks:
+ *
+ *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
+ *     CPU              | update 0 | update 1  | update 2
+ *     up                          | value 0   | value 1 ...
+ *
+ * Values and gradients that are in host memory themselves are used where they are.
  * ==============================================================================================*/
 
 struct dtrain_optimizer {
@@ -16404,7 +16798,10 @@ struct dtrain_optimizer {
     dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
     size_t tensor_count;
     float *state;
-    size_t state_bytes;
+    size_t state_bytes; /* of moments and buffers alone, wherever they are */
+    float *host;        /* offloaded: the block that state is in ... */
+    size_t host_bytes;
+    int64_t stage; /* ... and elements of a stage, two of which it begins with */
     uint64_t step_count;
 };
 
@@ -16463,6 +16860,23 @@ static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
     return desc->momentum > 0 ? 1 : 0;
 }
 
+static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes)
+{
+    dtrain_device *device = optimizer->device;
+    const size_t states = dtrain__state_tensors(&optimizer->desc);
+    void *memory;
+    const size_t bytes =
+        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
+    memset(memory, 0, bytes);
+    optimizer->host = (float *)memory;
+    optimizer->host_bytes = bytes;
+    optimizer->state = optimizer->host + 2 * optimizer->stage;
+    optimizer->state_bytes = state_bytes;
+    return DTRAIN_OK;
+}
+
 /* The products cannot overflow: a quarter of the address space holds the values, [S27] saw to
  * it. */
 static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
@@ -16473,6 +16887,7 @@ static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < optimizer->shard_count; i++)
         bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
     bytes *= dtrain__state_tensors(&optimizer->desc);
+    if (optimizer->strategy->offload.cpu) return dtrain__offload_state(optimizer, bytes);
     if (bytes == 0) return DTRAIN_OK;
     DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
     optimizer->state = (float *)memory;
@@ -16485,6 +16900,19 @@ static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_pa
 {
     const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
     return skipped ? 0.0f : optimizer->desc.weight_decay;
+}
+
+/* Offloaded values on the device get a master copy at *place, which moves on. */
+static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
+                                         dtrain_optimizer_tensor *tensor, float **place)
+{
+    dtrain_device *device = optimizer->device;
+    if (!optimizer->host || dtrain__on_host(device, tensor->value)) return DTRAIN_OK;
+    float *value = tensor->value;
+    tensor->value = *place;
+    *place += dtrain__padded(tensor->count);
+    return device->ops->copy(device, tensor->value, value, (size_t)tensor->count * sizeof(float),
+                             DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
 /* The optimizer's view of the shards; addresses do not change any more. */
@@ -16503,6 +16931,7 @@ static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
         tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
         tensor->value = shard->value;
         tensor->grad = shard->grad;
+        DTRAIN__TRY(dtrain__take_master(optimizer, tensor, &state));
         if (states > 0) tensor->m = state;
         if (states > 1) tensor->v = state + dtrain__padded(shard->count);
         if (state) state += states * (size_t)dtrain__padded(shard->count);
@@ -16547,7 +16976,11 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     if (!optimizer) return;
     const dtrain_allocator allocator = optimizer->allocator;
     dtrain_device *device = optimizer->device;
-    if (optimizer->state) device->ops->free(device, optimizer->state, optimizer->state_bytes);
+    if (optimizer->host) {
+        device->ops->synchronize(device); /* new values may still be on their way */
+        device->ops->host_free(device, optimizer->host, optimizer->host_bytes);
+    } else if (optimizer->state)
+        device->ops->free(device, optimizer->state, optimizer->state_bytes);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
                  sizeof *optimizer->tensors);
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
@@ -16576,17 +17009,18 @@ static dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *opt
 
 /* The update with the scalars given, or with those that `device_scalars` holds when it runs. The
  * first step of SGD fills the buffer with the gradient itself, as torch does. */
-static dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
-                                           const dtrain_step_scalars *now,
-                                           const dtrain_step_scalars *device_scalars)
+static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
+                                              dtrain_device *device,
+                                              const dtrain_optimizer_tensor *tensors, size_t count,
+                                              const dtrain_step_scalars *now,
+                                              const dtrain_step_scalars *device_scalars)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
-    dtrain_device *device = optimizer->device;
     if (desc->kind == DTRAIN_ADAMW) {
         dtrain_adamw_args args;
         memset(&args, 0, sizeof args);
-        args.tensor_count = optimizer->tensor_count;
-        args.tensors = optimizer->tensors;
+        args.tensor_count = count;
+        args.tensors = tensors;
         args.lr = now->lr;
         args.beta1 = desc->beta1;
         args.beta2 = desc->beta2;
@@ -16599,8 +17033,8 @@ static dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
     }
     dtrain_sgd_args args;
     memset(&args, 0, sizeof args);
-    args.tensor_count = optimizer->tensor_count;
-    args.tensors = optimizer->tensors;
+    args.tensor_count = count;
+    args.tensors = tensors;
     args.lr = now->lr;
     args.momentum = desc->momentum;
     args.grad_scale = now->grad_scale;
@@ -16608,6 +17042,102 @@ static dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
     args.first = optimizer->step_count == 0;
     args.scalars = device_scalars;
     return device->ops->sgd(device, &args);
+}
+
+static dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
+                                           const dtrain_step_scalars *now,
+                                           const dtrain_step_scalars *device_scalars)
+{
+    return dtrain__optimizer_update(optimizer, optimizer->device, optimizer->tensors,
+                                    optimizer->tensor_count, now, device_scalars);
+}
+
+/* ---- The update in host memory ----------------------------------------------------------------*/
+
+/* A part of one shard; begins as zeros. */
+typedef struct dtrain__update_piece {
+    size_t shard, tensor; /* next to be looked at */
+    int64_t next;         /* first element of it after this chunk */
+    const float *grad;    /* of this chunk, where the strategy keeps it */
+    float *value;
+    dtrain_optimizer_tensor part; /* this chunk, in host memory but for the gradient */
+} dtrain__update_piece;
+
+/* False behind the last. Empty shards have no tensor. */
+static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk)
+{
+    while (chunk->shard < optimizer->shard_count) {
+        const dtrain_shard *shard = &optimizer->shards[chunk->shard];
+        const int64_t first = chunk->next, left = shard->count - first;
+        if (left == 0) {
+            chunk->tensor += shard->count > 0;
+            chunk->shard++;
+            chunk->next = 0;
+            continue;
+        }
+        chunk->part = optimizer->tensors[chunk->tensor];
+        chunk->part.count = dtrain__min(left, DTRAIN__PIECE);
+        chunk->part.value += first;
+        chunk->part.m = dtrain__after(chunk->part.m, first);
+        chunk->part.v = dtrain__after(chunk->part.v, first);
+        chunk->grad = shard->grad + first;
+        chunk->value = shard->value + first;
+        chunk->next += chunk->part.count;
+        return true;
+    }
+    return false;
+}
+
+/* Its gradient to stage i, or nothing where it is in host memory; then the event. */
+static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
+                                        dtrain__update_piece *chunk, size_t i)
+{
+    dtrain_device *device = optimizer->device;
+    const dtrain__offload *offload = &optimizer->strategy->offload;
+    chunk->part.grad = chunk->grad;
+    if (!dtrain__on_host(device, chunk->grad)) {
+        float *stage = optimizer->host + (i & 1) * (size_t)optimizer->stage;
+        chunk->part.grad = stage;
+        DTRAIN__TRY(device->ops->copy_async(device, stage, chunk->grad,
+                                            (size_t)chunk->part.count * sizeof(float),
+                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+    }
+    return device->ops->event_record(device, offload->arrived[i & 1], offload->down);
+}
+
+static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
+                                      const dtrain__update_piece *chunk)
+{
+    dtrain_device *device = optimizer->device;
+    if (chunk->value == chunk->part.value) return DTRAIN_OK; /* gather brings it */
+    return device->ops->copy_async(device, chunk->value, chunk->part.value,
+                                   (size_t)chunk->part.count * sizeof(float),
+                                   DTRAIN_COPY_HOST_TO_DEVICE, optimizer->strategy->offload.up);
+}
+
+/* Every event is behind what compute had queued: when the first has happened, nobody reads old
+ * values any more, neither from the device nor from the master copies. A stage is filled again when
+ * the chunk that it held is done. */
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
+                                            const dtrain_step_scalars *now)
+{
+    dtrain_strategy *strategy = optimizer->strategy;
+    const dtrain__offload *offload = &strategy->offload;
+    dtrain__update_piece chunks[2]; /* one being updated, one on its way */
+    memset(chunks, 0, sizeof chunks);
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    bool any = dtrain__piece_next(optimizer, &chunks[0]);
+    if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, &chunks[0], 0));
+    for (size_t i = 0; any; i++) {
+        dtrain__update_piece *chunk = &chunks[i & 1], *ahead = &chunks[1 - (i & 1)];
+        *ahead = *chunk;
+        any = dtrain__piece_next(optimizer, ahead);
+        if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, ahead, i + 1));
+        DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i & 1]));
+        DTRAIN__TRY(dtrain__optimizer_update(optimizer, offload->cpu, &chunk->part, 1, now, NULL));
+        DTRAIN__TRY(dtrain__piece_up(optimizer, chunk));
+    }
+    return dtrain__stream_follow(strategy, NULL, offload->up);
 }
 
 /* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
@@ -16624,7 +17154,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
+    if (optimizer->strategy->offload.cpu)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
+    else DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }
@@ -17333,6 +17866,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (trainer->desc.strategy->desc.offload)
+        missing = "everything on the device: an offloaded update runs on the host";
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
     else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
         missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
@@ -17867,7 +18402,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
     memory->buffers = strategy.buffer_bytes;
-    if (trainer->desc.optimizer)
+    memory->host = strategy.host_bytes;
+    if (trainer->desc.optimizer && strategy.desc.offload)
+        memory->host += trainer->desc.optimizer->host_bytes;
+    else if (trainer->desc.optimizer)
         memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
     if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
     memory->total +=

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # make gpu-check: everything that needs a real NVIDIA GPU, in about nine minutes on one GPU and 16 cores.
-# Builds; runs the kernel tests on the device; compute-sanitizer over every kernel; NCCL with one rank,
-# with two processes on one GPU, and with one of them killed; then the benchmarks. Every step has a
-# deadline and a log of its own. Results go to bench/results/GPU.jsonl: a line about the machine, then one
+# Builds; runs the kernel tests on the device; trains under every strategy; compute-sanitizer over every kernel;
+# NCCL with one rank, with two processes on one GPU, and with one of them killed; then the benchmarks. Every
+# step has a deadline and a log of its own. Results go to bench/results/GPU.jsonl: a line about the machine, then one
 # line a result. Ends with 0 when no step failed, 1 when one did, 2 when there is no GPU.
 #   GPU_CHECK_SECONDS   for all of it; 540. A step that has no time left is skipped and says so.
 cd "$(dirname "$0")/.." || exit 1
@@ -100,12 +100,31 @@ train() { # train FLAGS...: a short run whose loss has to fall
          END { exit !good }' "$logs/train.out"
 }
 export -f train
+
+# Two ranks train under every strategy, through host memory where they share the GPU. All end with ddp's
+# parameters, to the bit: hybrid_shard too, with one node or with nodes of one rank.
+strategies() {
+    local strategy hash ddp= count=0
+    for strategy in ddp zero1 shard_grad_op full_shard "full_shard --reshard-after-forward 0" zero3 \
+        "hybrid_shard --node-size 1" "hybrid_shard --node-size 2" auto; do
+        hash=$("$bin/train_gpt" --device cuda --ranks 2 --steps 8 --warmup 2 --eval-batches 0 --sample 0 \
+            --deterministic --strategy $strategy 2>&1 | tee -a "$logs/strategies.out" |
+            sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p')
+        ddp=${ddp:-$hash}
+        echo "$strategy: ${hash:-failed}, ddp: $ddp"
+        [ -n "$hash" ] && [ "$hash" = "$ddp" ] || return 1
+        count=$((count + 1))
+    done
+    echo "$count runs end with ddp's parameters"
+}
+export -f strategies
 step 30 "hello_ddp" "$bin/hello_ddp" --device cuda
 step 60 "mlp" "$bin/mlp" 1 --device cuda
 step 60 "train_gpt, fp32" bash -c "train --ranks 1"
 step 60 "train_gpt, bf16" bash -c "train --ranks 1 --precision bf16"
 step 60 "train_gpt, bf16, graph" bash -c "train --ranks 1 --precision bf16 --graph"
 step 60 "train_gpt, 2 ranks on one GPU" bash -c "train --ranks 2"
+step 90 "train_gpt, every strategy" bash -c strategies
 
 # ---- compute-sanitizer ----------------------------------------------------------------------------
 # bench_kernels --quick calls every kernel a few times, at small odd shapes, and compares the results.
@@ -152,6 +171,28 @@ dtrain NCCL_MAJOR.NCCL_MINOR.NCCL_PATCH' | "${NVCC:-nvcc}" -E -x cu - 2>/dev/nul
 step 150 "bench_kernels" "$bin/bench_kernels" --log "$logs/results.jsonl"
 step 200 "bench_train gpt2" "$bin/bench_train" --device cuda --model gpt2 --precision bf16 --steps 22 --rounds 2 \
     --program "$bin/train_gpt" --log "$logs/results.jsonl"
+
+# One rank shards nothing, so a single GPU is shared by two: memory and bytes are a strategy's own figures,
+# while tokens/s is what time slices and copies through host memory leave of it.
+gpus=$(nvidia-smi -L | grep -c ^GPU)
+ranks=$((gpus > 1 ? gpus : 2))
+bench_strategies() {
+    "$build/bench/bench_strategies" --program "$bin/train_gpt" --flags "--device cuda" --ranks "$ranks" \
+        --steps 8 --json >"$logs/strategies.jsonl"
+    local status=$?
+    echo "$(grep -c '"correct": true' "$logs/strategies.jsonl") of $(wc -l <"$logs/strategies.jsonl") runs are right"
+    return $status
+}
+export -f bench_strategies
+export build ranks
+if make BUILD="$build" "$build/bench/bench_strategies" >"$logs/build-bench_strategies.log" 2>&1; then
+    step 80 "bench_strategies" bash -c bench_strategies
+    if [ -s "$logs/strategies.jsonl" ]; then
+        [ "$gpus" -gt 1 ] || echo '{"bench": "note", "text": "strategies: two ranks share this GPU;' \
+            'memory and bytes hold, tokens per second says nothing about GPUs of their own"}' >>"$logs/results.jsonl"
+        cat "$logs/strategies.jsonl" >>"$logs/results.jsonl"
+    fi
+else note FAIL 0 "bench_strategies" "not built; $logs/build-bench_strategies.log"; fi
 
 if [ -s "$logs/results.jsonl" ]; then
     # what NCCL and the recovery took belongs to the results too

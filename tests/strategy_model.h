@@ -312,10 +312,8 @@ static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_jo
         world, job->strategy, job->c->optimizer == DTRAIN_SGD ? &sgd : &adamw, &job->optimizer);
     if (result != DTRAIN_OK) return result;
     result = dtrain_tape_create(world, job->strategy, NULL, &job->tape);
-#ifdef DTRAIN_CHECKPOINT_ALL
     if (result == DTRAIN_OK && job->c->checkpoint_every)
         result = dtrain_tape_checkpoint(job->tape, job->c->checkpoint_every, 0);
-#endif
     return result;
 }
 

@@ -9,6 +9,7 @@
 
 #include "test.h"
 #include "ranks.h"
+#include "strategy_model.h"
 #include "nccl_mock/nccl_mock.c"
 #include "nccl_mock/emulated_device.h"
 
@@ -370,6 +371,95 @@ static void test_autocast(void)
     CHECK(full.losses[3] != nccl.losses[3]);
 }
 
+/* ---- strategies ---- */
+
+enum { MOST_CASES = 12 };
+
+typedef struct matrix {
+    int count;
+    strategy_case cases[MOST_CASES];
+    int like
+        [MOST_CASES]; /* the case it has the bits of; HYBRID_SHARD of several nodes: the numbers */
+    bool near[MOST_CASES];
+    strategy_outcome out[MOST_CASES];
+} matrix;
+
+static int matrix_rank(dtrain_world *world, void *user)
+{
+    matrix *m = (matrix *)user;
+    for (int i = 0; i < m->count; i++) {
+        const dtrain_result trained = strategy_train(world, &m->cases[i], &m->out[i]);
+        if (!CHECK_MSG(trained == DTRAIN_OK, "%s: rank %d: %s",
+                       strategy_case_name(&m->cases[i], dtrain_world_size(world)).text,
+                       dtrain_world_rank(world), dtrain_last_error()))
+            return 1;
+    }
+    return 0;
+}
+
+static void matrix_add(matrix *m, uint32_t kind, uint32_t micro, int ranks, uint32_t node_size,
+                       int like)
+{
+    const int at = m->count++;
+    strategy_case *c = &m->cases[at];
+    if (at >= MOST_CASES) exit(3);
+    c->kind = kind;
+    c->micro = micro;
+    c->node_size = node_size;
+    c->optimizer = DTRAIN_ADAMW;
+    c->batch = ranks * (int)micro;
+    c->steps = micro > 1 ? 2 : 0;
+    if (like >= 0) c->accumulation = micro > 1 ? DTRAIN_ACCUMULATE_EVERY : 0;
+    m->like[at] = like < 0 ? at : like;
+    m->near[at] = (int)node_size < ranks && node_size > 0;
+}
+
+/* Units are fetched and reduced on the communication stream while others compute; with several nodes two
+ * more communicators share it. Ranks that see an operation done at other times start the same ones in the
+ * same order: otherwise they would wait for each other in a circle. */
+static void check_strategies(int ranks)
+{
+    matrix *m = (matrix *)ranks_shared(sizeof *m);
+    matrix_add(m, DTRAIN_DDP, 1, ranks, 0, -1);
+    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++)
+        matrix_add(m, kind, 1, ranks, 0, 0);
+    matrix_add(m, DTRAIN_HYBRID_SHARD, 1, ranks, (uint32_t)ranks / 2, 0);
+    matrix_add(m, DTRAIN_SHARD_GRAD_OP, 3, ranks, 0, 6);
+    matrix_add(m, DTRAIN_FULL_SHARD, 3, ranks, 0, 6);
+    matrix_add(m, DTRAIN_ZERO3, 3, ranks, 0, 6);
+    matrix_add(m, DTRAIN_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
+    matrix_add(m, DTRAIN_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
+    m->cases[m->count - 1].accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+    dtrain_launch_desc desc = nccl_desc(ranks);
+    const dtrain_result launched = ranks_launch(&desc, matrix_rank, m, NULL);
+    CHECK_MSG(launched == DTRAIN_OK, "%s", launched == DTRAIN_OK ? "" : dtrain_last_error());
+    for (int i = 0; i < m->count && launched == DTRAIN_OK; i++) {
+        const strategy_name name = strategy_case_name(&m->cases[i], ranks);
+        const strategy_outcome *like = &m->out[m->like[i]];
+        strategy_check_ranks(&m->out[i], ranks, name.text);
+        if (!m->near[i]) strategy_check_bits(&m->out[i], like, name.text);
+        else strategy_check_close(&m->out[i], ranks, like, ranks, 2e-6, name.text);
+    }
+    munmap(m, sizeof *m);
+}
+
+static void test_strategies(void)
+{
+    for (int ranks = 2; ranks <= 4; ranks += 2) {
+        start_test();
+        dtrain_emulation_set_device_count(4);
+        check_strategies(ranks);
+        for (int r = 0; r < MOST; r++) {
+            rank_controls[r].delay_steps = 1 + 3 * (r % 3);
+            rank_controls[r].progress_polls = r % 2;
+        }
+        dtrain_emulation_set_order(
+            ranks == 2 ? DTRAIN_EMULATION_REVERSE : DTRAIN_EMULATION_SHUFFLED, 7);
+        check_strategies(ranks);
+        dtrain_emulation_set_order(DTRAIN_EMULATION_FORWARD, 0);
+    }
+}
+
 /* ---- recorded steps ---- */
 
 /* Collectives inside of a graph, with nodes in any order that its edges allow. */
@@ -509,6 +599,7 @@ int main(int argc, char **argv)
     RUN(test_as_staged);
     RUN(test_same_bits);
     RUN(test_autocast);
+    RUN(test_strategies);
     RUN(test_graph_is_eager);
     RUN(test_shared_device);
     RUN(test_death);

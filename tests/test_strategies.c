@@ -946,8 +946,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "nodes of 8", "node_size", "8");
     for (i = 1; i < 8; i++) {
         desc = defaults, desc.kind = DTRAIN_FULL_SHARD, desc.offload = (uint32_t)i;
-        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload",
-                "CPU");
+        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload", "");
     }
     desc = defaults, desc.kind = 8;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "kind 8", "kind", "8");
@@ -1034,7 +1033,7 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
 {
     static const char *const names[] = {"p0", "p1", "p2"};
     const hook_case *c = (const hook_case *)user;
-    const char *word, *other;
+    const char *word = "", *other = "";
     char what[64];
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     dtrain_strategy *strategy;
