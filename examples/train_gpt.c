@@ -835,7 +835,8 @@ static int check_memory(bool cpu)
     dtrain_memory memory;
     gpt model;
     dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (desc.kind == DTRAIN_STRATEGY_AUTO) desc.kind = ranks > 1 ? DTRAIN_FULL_SHARD : DTRAIN_DDP;
+    if (desc.kind == DTRAIN_STRATEGY_AUTO)
+        desc.kind = ranks > 1 || flags.offload ? DTRAIN_FULL_SHARD : DTRAIN_DDP;
     if (gpt_declare(&model) == 0)
         result = dtrain_strategy_plan(model.params, model.param_count, &desc, ranks, &memory);
     gpt_free(&model);
@@ -846,7 +847,7 @@ static int check_memory(bool cpu)
                    "this machine has %.1f GiB: use another --strategy, fewer --ranks or a smaller "
                    "model",
                    ranks, mib(memory.total) / 1024, have / 1073741824.0);
-    if (flags.memory_limit && mib(memory.total) > (double)flags.memory_limit && !flags.offload)
+    if (flags.memory_limit && mib(memory.total) > (double)flags.memory_limit)
         return BAD("--memory-limit is %ld MiB and --strategy %s needs %.1f MiB a rank before any "
                    "activation: use one that shards more (full_shard, zero3, auto) or more --ranks",
                    flags.memory_limit, strategies[flags.strategy], mib(memory.total));
