@@ -190,7 +190,7 @@ static void print_help(void)
             snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
         if (f->kind == 'f' && *(double *)f->value >= 0)
             snprintf(usual, sizeof usual, "%g", *(double *)f->value);
-        printf("  %-24s %-8s %s", f->name, usual, f->help);
+        printf("  %-26s %-8s %s", f->name, usual, f->help);
         for (int k = 0; f->words && f->words[k]; k++) printf("%s%s", k ? ", " : ": ", f->words[k]);
         putchar('\n');
     }
@@ -539,9 +539,11 @@ static void show_strategy(const job *j, int ranks)
     if (j->accum > 1) show_accumulation(&info, ranks);
     printf(
         "memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, buffers "
-        "%.1f, activations %.1f + %.1f, workspace %.1f\n\n",
+        "%.1f, activations %.1f + %.1f, workspace %.1f\n",
         mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
         mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+    if (m->host) printf("offload %.1f MiB of host memory a rank\n", mib(m->host));
+    printf("\n");
 }
 
 static void show_start(dtrain_world *world, const job *j)
