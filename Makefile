@@ -71,14 +71,18 @@ bench-strategies: $(BUILD)/train_gpt $(BUILD)/bench/bench_strategies
 # A sanitizer build is the same tests in a folder of its own; benchmarks would measure the sanitizer.
 # Kernel threads are fibers: what a sanitizer knows of a stack must not move to its own heap.
 asan ubsan tsan: export SCRIPTS = tests/test_examples.sh
+NO_BENCH := BENCHES= EMU_BENCH=
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test BUILD=build/asan CFLAGS="-O1 -g -fsanitize=address -fno-omit-frame-pointer"
+	$(MAKE) test BUILD=build/asan CFLAGS="-O1 -g -fsanitize=address -fno-omit-frame-pointer" $(NO_BENCH)
+# What the other GPU programs add is shared by these: every kernel once, and a training.
 ubsan:
-	$(MAKE) test BUILD=build/ubsan CFLAGS="-O1 -g -fsanitize=undefined -fno-sanitize-recover=all"
+	$(MAKE) test BUILD=build/ubsan CFLAGS="-O1 -g -fsanitize=undefined -fno-sanitize-recover=all" $(NO_BENCH) \
+	  EMU_TESTS="$(addprefix build/ubsan/emu/test_,emulation cuda_elementwise cuda_optim cuda_tokens cuda_sparse \
+	    cuda_layernorm cuda_gemm cuda_flash cuda_ddp cuda_offload)"
 # Kernels run on one thread; ranks that are threads are what there is to look at.
 tsan:
-	$(MAKE) test BUILD=build/tsan CFLAGS="-O1 -g -fsanitize=thread" EMU_BENCH= \
+	$(MAKE) test BUILD=build/tsan CFLAGS="-O1 -g -fsanitize=thread" $(NO_BENCH) \
 	  EMU_TESTS="$(addprefix build/tsan/emu/,test_cuda_ddp test_cuda_nccl)"
 valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/valgrind.sh
