@@ -21,6 +21,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "bench.h"
+
 enum { MAX_SIZES = 32, MAX_ROUNDS = 16, MAX_REPS = 64, MAX_LIST = 8, OPS = 5, SOURCES = 4 };
 enum { OURS_COMM, OURS_PRIVATE, OPEN_MPI, MPICH }; /* who made a time */
 
@@ -143,37 +145,14 @@ typedef struct board {
     int wrong;
 } board;
 
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-static double median(const double *values, int count)
-{
-    double sorted[MAX_ROUNDS * MAX_REPS];
-    if (count <= 0) return 0;
-    memcpy(sorted, values, (size_t)count * sizeof *sorted);
-    qsort(sorted, (size_t)count, sizeof *sorted, by_size);
-    return count % 2 ? sorted[count / 2] : 0.5 * (sorted[count / 2 - 1] + sorted[count / 2]);
-}
-
-typedef struct summary {
-    double min, median, max;
-} summary;
-static summary summarize(const board *b, const series *s)
+static spread summarize(const board *b, const series *s)
 {
     double all[MAX_ROUNDS * MAX_REPS];
-    summary result = {0, 0, 0};
     int count = 0;
     for (int r = 0; r < b->rounds; r++)
         for (int k = 0; k < b->reps; k++)
             if (s->time[r][k] > 0) all[count++] = s->time[r][k];
-    if (!count) return result;
-    result.median = median(all, count);
-    qsort(all, (size_t)count, sizeof *all, by_size);
-    result.min = all[0];
-    result.max = all[count - 1];
-    return result;
+    return spread_of(all, count);
 }
 /* Median over rounds of their / our median in that round. */
 static double ratio(const board *b, const series *ours, const series *theirs)
@@ -464,7 +443,7 @@ static void print_head(const board *b)
            "x");
 }
 
-static void print_json(const board *b, int i, int m, summary us, double algbw, double busbw,
+static void print_json(const board *b, int i, int m, spread us, double algbw, double busbw,
                        double floor_s)
 {
     printf(
@@ -476,7 +455,7 @@ static void print_json(const board *b, int i, int m, summary us, double algbw, d
         opt.warm ? "true" : "false", us.min * 1e6, us.median * 1e6, us.max * 1e6, algbw, busbw,
         floor_s * 1e6, b->wrong ? "false" : "true");
     for (int s = OPEN_MPI; s < SOURCES; s++) {
-        summary theirs = summarize(b, &b->times[s][i]);
+        spread theirs = summarize(b, &b->times[s][i]);
         if (theirs.median > 0)
             printf(",\"%s_us\":%.3f,\"%s_min_us\":%.3f,\"%s_ratio\":%.3f", source_names[s],
                    theirs.median * 1e6, source_names[s], theirs.min * 1e6, source_names[s],
@@ -487,7 +466,7 @@ static void print_json(const board *b, int i, int m, summary us, double algbw, d
 
 static void print_row(const board *b, int i, int m)
 {
-    summary us = summarize(b, &b->times[m][i]);
+    spread us = summarize(b, &b->times[m][i]);
     double bytes = b->op == 4 ? 0 : (double)b->sizes[i], n = b->ranks;
     double algbw = us.median > 0 ? 1e-9 * bytes / us.median : 0,
            busbw = algbw * bus_factor(b->op, n);
@@ -504,7 +483,7 @@ static void print_row(const board *b, int i, int m)
            b->op == 4 ? "-" : source_names[m], us.median * 1e6, us.min * 1e6, us.max * 1e6, algbw,
            busbw, floor_s * 1e6);
     for (int s = OPEN_MPI; s < SOURCES; s++) {
-        summary theirs = summarize(b, &b->times[s][i]);
+        spread theirs = summarize(b, &b->times[s][i]);
         if (theirs.median > 0)
             printf(" %10.2f %5.1fx", theirs.median * 1e6,
                    ratio(b, &b->times[m][i], &b->times[s][i]));

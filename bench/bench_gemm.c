@@ -25,6 +25,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "bench.h"
+
 #include <dlfcn.h>
 
 enum { MAX_REPS = 64, MAX_PEERS = 3, PEAK = 0, OURS = 1, FIRST_PEER = 2, MAX_RUNNERS = 5 };
@@ -69,31 +71,11 @@ enum { SHAPE_COUNT = sizeof shapes / sizeof *shapes };
 
 /* ---- Numbers ---- */
 
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-typedef struct spread {
-    double median, min, max;
-} spread;
-
-static spread spread_of(const double *values)
-{
-    double sorted[MAX_REPS];
-    int n = opt.reps;
-    memcpy(sorted, values, (size_t)n * sizeof *sorted);
-    qsort(sorted, (size_t)n, sizeof *sorted, by_size);
-    spread result = {0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]), sorted[0], sorted[n - 1]};
-    return result;
-}
-
 static spread spread_of_ratio(const double *a, const double *b)
 {
     double ratios[MAX_REPS];
     for (int r = 0; r < opt.reps; r++) ratios[r] = a[r] / b[r];
-    return spread_of(ratios);
+    return spread_of(ratios, opt.reps);
 }
 
 /* ---- The floor ----
@@ -402,7 +384,7 @@ static const char *kernel_name(void)
 static void print_json(const trial *t, int index, int wrong)
 {
     const shape *s = t->shape;
-    spread ours = spread_of(t->rates[OURS]);
+    spread ours = spread_of(t->rates[OURS], opt.reps);
     printf("{\"bench\": \"gemm\", \"shape\": \"%s %dx%dx%d\", \"m\": %d, \"n\": %d, \"k\": %d, "
            "\"trans\": \"%s\", \"threads\": %d, \"gflops\": %.4g, \"min\": %.4g, \"max\": %.4g, ",
            s->trans, s->m, s->n, s->k, s->m, s->n, s->k, s->trans, opt.threads, ours.median,
@@ -410,7 +392,7 @@ static void print_json(const trial *t, int index, int wrong)
     if (index < peer_count) {
         const double *theirs = t->rates[FIRST_PEER + index];
         printf("\"peer\": \"%s %s\", \"peer_gflops\": %.4g, \"ratio\": %.4g, ", peers[index].name,
-               peers[index].kernel, spread_of(theirs).median,
+               peers[index].kernel, spread_of(theirs, opt.reps).median,
                spread_of_ratio(t->rates[OURS], theirs).median);
     } else {
         printf("\"peer\": null, \"peer_gflops\": null, \"ratio\": null, ");
@@ -435,7 +417,7 @@ static void print_heading(void)
 static void print_row(const trial *t, int wrong)
 {
     const shape *s = t->shape;
-    spread ours = spread_of(t->rates[OURS]);
+    spread ours = spread_of(t->rates[OURS], opt.reps);
     char range[40];
     snprintf(range, sizeof range, "(%.1f to %.1f)", ours.min, ours.max);
     printf("%s %5d x %5d x %5d %7.1f  %-15s  %5.1f %%", s->trans, s->m, s->n, s->k, ours.median,
@@ -444,7 +426,7 @@ static void print_row(const trial *t, int wrong)
         const double *theirs = t->rates[FIRST_PEER + i];
         spread ratio = spread_of_ratio(t->rates[OURS], theirs);
         snprintf(range, sizeof range, "(%.2f to %.2f)", ratio.min, ratio.max);
-        printf("  %8.1f  %5.2f  %-14s", spread_of(theirs).median, ratio.median, range);
+        printf("  %8.1f  %5.2f  %-14s", spread_of(theirs, opt.reps).median, ratio.median, range);
     }
     printf("%s\n", wrong ? "  WRONG" : "");
 }
@@ -480,7 +462,7 @@ static int run_all(dtrain_device *device)
         for (int i = 0; shapes[s].gpt && i < peer_count; i++)
             peers[i].log_sum += log(spread_of_ratio(t.rates[OURS], t.rates[FIRST_PEER + i]).median);
         if (shapes[s].gpt) {
-            log_rates += log(spread_of(t.rates[OURS]).median);
+            log_rates += log(spread_of(t.rates[OURS], opt.reps).median);
             log_shares += log(share_of_peak(&t));
             count++;
         }

@@ -21,6 +21,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "bench.h"
+
 enum { MAX_ARRAYS = 12, MAX_SETS = 8, MAX_REPS = 64, MAX_SIZES = 8, PIECES = 12 };
 #define COMPARED_ELEMENTS ((int64_t)1 << 26)
 #define COLD_BYTES ((size_t)1 << 29) /* several times the largest cache */
@@ -733,16 +735,6 @@ static dtrain_result compare(dtrain_device *device, dtrain_device *cpu, const ke
 
 /* ---- Timing ---- */
 
-typedef struct timing {
-    double median, min, max; /* microseconds */
-} timing;
-
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 /* Microseconds of one call, as the mean over `calls` that follow each other. */
 static dtrain_result time_calls(dtrain_device *device, const kernel *k, void *sets[][MAX_ARRAYS],
                                 int set_count, int calls, dtrain_event *const *events, double *us)
@@ -761,7 +753,7 @@ static dtrain_result time_calls(dtrain_device *device, const kernel *k, void *se
 }
 
 static dtrain_result measure(dtrain_device *device, const kernel *k, void *sets[][MAX_ARRAYS],
-                             int set_count, timing *t)
+                             int set_count, spread *t)
 {
     const dtrain_device_ops *ops = device->ops;
     dtrain_event *events[2] = {NULL, NULL};
@@ -773,10 +765,7 @@ static dtrain_result measure(dtrain_device *device, const kernel *k, void *sets[
     int calls = opt.quick ? 1 : once < 1 ? 1000 : once > 1000 ? 1 : (int)(1000 / once) + 1;
     for (int r = 0; r < opt.reps && result == DTRAIN_OK; r++)
         result = time_calls(device, k, sets, set_count, calls, events, &us[r]);
-    qsort(us, (size_t)opt.reps, sizeof *us, by_size);
-    t->median = 0.5 * (us[(opt.reps - 1) / 2] + us[opt.reps / 2]);
-    t->min = us[0];
-    t->max = us[opt.reps - 1];
+    *t = spread_of(us, opt.reps); /* microseconds */
     ops->event_destroy(device, events[0]);
     ops->event_destroy(device, events[1]);
     return result;
@@ -796,7 +785,7 @@ static const char *precision_of(const kernel *k)
     return k->flops > 0 && k->dtype == DTRAIN_F32 ? opt.math : dtrain_dtype_name(k->dtype);
 }
 
-static void report(const kernel *k, const timing *t, const char *correct)
+static void report(const kernel *k, const spread *t, const char *correct)
 {
     double gbs = 1e-3 * k->bytes / t->median, tflops = 1e-6 * k->flops / t->median;
     double peak = k->flops > 0 ? gemm_peak[k->dtype] : copy_peak;
@@ -823,7 +812,7 @@ static void report(const kernel *k, const timing *t, const char *correct)
 }
 
 /* The first copies and the first product of a type set what the others are measured against. */
-static void note_peak(const kernel *k, const timing *t)
+static void note_peak(const kernel *k, const spread *t)
 {
     double gbs = 1e-3 * k->bytes / t->median, tflops = 1e-6 * k->flops / t->median;
     if (k->call == call_copy && gbs > copy_peak) copy_peak = gbs;
@@ -837,7 +826,7 @@ static int run_kernel(dtrain_device *device, dtrain_device *cpu, kernel *k)
     int set_count = opt.quick || bytes >= COLD_BYTES ? 1 : (int)(COLD_BYTES / bytes) + 1;
     void *memory = NULL, *host = NULL, *host_arrays[MAX_ARRAYS], *sets[MAX_SETS][MAX_ARRAYS];
     bool compared = is_compared(k), correct = true;
-    timing t = {0, 0, 0};
+    spread t = {0, 0, 0};
     if (set_count > MAX_SETS) set_count = MAX_SETS;
     dtrain_result result = device->ops->alloc(device, bytes * (size_t)set_count, &memory);
     if (result == DTRAIN_OK && compared && !(host = malloc(bytes))) result = DTRAIN_ERROR_MEMORY;

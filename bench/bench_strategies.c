@@ -24,6 +24,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "bench.h"
+
 enum { MAX_CONFIGS = 96, MAX_ROUNDS = 64, MAX_STEPS = 1024, MAX_LIST = 8 };
 
 typedef struct config {
@@ -52,35 +54,12 @@ static int config_count;
 
 /* ---- numbers ---- */
 
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-/* Sorts. */
-static double median(double *values, int count)
-{
-    if (count <= 0) return 0;
-    qsort(values, (size_t)count, sizeof *values, by_size);
-    return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
-}
-
-/* Over rounds, of c's rate over base's (NULL: of c's rate): least, median, most. */
-static void spread(const config *c, const config *base, double out[3])
+/* Over rounds, of c's rate over base's (NULL: of c's rate). */
+static spread rates(const config *c, const config *base)
 {
     double values[MAX_ROUNDS] = {0};
     for (int i = 0; i < opt.rounds; i++) values[i] = c->rate[i] / (base ? base->rate[i] : 1);
-    out[1] = median(values, opt.rounds);
-    out[0] = values[0];
-    out[2] = values[opt.rounds - 1];
-}
-
-/* The number after `key` in text, or fallback. */
-static double number_after(const char *text, const char *key, double fallback)
-{
-    const char *at = text ? strstr(text, key) : NULL;
-    return at ? strtod(at + strlen(key), NULL) : fallback;
+    return spread_of(values, opt.rounds);
 }
 
 static double theory_mib(const config *c)
@@ -94,17 +73,6 @@ static double theory_mib(const config *c)
 }
 
 /* ---- running ---- */
-
-/* Runs a command and keeps what it printed; 0 when it ended well. */
-static int capture(const char *command, char *text, size_t room)
-{
-    size_t used = 0, got;
-    FILE *pipe = popen(command, "r");
-    if (!pipe) return 1;
-    while (used + 1 < room && (got = fread(text + used, 1, room - 1 - used, pipe)) > 0) used += got;
-    text[used] = 0;
-    return pclose(pipe) != 0;
-}
 
 static int read_log(const char *path, config *c, int round)
 {
@@ -244,9 +212,7 @@ static void judge(config *c)
 
 static void report_json(const config *c)
 {
-    double rate[3], ratio[3];
-    spread(c, NULL, rate);
-    spread(c, &configs[c->base], ratio);
+    const spread rate = rates(c, NULL), ratio = rates(c, &configs[c->base]);
     printf("{\"bench\": \"strategies\", \"model\": \"%s\", \"config\": \"%s\", \"ranks\": %d, "
            "\"threads\": %d, \"tokens_per_second\": %.6g, \"min\": %.6g, \"max\": %.6g, "
            "\"of_ddp\": %.4g, \"of_ddp_min\": %.4g, \"of_ddp_max\": %.4g, \"step_ms\": %.5g, "
@@ -254,22 +220,20 @@ static void report_json(const config *c)
            "\"buffers_mib\": %.1f, \"activations_mib\": %.1f, \"activation_grads_mib\": %.1f, "
            "\"process_mib\": %.1f, \"sent_mib\": %.6g, \"layout_mib\": %.6g, "
            "\"theory_mib\": %.6g, \"exposed_ms\": %.4g, \"correct\": %s}\n",
-           models[c->model], c->name, c->ranks, opt.threads, rate[1], rate[0], rate[2], ratio[1],
-           ratio[0], ratio[2], c->step_ms, c->params, c->grads, c->optimizer, c->buffers,
-           c->activations, c->activation_grads, c->resident, c->sent_mib,
+           models[c->model], c->name, c->ranks, opt.threads, rate.median, rate.min, rate.max,
+           ratio.median, ratio.min, ratio.max, c->step_ms, c->params, c->grads, c->optimizer,
+           c->buffers, c->activations, c->activation_grads, c->resident, c->sent_mib,
            c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms, c->correct ? "true" : "false");
 }
 
 static void report(const config *c)
 {
-    double rate[3], ratio[3];
-    spread(c, NULL, rate);
-    spread(c, &configs[c->base], ratio);
+    const spread rate = rates(c, NULL), ratio = rates(c, &configs[c->base]);
     printf("%-5s %5d  %-17s %9.0f %9.0f %9.0f %7.2f  %7.1f %7.1f %7.1f %7.1f %7.1f %8.1f  %8.2f "
            "%8.2f %8.2f  %7.2f  %s\n",
-           models[c->model], c->ranks, c->name, rate[1], rate[0], rate[2], ratio[1], c->params,
-           c->grads, c->optimizer, c->buffers, c->activations + c->activation_grads, c->resident,
-           c->sent_mib, c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms,
+           models[c->model], c->ranks, c->name, rate.median, rate.min, rate.max, ratio.median,
+           c->params, c->grads, c->optimizer, c->buffers, c->activations + c->activation_grads,
+           c->resident, c->sent_mib, c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms,
            c->correct ? "yes" : "NO");
 }
 
@@ -288,16 +252,15 @@ static void print_ratios(void)
 {
     for (int i = 0; i < config_count; i++) {
         const config *c = &configs[i], *base = &configs[c->base];
-        double ratio[3];
-        spread(c, base, ratio);
+        const spread ratio = rates(c, base);
         if (strstr(c->name, "checkpoint"))
             printf("\n%s, %d ranks: activation checkpointing saves %.0f %% of %.1f MiB of "
                    "activations for %.0f %% more time\n",
                    models[c->model], c->ranks, 100 * (1 - c->activations / base->activations),
-                   base->activations, 100 * (1 / ratio[1] - 1));
+                   base->activations, 100 * (1 / ratio.median - 1));
         if (strstr(c->name, "bf16"))
             printf("%s, %d ranks: bf16 gives %.2f times the tokens/s of fp32 (%.2f to %.2f)\n",
-                   models[c->model], c->ranks, ratio[1], ratio[0], ratio[2]);
+                   models[c->model], c->ranks, ratio.median, ratio.min, ratio.max);
     }
 }
 

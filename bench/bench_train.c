@@ -20,6 +20,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "bench.h"
+
 enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, MAX_PEERS = 4 };
 
 typedef struct config {
@@ -41,30 +43,6 @@ static config configs[MAX_CONFIGS];
 static int config_count;
 
 /* ---- numbers ---- */
-
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(const double *values, int count)
-{
-    double sorted[1024] = {0};
-    if (count <= 0) return 0;
-    if (count > 1024) count = 1024;
-    memcpy(sorted, values, (size_t)count * sizeof *sorted);
-    qsort(sorted, (size_t)count, sizeof *sorted, by_size);
-    return count % 2 ? sorted[count / 2] : 0.5 * (sorted[count / 2 - 1] + sorted[count / 2]);
-}
-
-static double extreme(const double *values, int count, int sign)
-{
-    double best = values[0];
-    for (int i = 1; i < count; i++)
-        if (sign * (values[i] - best) > 0) best = values[i];
-    return best;
-}
 
 /* What data sheets promise of dense products, in TFLOP/s. */
 static double nominal_peak(void)
@@ -156,24 +134,6 @@ static double flops_per_token(void)
 }
 
 /* ---- running ---- */
-
-/* The number after `key` in text, or fallback. */
-static double number_after(const char *text, const char *key, double fallback)
-{
-    const char *at = strstr(text, key);
-    return at ? strtod(at + strlen(key), NULL) : fallback;
-}
-
-/* Runs a command and keeps what it printed; 0 when it ended well. */
-static int capture(const char *command, char *text, size_t room)
-{
-    size_t used = 0, got;
-    FILE *pipe = popen(command, "r");
-    if (!pipe) return 1;
-    while (used + 1 < room && (got = fread(text + used, 1, room - 1 - used, pipe)) > 0) used += got;
-    text[used] = 0;
-    return pclose(pipe) != 0;
-}
 
 /* Medians over the steps of one of our runs, from its log. */
 static int read_log(const char *path, config *c, int round)
@@ -327,10 +287,11 @@ static void add_configs(const char *const *peers, int peer_count, int cores)
 
 static void report(const config *c, double peak)
 {
-    double rate = median(c->rate, opt.rounds), gflops = 1e-9 * flops_per_token() * rate;
+    const spread rates = spread_of(c->rate, opt.rounds);
+    double rate = rates.median, gflops = 1e-9 * flops_per_token() * rate;
     double share = gflops / (peak * c->ranks * c->threads), nominal = 1e3 * nominal_peak();
     double mfu = on_gpu && nominal > 0 ? gflops / (nominal * c->ranks) : 0;
-    double low = extreme(c->rate, opt.rounds, -1), high = extreme(c->rate, opt.rounds, 1);
+    double low = rates.min, high = rates.max;
     if (json)
         fprintf(
             json,
@@ -356,15 +317,13 @@ static void ratio(const char *what, const config *a, const config *b, double div
 {
     double r[MAX_ROUNDS] = {0};
     for (int i = 0; i < opt.rounds; i++) r[i] = a->rate[i] / b->rate[i] / divisor;
+    const spread all = spread_of(r, opt.rounds);
     if (json)
         fprintf(json,
                 "{\"bench\": \"train\", \"model\": \"%s\", \"ratio\": \"%s\", \"median\": %.4g, "
                 "\"min\": %.4g, \"max\": %.4g}\n",
-                opt.model, what, median(r, opt.rounds), extreme(r, opt.rounds, -1),
-                extreme(r, opt.rounds, 1));
-    if (!opt.json)
-        printf("  %-52s %6.2f   (%.2f to %.2f)\n", what, median(r, opt.rounds),
-               extreme(r, opt.rounds, -1), extreme(r, opt.rounds, 1));
+                opt.model, what, all.median, all.min, all.max);
+    if (!opt.json) printf("  %-52s %6.2f   (%.2f to %.2f)\n", what, all.median, all.min, all.max);
 }
 
 static void report_ratios(void)
