@@ -1153,15 +1153,15 @@ typedef struct dtrain_param {
  * A strategy says where parameters, gradients and optimizer state live across the ranks, and moves
  * them. A training loop written once runs under every kind by changing one field:
  *
- *     kind            parameters   gradients    optimizer    sent per step and rank, P = model
- *     DDP             whole        whole        whole        2(N-1)/N P   all-reduce
- *     ZERO1           whole        whole        1/N          2(N-1)/N P   reduce-scatter, gather
- *     SHARD_GRAD_OP   whole        1/N          1/N          2(N-1)/N P   the same (ZeRO-2)
- *     FULL_SHARD      1/N          1/N          1/N          3(N-1)/N P   all-gather twice (ZeRO-3,
- *                                                                         FSDP), reduce-scatter
- *     ZERO3           owner only   owner only   owner only   3(N-1)/N P   broadcasts, reduces
- *     HYBRID_SHARD    1/G          1/G          1/G          FULL_SHARD inside a node of G ranks,
- *                                                            all-reduce of 1/G across nodes
+ *     kind            parameters  gradients   optimizer   sent per step and rank, P = model
+ *     DDP             whole       whole       whole       2(N-1)/N P   all-reduce
+ *     ZERO1           whole       whole       1/N         2(N-1)/N P   reduce-scatter, all-gather
+ *     SHARD_GRAD_OP   whole       1/N         1/N         2(N-1)/N P   the same (ZeRO-2)
+ *     FULL_SHARD      1/N         1/N         1/N         3(N-1)/N P   all-gather twice (ZeRO-3,
+ *                                                                      FSDP), reduce-scatter
+ *     ZERO3           owner only  owner only  owner only  3(N-1)/N P   broadcasts, reduces
+ *     HYBRID_SHARD    1/G         1/G         1/G         FULL_SHARD inside a node of G ranks,
+ *                                                         all-reduce of 1/G across nodes
  *
  * (Li et al., "PyTorch Distributed", VLDB 2020; Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
  * "PyTorch FSDP", VLDB 2023.) ZERO3 leaves tensors whole and gives every rank about as many
@@ -13192,6 +13192,22 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__check_kept_units(const dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
+        const uint32_t id = strategy->desc.kept_units[i];
+        size_t u = 0;
+        while (u < layout->unit_count && layout->units[u].id != id) u++;
+        if (u == layout->unit_count)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_strategy_create: kept_units has unit %u, to which no "
+                               "parameter belongs",
+                               id);
+    }
+    return DTRAIN_OK;
+}
+
 /* Kinds that shard parameters have nowhere to put a host's whole array. */
 static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
 {
@@ -13232,6 +13248,7 @@ static void dtrain__offload_close(dtrain_strategy *strategy);
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_tables(strategy));
+    DTRAIN__TRY(dtrain__check_kept_units(strategy));
     DTRAIN__TRY(dtrain__check_ownership(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     DTRAIN__TRY(dtrain__strategy_memory(strategy));
@@ -13552,8 +13569,6 @@ static dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
  * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
  * is added or copied from there. */
 
-static bool dtrain__last_micro(const dtrain_strategy *strategy) { return !strategy->more; }
-
 /* Where the fp32 result of this backward is to be. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
@@ -13690,7 +13705,7 @@ static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
                                     strategy->desc.reduce_dtype, result, DTRAIN_F32));
     }
     if (across && every) return dtrain__replicas_start(strategy, b, result);
-    if (across && dtrain__last_micro(strategy)) {
+    if (across && !strategy->more) {
         DTRAIN__TRY(dtrain__sum_for_replicas(strategy, bucket, &sum));
         return dtrain__replicas_start(strategy, b, sum);
     }
@@ -13992,7 +14007,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     if (dtrain__only_adds(strategy)) return DTRAIN_OK;
     const size_t count = strategy->layout.bucket_count;
-    const bool last = dtrain__last_micro(strategy);
+    const bool last = !strategy->more;
     dtrain_result result = dtrain__close_buckets(strategy, count);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
@@ -14694,6 +14709,15 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
     return dtrain__check_combination(desc, dtrain__traits_of(kind)) == DTRAIN_OK;
 }
 
+static dtrain_result dtrain__auto_excluded(int ranks)
+{
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: DTRAIN_STRATEGY_AUTO: none of the kinds that it "
+                       "chooses from with %d ranks takes the rest of the desc; name a kind to hear "
+                       "why not",
+                       ranks);
+}
+
 /* Of a strategy that is not there yet; of AUTO's candidates, the least that one of them needs. */
 static dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params, size_t count,
                                             const dtrain_strategy_desc *given, int ranks,
@@ -14710,7 +14734,7 @@ static dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *p
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
         if (memory.total < *bytes) *bytes = memory.total;
     }
-    return DTRAIN_OK;
+    return *bytes == UINT64_MAX ? dtrain__auto_excluded(ranks) : DTRAIN_OK;
 }
 
 /* The first that fits of those that send least. What the candidate before it was short of is the
@@ -14751,6 +14775,7 @@ static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
         strategy->desc.node_size = desc.node_size;
         return DTRAIN_OK;
     }
+    if (least == INT64_MAX) return dtrain__auto_excluded(ranks);
     return dtrain__auto_fails(strategy, least, left);
 }
 

@@ -917,6 +917,7 @@ static dtrain_result try_create(dtrain_world *world, const dtrain_strategy_desc 
 /* A refused create leaves the communicator as it was: all of these share one. */
 static int refuse_create_rank(dtrain_world *world, void *user)
 {
+    static const uint32_t unknown_unit = 77;
     static const uint32_t own[] = {DTRAIN_FULL_SHARD, DTRAIN_ZERO3, DTRAIN_HYBRID_SHARD};
     static const uint32_t whole[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP};
     const dtrain_strategy_desc defaults = dtrain_strategy_defaults();
@@ -946,8 +947,17 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "nodes of 8", "node_size", "8");
     for (i = 1; i < 8; i++) {
         desc = defaults, desc.kind = DTRAIN_FULL_SHARD, desc.offload = (uint32_t)i;
-        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload", "");
+        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload",
+                "cpu device");
     }
+    desc = defaults, desc.kind = DTRAIN_STRATEGY_AUTO;
+    desc.accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "AUTO, SHARD_EVERY",
+            "DTRAIN_STRATEGY_AUTO", "4 ranks");
+    desc = defaults, desc.kind = DTRAIN_FULL_SHARD;
+    desc.kept_units = &unknown_unit, desc.kept_unit_count = 1;
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kept_units", "kept_units",
+            "unit 77");
     desc = defaults, desc.kind = 8;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "kind 8", "kind", "8");
     desc = defaults, desc.accumulation = 4;
