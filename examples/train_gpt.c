@@ -1,4 +1,4 @@
-/* train_gpt.c: trains a GPT on any text with data parallelism over the cores of this machine.
+/* train_gpt.c: trains a GPT on any text, data-parallel or sharded, over the cores of this machine or GPUs.
  *
  *   build:   cc -O2 -I. examples/train_gpt.c -o build/train_gpt -lm -lpthread
  *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
@@ -178,7 +178,8 @@ static const struct preset {
 
 static void print_help(void)
 {
-    printf("train_gpt: trains a GPT on text, data-parallel over CPU ranks or GPUs (dtrain %s)\n\n",
+    printf("train_gpt: trains a GPT on text, data-parallel or sharded, over CPU ranks or GPUs "
+           "(dtrain %s)\n\n",
            dtrain_version());
     for (int i = 0; i < FLAG_COUNT; i++) {
         const struct flag *f = &flag_table[i];
