@@ -10,6 +10,7 @@
        cc  -O2 train.c -lm -lpthread                       built-in kernels, nothing else needed
        cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
        c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
+       mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
        nvcc -O3 -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt        with NVIDIA GPUs
 
    Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
@@ -34,7 +35,8 @@
    [M6] limits                     [S07] parameters, units, buckets   [S26] communicators
                                    [S08] strategies                   [S27] parameters, buckets
                                    [S09] memory                       [S28] strategies
-                                   [S11] tape and tensors             [S29] sharded parameters
+                                   [S10] compression, hierarchy       [S29] sharded parameters
+                                   [S11] tape and tensors             [S30] compression, hierarchy
                                    [S12] operations                   [S31] tape and tensors
                                    [S14] loss scaling, clipping       [S32] operations
                                    [S15] optimizers, schedules        [S34] loss scaling, clipping
@@ -89,6 +91,8 @@
 
    rank         one of the processes (or threads) that train together, numbered from 0.
    world        all ranks of a run; world size = how many.
+   node         the ranks of one host, which reach each other faster than those of other hosts; or,
+                emulated, a group of ranks that is treated so [S05].
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -105,6 +109,8 @@
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
    autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   compression  to send less than a gradient; what is left out stays in the residual.
+   residual     what this rank has not sent yet; error feedback adds it to the next gradient.
    loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see [S14].
    checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
 
@@ -136,12 +142,14 @@
        DTRAIN_STATIC       all functions are static: a private copy
        DTRAIN_API          the linkage of public functions, if you want your own
        DTRAIN_USE_CBLAS    fp32 GEMM through cblas_sgemm
+       DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
        DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
-   hyper-parameter descs (strategy, optimizer) start from the *_defaults() function.
+   hyper-parameter descs (strategy, optimizer) start from the *_defaults() function. A cluster of
+   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation [S05].
 
    ------------------------------------------------------------------------------------------------
    [M5] Promises (each has a test)
@@ -150,7 +158,8 @@
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
                       of threads, with gradients in buckets or copied; and under DDP, ZERO1,
-                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD adds node by node).
+                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD and hierarchical
+                      add node by node).
                       With clipping, kinds add up the norm in different orders, in double: it is
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
@@ -175,13 +184,14 @@
    [M6] Limits
 
    Ranks are processes or threads started by dtrain_launch, or processes started by another
-   launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need a
-   communicator backend that crosses them (dtrain_nccl.h).
+   launcher [S05]. The local communicator joins ranks of one host; ranks on several hosts need one
+   that crosses them: MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
 
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
-   calls, not in between.
+   calls, not in between. Emulated links know bandwidth, latency and who shares them, not congestion
+   inside a switch, loss of packets, or the processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
@@ -622,13 +632,17 @@ typedef struct dtrain_sgd_args {
  * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
  * taken out of it, that is, become zero there. Of equal magnitudes at the border the lowest indices
  * are taken, NaN counts as larger than everything: the result is a function of the input alone.
- * count < 2^31, 1 <= k <= count. */
+ * With velocity, which needs residual: velocity = momentum velocity + x; residual += velocity; what
+ * is taken becomes zero in both (momentum correction and factor masking: Lin et al., "Deep Gradient
+ * Compression", ICLR 2018). count < 2^31, 1 <= k <= count. */
 typedef struct dtrain_topk_args {
     int64_t count, k;
     const float *x;   /* (count) */
     float *residual;  /* (count) or NULL */
     float *values;    /* (k) */
     int32_t *indices; /* (k) */
+    float *velocity;  /* (count) or NULL */
+    float momentum;
 } dtrain_topk_args;
 
 /* out[indices[i]] += scale * values[i]; indices of one call differ. One outside [0, count) is an
@@ -640,6 +654,16 @@ typedef struct dtrain_scatter_add_args {
     const int32_t *indices; /* (k) */
     float *out;             /* (count) */
 } dtrain_scatter_add_args;
+
+/* The columns of x (rows, columns), row-major, become orthonormal: Gram-Schmidt in column order,
+ * twice, so that nearly dependent columns come out orthogonal to rounding (Giraud et al., 2005). A
+ * column that is zero, or that the ones before it span, becomes zero; with an element that is not
+ * finite all become NaN. columns <= 64. */
+#define DTRAIN_ORTHOGONALIZE_COLUMNS 64
+typedef struct dtrain_orthogonalize_args {
+    int64_t rows, columns;
+    float *x;
+} dtrain_orthogonalize_args;
 
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
@@ -674,7 +698,7 @@ typedef struct dtrain_device_info {
     uint64_t memory_bytes, free_bytes;
 } dtrain_device_info;
 
-#define DTRAIN_DEVICE_ABI 2u
+#define DTRAIN_DEVICE_ABI 3u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream. */
@@ -749,6 +773,7 @@ typedef struct dtrain_device_ops {
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
+    dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
 } dtrain_device_ops;
 
 struct dtrain_device {
@@ -782,6 +807,11 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
+
+/* Copies bytes between two arrays that do not overlap, each in the host's memory or the device's,
+ * in the order of the device's work; a host array can be used again when it returns. */
+DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes);
 
 /* For the authors of devices and communicators. reserve is asked before memory is taken, and says
  * which limit it would break; count is told what was taken: bytes more than before on one of
@@ -833,6 +863,27 @@ typedef enum dtrain_launch_mode {
 
 #define DTRAIN_MAX_RANKS 256
 
+/* The local communicator as a cluster: consecutive ranks form nodes, and what passes between nodes
+ * takes the time that a link would. An emulation for measuring and teaching: the data still goes
+ * through shared memory, ranks wait without using the processor, and inside a node nothing is
+ * slowed. The world reports these nodes as its hosts.
+ *
+ * The model: every node has one full-duplex link, which its ranks share, first come, first served.
+ * A collective costs latency_us for each of its rounds and, on each link, the bytes that dtrain's
+ * MPI communicator would move over it [S06], at gigabits_per_second; the table is in [S26.2].
+ * Headers are not counted: TCP over Ethernet carries 0.94 of the link's nominal rate as data.
+ *
+ * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
+ * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
+ * slowest transfer with all that is queued before it. dtrain_world_exchange and dtrain_launch cost
+ * nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the same
+ * desc. */
+typedef struct dtrain_emulation {
+    uint32_t node_ranks;        /* ranks of a node; divides rank_count; 0 = no emulation */
+    double gigabits_per_second; /* of a node's link, in each direction: 1e9 bits a second */
+    double latency_us;          /* of a message between nodes */
+} dtrain_emulation;
+
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
     uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
@@ -857,6 +908,7 @@ typedef struct dtrain_launch_desc {
                               go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
                               batches keep to. 0 = none. Not in it: the process itself and scratch
                               of kernels */
+    dtrain_emulation emulation; /* all zero = none */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -894,7 +946,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 DTRAIN_API int dtrain_world_size(const dtrain_world *world);
 /* This rank among those of its host (which GPU is its own), and the hosts, numbered in the order of
- * their lowest ranks. */
+ * their lowest ranks. Under emulation: of its node, and the nodes. */
 DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
 DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
 DTRAIN_API int dtrain_world_node(const dtrain_world *world);
@@ -988,7 +1040,8 @@ typedef enum dtrain_collective_kind {
     DTRAIN_BARRIER = 6,
     DTRAIN_SEND = 7,
     DTRAIN_RECV = 8,
-    DTRAIN_SPLIT = 9
+    DTRAIN_SPLIT = 9,
+    DTRAIN_ALL_TO_ALL = 10
 } dtrain_collective_kind;
 
 /* recv (count) = op over ranks of send (count). */
@@ -1003,6 +1056,10 @@ DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *se
 DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
                                            size_t send_count, dtrain_dtype dtype,
                                            dtrain_work **work);
+/* recv (ranks * count) = slice `rank` (count) of every rank's send (ranks * count), in rank order.
+ * Not in place. */
+DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t count, dtrain_dtype dtype, dtrain_work **work);
 /* buffer (count) of every rank = root's. */
 DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
                                           dtrain_dtype dtype, int root, dtrain_work **work);
@@ -1047,7 +1104,7 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
 
 /* What a communicator has done since it was made; differences give a step's share. */
 typedef struct dtrain_comm_info {
-    const char *backend;      /* "local", "staged", "nccl" */
+    const char *backend;      /* "local", "staged", "mpi", "nccl" */
     uint64_t operation_count; /* started */
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
@@ -1068,7 +1125,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 2u
+#define DTRAIN_COMM_ABI 3u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -1096,6 +1153,8 @@ struct dtrain_work {
  * destroy is also called by the end of the world, then with operations in flight. */
 typedef struct dtrain_comm_ops {
     uint32_t abi;
+    bool launch_ordered; /* operations run in the order in which they were started, also between
+                            communicators (NCCL): ranks must start them all in one order */
     const char *name;
     dtrain_result (*create)(dtrain_world *world, dtrain_comm **out);
     dtrain_result (*start)(dtrain_comm *comm, const dtrain_collective *what, dtrain_work **work);
@@ -1107,6 +1166,22 @@ typedef struct dtrain_comm_ops {
     dtrain_result (*fail)(dtrain_comm *comm, dtrain_result code, const char *text);
     dtrain_result (*destroy)(dtrain_comm *comm);
 } dtrain_comm_ops;
+
+/* The communicator over MPI, for CPU ranks on several hosts: in a program that is compiled with
+ * DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
+ * being asked for. It moves bytes with MPI and adds in rank order in fp32, so results have the bits
+ * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
+ * all-gather of the results.
+ *
+ * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init is called if
+ * the program has not done it, and then MPI_Finalize when all ranks have returned 0. Any failure
+ * fails all communicators of the world, and MPI is not called again: its launcher may say that a
+ * rank ended without MPI_Finalize, and what was under way may still be written to. */
+extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
+
+/* The table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI. Any
+ * other is an error that says what to do. */
+DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
 /* ================================================================================================
  * [S07] Parameters, units, buckets
@@ -1241,7 +1316,8 @@ typedef struct dtrain_strategy_desc {
                                   travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
     uint32_t offload;          /* DTRAIN_OFFLOAD_* */
-    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy; 0 = those of a host */
+    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy, and with hierarchical:
+                                  ranks of a node; 0 = those of a host */
     bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
     bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
     uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
@@ -1257,6 +1333,19 @@ typedef struct dtrain_strategy_desc {
     uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
+
+    /* Compression [S10] */
+    uint32_t compression;     /* dtrain_compression; DDP only */
+    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange */
+    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS: 1 */
+    bool hierarchical;        /* node by node: not for ZERO3, nor HYBRID_SHARD, which is it */
+    bool no_error_feedback;   /* what is not sent is lost; for experiments */
+    float topk_ratio;         /* share of a tensor's elements that are sent: 0.01 */
+    float topk_momentum;      /* momentum correction, then in place of the optimizer's: 0 = off */
+    float warmup_ratio;       /* share in the first step of the warm-up: 0.25 */
+    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole: 1024 */
+    uint64_t dense_steps;     /* steps without compression, at the beginning: 10 */
+    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio: 0 */
 } dtrain_strategy_desc;
 
 DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
@@ -1327,7 +1416,9 @@ typedef struct dtrain_strategy_info {
     uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
-    uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula */
+    uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula;
+                              with compression: once it is in full force */
+    uint64_t state_bytes;  /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;   /* steps that were reduced */
     char reason[400];      /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
@@ -1371,6 +1462,81 @@ typedef struct dtrain_memory {
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
+
+/* ================================================================================================
+ * [S10] Gradient compression, hierarchy
+ *
+ * How a bucket of gradients travels; fields of dtrain_strategy_desc. What is lossy is never chosen
+ * by the library, AUTO included.
+ *
+ *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
+ *     DTRAIN_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
+ *     DTRAIN_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
+ *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
+ *                         alone; PowerSGD needs whole matrices and is refused
+ *
+ *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
+ *     reduce_dtype        x      x          x              x          x          x
+ *     hierarchical        x      x          x              x                  by itself
+ *     top-k, PowerSGD     x
+ *
+ * Error feedback: what this rank did not send stays in its residual, and is added to its next
+ * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
+ * Residuals belong to parameters, not to buckets: see dtrain_strategy_compression. Loss scaling
+ * cannot be combined with it (a residual is of yesterday's scale): use bf16. A NaN in a gradient is
+ * sent at once by top-k, and is gone from its residual; PowerSGD's state keeps it.
+ *
+ * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
+ * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
+ * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
+ * Sums are taken in rank order, each term times 1/N. Exchanges:
+ *
+ *     ALL_GATHER    everybody's selection to everybody: N - 1 selections received
+ *     BALANCED      a tensor is cut in N regions, and a rank sends from each its largest to the
+ *                   region's owner; the owner adds them up, selects again and sends the result to
+ *                   everybody. At most two selections received, whatever N is (after Li and
+ *                   Hoefler, "Near-optimal sparse allreduce", PPoPP 2022, with fixed quotas in
+ *                   place of negotiated ones). What the owner does not select goes to its residual
+ *
+ * PowerSGD (Vogels et al., NeurIPS 2019) with warm start: Q begins as the last step's. Matrices for
+ * which it would save less than half travel whole; of tensors with more dimensions the first is m.
+ *
+ * Optimizers and clipping see the decompressed mean like any gradient, and that is not harmless: an
+ * element of top-k arrives rarely, with the sum of many steps. AdamW takes that for variance and
+ * steps too little (set variance_steps to dense_steps), and what clipping cuts off is in no
+ * residual (clip generously or not at all).
+ * ==============================================================================================*/
+
+typedef enum dtrain_compression {
+    DTRAIN_COMPRESSION_NONE = 0,
+    DTRAIN_TOPK = 1,
+    DTRAIN_POWERSGD = 2
+} dtrain_compression;
+
+typedef enum dtrain_sparse_exchange {
+    DTRAIN_SPARSE_ALL_GATHER = 0,
+    DTRAIN_SPARSE_BALANCED = 1
+} dtrain_sparse_exchange;
+
+/* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
+ * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,
+ * and pieces are those of the buckets. To continue a run, copy them out and, after create, back in.
+ * Q is the same on all ranks. */
+typedef struct dtrain_compression_state {
+    const dtrain_param *param;
+    int64_t offset, count; /* the piece: first element, elements */
+    float *residual;       /* (count), or NULL without error feedback */
+    float *velocity;       /* (count), or NULL without topk_momentum */
+    float *q;              /* (q_rows, powersgd_rank), or NULL */
+    int64_t q_rows;
+} dtrain_compression_state;
+
+/* Local. Of every parameter that is compressed; count 0 without compression. Valid until the
+ * strategy is destroyed. */
+DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
+                                                     const dtrain_compression_state **states,
+                                                     size_t *count);
 
 /* ================================================================================================
  * [S11] Tape and tensors
@@ -1587,6 +1753,10 @@ typedef struct dtrain_optimizer_desc {
     float weight_decay;          /* decoupled; skips NO_DECAY and 1-D parameters. 0.01; SGD 0 */
     float momentum;              /* SGD: 0 */
     bool nesterov;
+    uint64_t variance_steps; /* AdamW: second moments are those of this many steps, and stay. For
+                                top-k gradients, whose rare large elements would pass for variance:
+                                10 to 25 % of a run, as many as dense_steps (Tang et al., "1-bit
+                                Adam", ICML 2021). 0 = of all steps */
 } dtrain_optimizer_desc;
 
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
@@ -1751,7 +1921,8 @@ typedef struct dtrain_step_record {
  * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
  * does on the host happens once. The bits are those of a run without graph. Needs a device that can
  * record, next_batch, and collectives that work on its streams (one rank, or dtrain_nccl.h). Loss
- * scaling is refused: bf16 needs none. */
+ * scaling and compression are refused with it, and those two with each other: bf16 needs no
+ * scale. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
@@ -1888,6 +2059,15 @@ DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
 #endif
 #ifdef DTRAIN_USE_CBLAS
 #include <cblas.h>
+#endif
+#ifdef DTRAIN_USE_MPI
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX 1 /* the C++ bindings that MPI no longer has */
+#endif
+#ifndef MPICH_SKIP_MPICXX
+#define MPICH_SKIP_MPICXX 1
+#endif
+#include <mpi.h>
 #endif
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
@@ -2683,9 +2863,17 @@ DTRAIN__INLINE float dtrain__gelu_slope(float x)
  *
  * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
  * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
- * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
+ * right: rows of B a power of two apart share a few cache sets and throw each other out of L1.
+ *
+ * Thin products (low-rank gradients: 16 columns or less, or a k of 16 or less) do so little with an
+ * element of the large matrix that packing it would take most of the time; memory binds them.
+ * Few columns: B is packed first, for thousands of k, and A is read once, in the order of memory,
+ * the next eight rows on their way. Short k: B is packed first, too, and C is written by rows. The
+ * chain of operations of an element is the same: so are its bits, whether it is computed by a
+ * thin product or as part of another. */
 
 enum {
+    DTRAIN__THIN = 16, /* columns, or k, of a thin product */
     DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
     DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
@@ -2713,12 +2901,23 @@ typedef struct dtrain__rectangle {
     int rows, cols;
 } dtrain__rectangle;
 
+/* A product with few columns: c (rows, cols) += a b, in blocks of k_step, or c = for the first one.
+ * a: as it lies, (rows, k) or, for thin_columns, (k, rows). b (k, DTRAIN__THIN): zeros beyond cols.
+ * sums: scratch of thin_columns, (cols rounded up to 4, rows rounded up to nr). */
+typedef struct dtrain__thin {
+    const float *a, *b;
+    int64_t lda, ldc;
+    float *c, *sums;
+    int64_t rows, k, k_step;
+    int cols, first;
+} dtrain__thin;
+
 /* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
  * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
  * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
  * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
  * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
- * the work of a thread; may be NULL. */
+ * the work of a thread; may be NULL. thin_rows, thin_columns: above; NULL where cells are pairs. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;
@@ -2735,6 +2934,8 @@ typedef struct dtrain__isa {
     void (*store)(const dtrain__rectangle *to, const float *tile);
     void (*begin)(void);
     void (*end)(void);
+    void (*thin_rows)(const dtrain__thin *x);
+    void (*thin_columns)(const dtrain__thin *x);
 } dtrain__isa;
 
 static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_F32 ? 4 : 2; }
@@ -2983,6 +3184,142 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
     *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc); \
     *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
 
+/* ---- Few columns ----
+ *
+ * A as it lies: eight rows of it times one vector of columns, k after k. 16 steps of each row are
+ * copied side by side first: the loop needs one address then, and rows a power of two apart, which
+ * throw each other out of L1, are read once. Rows beyond the last repeat it. */
+
+enum { DTRAIN__THIN_ROWS = 8, DTRAIN__THIN_STEPS = 16 };
+
+#define DTRAIN__THIN_ZERO(r) vec sum##r = {0};
+#define DTRAIN__THIN_STEP(r) sum##r += at[r * DTRAIN__THIN_STEPS] * b_row;
+#define DTRAIN__THIN_TAKE(r) *(vec *)(tile + r * lanes) = sum##r;
+
+/* A transposed: two vectors along its rows times four columns of b, eight k at a time; in between
+ * sums wait transposed, each column's side by side. */
+
+#define DTRAIN__THIN_LOAD(j)                           \
+    vec left##j = *(const vec *)(sums + j * sums_row), \
+        right##j = *(const vec *)(sums + j * sums_row + lanes);
+#define DTRAIN__THIN_ADD(j)   \
+    left##j += b[j] * a_left; \
+    right##j += b[j] * a_right;
+#define DTRAIN__THIN_SAVE(j)                 \
+    *(vec *)(sums + j * sums_row) = left##j; \
+    *(vec *)(sums + j * sums_row + lanes) = right##j;
+
+/* Eight rows ahead, past the end of A too, where it does nothing. Into L2: L1 has too few lines on
+ * their way to hide the latency of memory. */
+DTRAIN__INLINE void dtrain__thin_ahead(const float *a, int64_t lda, int count)
+{
+    const uintptr_t at = (uintptr_t)a + (uintptr_t)(DTRAIN__THIN_ROWS * lda) * sizeof *a;
+    for (int i = 0; i < count; i += 16)
+        __builtin_prefetch((const void *)(at + (uintptr_t)i * sizeof *a), 0, 2);
+}
+
+DTRAIN__INLINE void dtrain__thin_copy(float *cells, const float *a, int64_t lda, int64_t rows,
+                                      int64_t steps)
+{
+    for (int r = 0; r < DTRAIN__THIN_ROWS; r++, cells += DTRAIN__THIN_STEPS) {
+        if (steps == DTRAIN__THIN_STEPS) memcpy(cells, a, DTRAIN__THIN_STEPS * sizeof *a);
+        else memcpy(cells, a, (size_t)steps * sizeof *a);
+        dtrain__thin_ahead(a, lda, 1);
+        if (r + 1 < rows) a += lda;
+    }
+}
+
+/* c (rows, cols) = or += tile, whose element (i, j) is at i * row + j * column. */
+DTRAIN__INLINE void dtrain__thin_store(const dtrain__thin *x, bool first, float *c,
+                                       const float *tile, int64_t row, int64_t column, int64_t rows,
+                                       int cols)
+{
+    for (int64_t i = 0; i < rows; i++, c += x->ldc)
+        for (int j = 0; j < cols; j++) {
+            const float sum = tile[i * row + j * column];
+            c[j] = first ? sum : sum + c[j];
+        }
+}
+
+/* `width` elements of `steps` rows of A from p and i on, in place or, at the edge, copied. */
+DTRAIN__INLINE const float *dtrain__thin_strip(const dtrain__thin *x, int64_t p, int64_t i,
+                                               int width, int steps, float *edge, int64_t *row)
+{
+    const float *a = x->a + p * x->lda + i;
+    const int64_t left = x->rows - i;
+    *row = x->lda;
+    for (int s = 0; s < steps; s++) dtrain__thin_ahead(a + s * x->lda, x->lda, width);
+    if (left >= width) return a;
+    for (int s = 0; s < steps; s++)
+        for (int r = 0; r < width; r++) edge[s * width + r] = r < left ? a[s * x->lda + r] : 0;
+    *row = width;
+    return edge;
+}
+
+#define DTRAIN__DEFINE_THIN(id, target, vector_lanes)                                             \
+    target static void dtrain__thin_rows_##id(const dtrain__thin *x)                              \
+    {                                                                                             \
+        enum { lanes = vector_lanes };                                                            \
+        typedef float vec DTRAIN__VECTOR_OF(lanes);                                               \
+        for (int64_t i = 0; i < x->rows; i += DTRAIN__THIN_ROWS)                                  \
+            for (int64_t p = 0, stop = 0; p < x->k; p = stop) {                                   \
+                const int64_t rows = x->rows - i;                                                 \
+                stop = x->k - p < x->k_step ? x->k : p + x->k_step;                               \
+                for (int j = 0; j < x->cols; j += lanes) {                                        \
+                    float cells[DTRAIN__THIN_ROWS * DTRAIN__THIN_STEPS],                          \
+                        tile[(int)DTRAIN__THIN_ROWS * lanes];                                     \
+                    const float *b = x->b + p * DTRAIN__THIN + j;                                 \
+                    DTRAIN__ROWS8(DTRAIN__THIN_ZERO)                                              \
+                    for (int64_t q = p; q < stop; q += DTRAIN__THIN_STEPS) {                      \
+                        const int64_t steps =                                                     \
+                            stop - q < DTRAIN__THIN_STEPS ? stop - q : (int)DTRAIN__THIN_STEPS;   \
+                        dtrain__thin_copy(cells, x->a + i * x->lda + q, x->lda, rows, steps);     \
+                        const float *at = cells, *const end = cells + steps;                      \
+                        for (; at < end; at++, b += DTRAIN__THIN) {                               \
+                            const vec b_row = *(const vec *)b;                                    \
+                            DTRAIN__ROWS8(DTRAIN__THIN_STEP)                                      \
+                        }                                                                         \
+                    }                                                                             \
+                    DTRAIN__ROWS8(DTRAIN__THIN_TAKE)                                              \
+                    dtrain__thin_store(x, x->first &&p == 0, x->c + i * x->ldc + j, tile, lanes,  \
+                                       1,                                                         \
+                                       rows < DTRAIN__THIN_ROWS ? rows : (int)DTRAIN__THIN_ROWS,  \
+                                       x->cols - j < lanes ? x->cols - j : lanes);                \
+                }                                                                                 \
+            }                                                                                     \
+    }                                                                                             \
+    target static void dtrain__thin_columns_##id(const dtrain__thin *x)                           \
+    {                                                                                             \
+        enum { lanes = vector_lanes, width = 2 * lanes };                                         \
+        typedef float vec DTRAIN__VECTOR_OF(lanes);                                               \
+        const int64_t sums_row = (x->rows + width - 1) / width * width;                           \
+        float edge[(int)DTRAIN__THIN_ROWS * width];                                               \
+        for (int64_t p = 0, stop = 0; p < x->k; p = stop) {                                       \
+            stop = x->k - p < x->k_step ? x->k : p + x->k_step;                                   \
+            memset(x->sums, 0, (size_t)((x->cols + 3) / 4 * 4 * sums_row) * sizeof *x->sums);     \
+            for (int64_t q = p; q < stop; q += DTRAIN__THIN_ROWS)                                 \
+                for (int64_t i = 0; i < x->rows; i += width) {                                    \
+                    const int steps =                                                             \
+                        stop - q < DTRAIN__THIN_ROWS ? (int)(stop - q) : DTRAIN__THIN_ROWS;       \
+                    int64_t a_row;                                                                \
+                    const float *strip = dtrain__thin_strip(x, q, i, width, steps, edge, &a_row); \
+                    for (int j = 0; j < x->cols; j += 4) {                                        \
+                        const float *a = strip, *b = x->b + q * DTRAIN__THIN + j;                 \
+                        float *sums = x->sums + j * sums_row + i;                                 \
+                        DTRAIN__ROWS4(DTRAIN__THIN_LOAD)                                          \
+                        for (int s = 0; s < steps; s++, a += a_row, b += DTRAIN__THIN) {          \
+                            const vec a_left = *(const vec *)a,                                   \
+                                      a_right = *(const vec *)(a + lanes);                        \
+                            DTRAIN__ROWS4(DTRAIN__THIN_ADD)                                       \
+                        }                                                                         \
+                        DTRAIN__ROWS4(DTRAIN__THIN_SAVE)                                          \
+                    }                                                                             \
+                }                                                                                 \
+            dtrain__thin_store(x, x->first &&p == 0, x->c, x->sums, 1, sums_row, x->rows,         \
+                               x->cols);                                                          \
+        }                                                                                         \
+    }
+
 /* The functions of an instruction set but the kernel and the packing. */
 #define DTRAIN__DEFINE_TILES(id, target, rows, nr, f16)                                        \
     target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,               \
@@ -3033,6 +3370,7 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
         dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k, dtrain__f16_load_##f16);      \
     }                                                                                              \
     DTRAIN__DEFINE_TILES(id, target, rows, 2 * vector_lanes, f16)                                  \
+    DTRAIN__DEFINE_THIN(id, target, vector_lanes)                                                  \
     static const dtrain__isa dtrain__isa_##id = {#id,                                              \
                                                  rows,                                             \
                                                  2 * vector_lanes,                                 \
@@ -3047,7 +3385,9 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
                                                  dtrain__load_##id,                                \
                                                  dtrain__store_##id,                               \
                                                  NULL,                                             \
-                                                 NULL};
+                                                 NULL,                                             \
+                                                 dtrain__thin_rows_##id,                           \
+                                                 dtrain__thin_columns_##id};
 
 #if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
 DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT,
@@ -3327,6 +3667,8 @@ static const dtrain__isa dtrain__isa_vdpbf16 = {"avx512_bf16",
                                                 dtrain__load_vdpbf16,
                                                 dtrain__store_vdpbf16,
                                                 NULL,
+                                                NULL,
+                                                NULL,
                                                 NULL};
 static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
                                             32,
@@ -3342,7 +3684,9 @@ static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
                                             dtrain__load_amx,
                                             dtrain__store_amx,
                                             dtrain__amx_begin,
-                                            dtrain__amx_end};
+                                            dtrain__amx_end,
+                                            NULL,
+                                            NULL};
 
 static bool dtrain__has_vdpbf16(void)
 {
@@ -3412,8 +3756,9 @@ typedef struct dtrain__gemm_job {
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
     char *memory;
-    size_t slot_bytes; /* one thread's part of memory */
-    int needs_partial; /* C cannot hold sums between blocks of k */
+    size_t slot_bytes;        /* one thread's part of memory */
+    int needs_partial;        /* C cannot hold sums between blocks of k */
+    int few_columns, short_k; /* a thin product */
 } dtrain__gemm_job;
 
 /* One block of k in one rectangle of C: where it lies and what the thread works with. */
@@ -3526,6 +3871,23 @@ static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
     }
 }
 
+/* A thin product with a short k: its panels of A and of B both fit A's buffer. */
+static void dtrain__gemm_short_k(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain__isa *isa = job->isa;
+    const int mr = isa->mr, nr = isa->nr;
+    const float *a = pass->a_block;
+    float *panels = pass->a_block + DTRAIN__MC * DTRAIN__THIN;
+    dtrain__gemm_pack_a_block(pass);
+    for (int64_t j = pass->j0; j < pass->j1; j += nr)
+        isa->pack_b(panels + (j - pass->j0) * pass->k, &job->b, j,
+                    (int)dtrain__gemm_min(nr, pass->j1 - j), 0, pass->k);
+    for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->k)
+        for (int64_t j = pass->j0; j < pass->j1; j += nr)
+            dtrain__gemm_tile(pass, i, j, a, panels + (j - pass->j0) * pass->k, nr);
+}
+
 static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
@@ -3575,11 +3937,58 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
             pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
             pass.first = pass.p == 0;
             pass.last = pass.p + pass.k == job->k;
-            dtrain__gemm_block(&pass);
+            if (job->short_k) dtrain__gemm_short_k(&pass);
+            else dtrain__gemm_block(&pass);
             pass.p += pass.k;
         } while (pass.p < job->k);
     }
     if (isa->end) isa->end();
+}
+
+/* op(B), from p on, as thin_rows and thin_columns want it. */
+static void dtrain__gemm_pack_thin(const dtrain__operand *b, int64_t p, int64_t k, int cols,
+                                   float *to)
+{
+    const float *from = (const float *)b->data + (b->along_k ? p : p * b->ld);
+    for (; k > 0; k--, to += DTRAIN__THIN, from += b->along_k ? 1 : b->ld) {
+        for (int j = 0; j < cols; j++) to[j] = from[b->along_k ? j * b->ld : j];
+        for (int j = cols; j < DTRAIN__THIN; j++) to[j] = 0;
+    }
+}
+
+/* A thin product with few columns: dtrain__gemm_task without panels of A. A's buffer holds the sums
+ * of a rectangle, and B for as many blocks of k as fit behind them. */
+static void dtrain__gemm_thin_task(void *ctx, int index, int count)
+{
+    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
+    const dtrain_gemm_args *args = job->args;
+    const int64_t sums = DTRAIN__THIN * (4 * DTRAIN__MC + DTRAIN__NR_MAX);
+    const int64_t room = (DTRAIN__MC * DTRAIN__KC - sums) / DTRAIN__THIN;
+    float *const memory = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
+    float *const b = memory + sums;
+    dtrain__thin x;
+    (void)count;
+    memset(&x, 0, sizeof x);
+    x.b = b;
+    x.sums = memory;
+    x.lda = job->a.ld;
+    x.ldc = args->ldc;
+    x.k_step = job->k_step;
+    x.cols = (int)args->n;
+    for (;;) {
+        const int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED) * job->m_step;
+        if (i >= args->m) break;
+        x.rows = dtrain__gemm_min(job->m_step, args->m - i);
+        x.c = (float *)args->c + i * args->ldc;
+        for (int64_t p = 0; p < job->k; p += x.k) {
+            x.k = dtrain__gemm_min(room / job->k_step * job->k_step, job->k - p);
+            x.first = p == 0;
+            dtrain__gemm_pack_thin(&job->b, p, x.k, x.cols, b);
+            x.a = (const float *)job->a.data + (job->a.along_k ? i * x.lda + p : p * x.lda + i);
+            if (job->a.along_k) job->isa->thin_rows(&x);
+            else job->isa->thin_columns(&x);
+        }
+    }
 }
 
 /* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
@@ -3595,6 +4004,21 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     /* Cheap products repay taller blocks, which pack B less often. */
     job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
     if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
+}
+
+/* Few columns are worth it for plain fp32 only: their kernels know no scale and no epilogue, and a
+ * large A, which a taller rectangle serves better. Short k works for everything else too, but pairs
+ * of bf16 have buffers of another form. */
+static void dtrain__gemm_be_thin(dtrain__gemm_job *job)
+{
+    const dtrain_gemm_args *x = job->args;
+    const bool fp32 =
+        x->a_dtype == DTRAIN_F32 && x->b_dtype == DTRAIN_F32 && x->c_dtype == DTRAIN_F32;
+    const bool plain = x->alpha == 1 && x->beta == 0 && !x->bias && !x->aux && !x->activation;
+    if (job->isa->pair != 1 || job->k == 0) return;
+    job->few_columns = fp32 && plain && x->n <= DTRAIN__THIN;
+    job->short_k = job->k <= DTRAIN__THIN;
+    if (job->few_columns) job->m_most = 4 * DTRAIN__MC / job->isa->mr * job->isa->mr;
 }
 
 /* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
@@ -3676,6 +4100,7 @@ DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspac
 
     job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
     dtrain__gemm_cut_k(&job);
+    dtrain__gemm_be_thin(&job);
 
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
@@ -3684,7 +4109,7 @@ DTRAIN__UNUSED static int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspac
     dtrain__gemm_cut(&job, threads);
     int error = dtrain__gemm_reserve(ws, &job, threads);
     if (error) return error;
-    dtrain__parallel(pool, dtrain__gemm_task, &job);
+    dtrain__parallel(pool, job.few_columns ? dtrain__gemm_thin_task : dtrain__gemm_task, &job);
     return 0;
 }
 /* ---- [S24.4] Kernels: how work is cut ---------------------------------------------------------
@@ -3720,6 +4145,7 @@ typedef struct dtrain__kernels {
     dtrain__range_fn attention, attention_backward;
     dtrain__range_fn cross_entropy, cross_entropy_backward;
     dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
+    dtrain__range_fn topk, gram, recombine;
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
@@ -3732,6 +4158,30 @@ typedef struct dtrain__update {
     bool stochastic;
     dtrain_step_scalars now;
 } dtrain__update;
+
+/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
+ * has a list of its own. */
+typedef struct dtrain__topk_pass {
+    const dtrain_topk_args *args;
+    int32_t below;
+    int64_t room;     /* of a list */
+    float *values;    /* (threads, room) */
+    int32_t *indices; /* (threads, room) */
+    int64_t *found;   /* (threads); -1: more than the list had room for */
+} dtrain__topk_pass;
+
+#define DTRAIN__TOPK_BLOCK 1024 /* elements between two looks at the room that is left */
+#define DTRAIN__TOPK_SLACK (DTRAIN__TOPK_BLOCK + 16) /* a block, and a vector's lanes behind it */
+
+/* Orthonormal columns: matrices of doubles have rows of `padded` elements. */
+typedef struct dtrain__basis {
+    int64_t rows, columns, padded, chunk; /* rows of a chunk */
+    float *x;                             /* (rows, columns) */
+    double *sums;                         /* (chunks, padded, padded) products of the columns */
+    double *factor;                       /* (padded, padded) x becomes x * factor */
+} dtrain__basis;
+
+#define DTRAIN__BASIS_ROWS 64 /* that are widened to double at a time */
 
 /* low = value, for elements [begin, end). */
 static void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end);
@@ -4924,6 +5374,399 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64
     }
 }
 
+/* ---- Top-k: the pass that meets every element -------------------------------------------------
+ *
+ * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
+
+#define dtrain__vsettle DTRAIN__INSTANCE(dtrain__vsettle)
+#define dtrain__topk_fold DTRAIN__INSTANCE(dtrain__topk_fold)
+#define dtrain__topk_ahead DTRAIN__INSTANCE(dtrain__topk_ahead)
+#define dtrain__topk_collect DTRAIN__INSTANCE(dtrain__topk_collect)
+#define dtrain__range_topk DTRAIN__INSTANCE(dtrain__range_topk)
+
+/* v, as it is: a product that passes here is rounded before it is added to anything, also where the
+ * compiler may fuse the two. So every instruction set gives the same bits. */
+DTRAIN__VECTOR dtrain__v dtrain__vsettle(dtrain__v v)
+{
+#if defined(__x86_64__)
+    __asm__("" : "+x"(v));
+#else
+    __asm__("" : "+m"(v));
+#endif
+    return v;
+}
+
+/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. */
+DTRAIN__VECTOR dtrain__v dtrain__topk_fold(const dtrain_topk_args *a, int64_t i, int64_t n)
+{
+    dtrain__v x = dtrain__vload_n(a->x + i, n);
+    if (a->velocity) {
+        const dtrain__v old = dtrain__vload_n(a->velocity + i, n);
+        x = dtrain__vsettle(dtrain__vset(a->momentum) * old) + x;
+        dtrain__vstore_n(a->velocity + i, x, n);
+    }
+    if (a->residual) {
+        x = dtrain__vload_n(a->residual + i, n) + x;
+        dtrain__vstore_n(a->residual + i, x, n);
+    }
+    return x;
+}
+
+/* The processor's own prefetching stops at the end of a page, which streams of 4 KiB a turn meet
+ * all the time: one page ahead is worth a third of the time. Past the end it does nothing. */
+DTRAIN__VECTOR void dtrain__topk_ahead(const dtrain_topk_args *a, int64_t i)
+{
+    const uintptr_t at = (uintptr_t)i * sizeof(float) + 4096;
+    __builtin_prefetch((const void *)((uintptr_t)a->x + at));
+    if (a->residual) __builtin_prefetch((const void *)((uintptr_t)a->residual + at), 1);
+    if (a->velocity) __builtin_prefetch((const void *)((uintptr_t)a->velocity + at), 1);
+}
+
+/* Folds elements [begin, end) and appends the candidates among them, in order; returns how many.
+ * Stores go up to a vector beyond those: a lane that is no candidate is overwritten by the next. */
+#if DTRAIN__ISA == 3
+DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t begin, int64_t end,
+                                            int32_t below, const uint32_t *orders, float *values,
+                                            int32_t *indices)
+{
+    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
+    int64_t found = 0;
+    (void)orders;
+    for (int64_t i = begin; i < end; i += 16) {
+        const int64_t n = end - i;
+        dtrain__topk_ahead(a, i);
+        const dtrain__v x = dtrain__topk_fold(a, i, n);
+        const dtrain__vi at = dtrain__viset((int32_t)i) + dtrain__viota();
+        __mmask16 some =
+            _mm512_cmpgt_epi32_mask((__m512i)(dtrain__vbits(x) & mask), (__m512i)border);
+        if (n < 16) some &= (__mmask16)((1u << n) - 1u);
+        _mm512_storeu_ps(values + found, _mm512_maskz_compress_ps(some, (__m512)x));
+        _mm512_storeu_si512(indices + found, _mm512_maskz_compress_epi32(some, (__m512i)at));
+        found += __builtin_popcount(some);
+    }
+    return found;
+}
+#else
+#define dtrain__vlanes DTRAIN__INSTANCE(dtrain__vlanes)
+
+/* Bit j: lane j of a mask is set. */
+DTRAIN__VECTOR uint32_t dtrain__vlanes(dtrain__vi mask)
+{
+#if DTRAIN__ISA == 2
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif DTRAIN__ISA == 1 && defined(__SSE2__)
+    return (uint32_t)_mm_movemask_ps((__m128)mask);
+#else
+    int32_t lanes[DTRAIN__W];
+    uint32_t bits = 0;
+    memcpy(lanes, &mask, sizeof lanes);
+    for (int j = 0; j < DTRAIN__W; j++) bits |= (uint32_t)(lanes[j] & 1) << j;
+    return bits;
+#endif
+}
+
+#if DTRAIN__ISA == 2
+#define dtrain__topk_orders DTRAIN__INSTANCE(dtrain__topk_orders)
+
+/* What _mm512_maskz_compress does: for each mask the lanes that are set, the first in the lowest
+ * four bits. */
+DTRAIN__VECTOR void dtrain__topk_orders(uint32_t orders[256])
+{
+    orders[0] = 0;
+    for (uint32_t some = 1; some < 256; some++)
+        orders[some] = orders[some & (some - 1)] << 4 | (uint32_t)__builtin_ctz(some);
+}
+
+DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t begin, int64_t end,
+                                            int32_t below, const uint32_t *orders, float *values,
+                                            int32_t *indices)
+{
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
+    int64_t found = 0;
+    for (int64_t i = begin; i < end; i += 8) {
+        const int64_t n = end - i;
+        if (i % 16 == 0) dtrain__topk_ahead(a, i);
+        const dtrain__v x = dtrain__topk_fold(a, i, n);
+        const dtrain__vi at = dtrain__viset((int32_t)i) + dtrain__viota();
+        uint32_t some = dtrain__vlanes(dtrain__viless(border, dtrain__vbits(x) & mask));
+        if (n < 8) some &= (1u << n) - 1u;
+        const __m256i order = _mm256_srlv_epi32(_mm256_set1_epi32((int32_t)orders[some]), shifts);
+        _mm256_storeu_ps(values + found, _mm256_permutevar8x32_ps((__m256)x, order));
+        _mm256_storeu_si256((__m256i *)(void *)(indices + found),
+                            _mm256_permutevar8x32_epi32((__m256i)at, order));
+        found += __builtin_popcount(some);
+    }
+    return found;
+}
+#else
+/* 16 elements at a time. Most have no candidate, and guessing which costs more than the rest: those
+ * that have are listed first, without a branch. */
+DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t begin, int64_t end,
+                                            int32_t below, const uint32_t *orders, float *values,
+                                            int32_t *indices)
+{
+    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
+    const float *from = a->residual ? a->residual : a->x;
+    struct {
+        int32_t at;
+        uint32_t some;
+    } groups[DTRAIN__TOPK_BLOCK / 16 + 1];
+    int64_t found = 0, group_count = 0;
+    (void)orders;
+    for (int64_t i = begin; i < end; i += 16) {
+        const int64_t n = end - i < 16 ? end - i : 16;
+        uint32_t some = 0;
+        dtrain__topk_ahead(a, i);
+        for (int64_t j = 0; j < n; j += DTRAIN__W) {
+            const dtrain__v x = dtrain__topk_fold(a, i + j, n - j);
+            some |= dtrain__vlanes(dtrain__viless(border, dtrain__vbits(x) & mask)) << j;
+        }
+        groups[group_count].at = (int32_t)i;
+        groups[group_count].some = some & ((1u << n) - 1u);
+        group_count += groups[group_count].some != 0;
+    }
+    for (int64_t g = 0; g < group_count; g++)
+        for (uint32_t some = groups[g].some; some; some &= some - 1u) {
+            const int32_t at = groups[g].at + __builtin_ctz(some);
+            values[found] = from[at];
+            indices[found++] = at;
+        }
+    return found;
+}
+#endif
+#endif
+
+/* A list that is full stays so: what is left is folded only. */
+DTRAIN__KERNEL void dtrain__range_topk(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__topk_pass *pass = (const dtrain__topk_pass *)job->args;
+    const dtrain_topk_args a = *pass->args;
+    float *values = pass->values + index * pass->room;
+    int32_t *indices = pass->indices + index * pass->room;
+    int64_t found = 0, at = begin;
+#if DTRAIN__ISA == 2
+    uint32_t orders[256];
+    dtrain__topk_orders(orders);
+#else
+    const uint32_t *const orders = NULL;
+#endif
+    for (; at < end && pass->room - found >= DTRAIN__TOPK_SLACK; at += DTRAIN__TOPK_BLOCK) {
+        const int64_t stop = end - at < DTRAIN__TOPK_BLOCK ? end : at + DTRAIN__TOPK_BLOCK;
+        found += dtrain__topk_collect(&a, at, stop, pass->below, orders, values + found,
+                                      indices + found);
+    }
+    pass->found[index] = at < end ? -1 : found;
+    for (; a.residual && at < end; at += DTRAIN__W) dtrain__topk_fold(&a, at, end - at);
+}
+
+/* ---- Orthonormal columns: X^T X and X F, in double --------------------------------------------
+ *
+ * Both are made of one tile, 4 by two vectors: the sum over t of a column of 4 and a row of b. */
+
+#define dtrain__vdset DTRAIN__INSTANCE(dtrain__vdset)
+#define dtrain__vdfma DTRAIN__INSTANCE(dtrain__vdfma)
+#define dtrain__vdload DTRAIN__INSTANCE(dtrain__vdload)
+#define dtrain__basis_tile DTRAIN__INSTANCE(dtrain__basis_tile)
+#define dtrain__basis_widen DTRAIN__INSTANCE(dtrain__basis_widen)
+#define dtrain__gram_few DTRAIN__INSTANCE(dtrain__gram_few)
+#define dtrain__recombine_few DTRAIN__INSTANCE(dtrain__recombine_few)
+#define dtrain__gram_rows DTRAIN__INSTANCE(dtrain__gram_rows)
+#define dtrain__range_gram DTRAIN__INSTANCE(dtrain__range_gram)
+#define dtrain__range_recombine DTRAIN__INSTANCE(dtrain__range_recombine)
+
+#if DTRAIN__ISA == 3
+DTRAIN__VECTOR dtrain__vd dtrain__vdset(double x) { return (dtrain__vd)_mm512_set1_pd(x); }
+DTRAIN__VECTOR dtrain__vd dtrain__vdfma(dtrain__vd a, dtrain__vd b, dtrain__vd c)
+{
+    return (dtrain__vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+}
+#elif DTRAIN__ISA == 2
+DTRAIN__VECTOR dtrain__vd dtrain__vdset(double x) { return (dtrain__vd)_mm256_set1_pd(x); }
+DTRAIN__VECTOR dtrain__vd dtrain__vdfma(dtrain__vd a, dtrain__vd b, dtrain__vd c)
+{
+    return (dtrain__vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+#else
+DTRAIN__VECTOR dtrain__vd dtrain__vdset(double x)
+{
+    double lanes[DTRAIN__H];
+    dtrain__vd v;
+    for (int i = 0; i < DTRAIN__H; i++) lanes[i] = x;
+    memcpy(&v, lanes, sizeof v);
+    return v;
+}
+DTRAIN__VECTOR dtrain__vd dtrain__vdfma(dtrain__vd a, dtrain__vd b, dtrain__vd c)
+{
+    return a * b + c;
+}
+#endif
+
+DTRAIN__VECTOR dtrain__vd dtrain__vdload(const double *p)
+{
+    dtrain__vd v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* out (4, 2H) += sum over t < count of a[t * a_step + row * a_next] * b[t * ld + column]. */
+#define DTRAIN__TILE_ROW(r)                                                  \
+    {                                                                        \
+        const dtrain__vd weight = dtrain__vdset(a[t * a_step + r * a_next]); \
+        low##r = dtrain__vdfma(weight, low, low##r);                         \
+        high##r = dtrain__vdfma(weight, high, high##r);                      \
+    }
+#define DTRAIN__TILE_OPEN(r)                              \
+    dtrain__vd low##r = dtrain__vdload(out + r * out_ld), \
+               high##r = dtrain__vdload(out + r * out_ld + DTRAIN__H)
+#define DTRAIN__TILE_CLOSE(r)                         \
+    memcpy(out + r * out_ld, &low##r, sizeof low##r); \
+    memcpy(out + r * out_ld + DTRAIN__H, &high##r, sizeof high##r)
+DTRAIN__VECTOR void dtrain__basis_tile(double *out, int64_t out_ld, const double *a, int64_t a_step,
+                                       int64_t a_next, const double *b, int64_t ld, int64_t count)
+{
+    DTRAIN__TILE_OPEN(0);
+    DTRAIN__TILE_OPEN(1);
+    DTRAIN__TILE_OPEN(2);
+    DTRAIN__TILE_OPEN(3);
+    for (int64_t t = 0; t < count; t++) {
+        const dtrain__vd low = dtrain__vdload(b + t * ld),
+                         high = dtrain__vdload(b + t * ld + DTRAIN__H);
+        DTRAIN__TILE_ROW(0)
+        DTRAIN__TILE_ROW(1)
+        DTRAIN__TILE_ROW(2)
+        DTRAIN__TILE_ROW(3)
+    }
+    DTRAIN__TILE_CLOSE(0);
+    DTRAIN__TILE_CLOSE(1);
+    DTRAIN__TILE_CLOSE(2);
+    DTRAIN__TILE_CLOSE(3);
+}
+#undef DTRAIN__TILE_ROW
+#undef DTRAIN__TILE_OPEN
+#undef DTRAIN__TILE_CLOSE
+
+/* Rows [row, row + count) in double; zeros behind the last column, and rows of zeros up to a
+ * multiple of 4. */
+DTRAIN__VECTOR void dtrain__basis_widen(const dtrain__basis *basis, int64_t row, int64_t count,
+                                        double *wide)
+{
+    const float *x = basis->x + row * basis->columns;
+    const int64_t filled = (count + 3) / 4 * 4;
+    memset(wide, 0, (size_t)(filled * basis->padded) * sizeof *wide);
+    for (int64_t i = 0; i < count; i++, x += basis->columns, wide += basis->padded) {
+        int64_t j = 0;
+        for (; j + DTRAIN__H <= basis->columns; j += DTRAIN__H) {
+            const dtrain__vd some = dtrain__vwiden(x + j);
+            memcpy(wide + j, &some, sizeof some);
+        }
+        for (; j < basis->columns; j++) wide[j] = (double)x[j];
+    }
+}
+
+/* Up to 4 columns, too few for a tile; columns is a constant where these are called. */
+DTRAIN__VECTOR void dtrain__gram_few(const float *x, int64_t rows, int columns, double *sums,
+                                     int64_t ld)
+{
+    double s01 = 0, s02 = 0, s03 = 0, s12 = 0, s13 = 0, s23 = 0;
+    double s00 = 0, s11 = 0, s22 = 0, s33 = 0;
+    for (int64_t row = 0; row < rows; row++, x += columns) {
+        const double a = (double)x[0], b = (double)x[1];
+        const double c = columns > 2 ? (double)x[2] : 0, d = columns > 3 ? (double)x[3] : 0;
+        s00 += a * a, s01 += a * b, s02 += a * c, s03 += a * d;
+        s11 += b * b, s12 += b * c, s13 += b * d;
+        s22 += c * c, s23 += c * d;
+        s33 += d * d;
+    }
+    sums[0] = s00, sums[1] = s01, sums[2] = s02, sums[3] = s03;
+    sums[ld + 1] = s11, sums[ld + 2] = s12, sums[ld + 3] = s13;
+    sums[2 * ld + 2] = s22, sums[2 * ld + 3] = s23;
+    sums[3 * ld + 3] = s33;
+}
+
+DTRAIN__VECTOR void dtrain__recombine_few(float *x, int64_t rows, int columns, const double *f,
+                                          int64_t ld)
+{
+    const double f00 = f[0], f01 = f[1], f02 = f[2], f03 = f[3], f11 = f[ld + 1], f12 = f[ld + 2];
+    const double f13 = f[ld + 3], f22 = f[2 * ld + 2], f23 = f[2 * ld + 3], f33 = f[3 * ld + 3];
+    for (int64_t row = 0; row < rows; row++, x += columns) {
+        const double a = (double)x[0], b = columns > 1 ? (double)x[1] : 0;
+        const double c = columns > 2 ? (double)x[2] : 0, d = columns > 3 ? (double)x[3] : 0;
+        x[0] = (float)(a * f00);
+        if (columns > 1) x[1] = (float)(a * f01 + b * f11);
+        if (columns > 2) x[2] = (float)(a * f02 + b * f12 + c * f22);
+        if (columns > 3) x[3] = (float)(a * f03 + b * f13 + c * f23 + d * f33);
+    }
+}
+
+DTRAIN__VECTOR void dtrain__gram_rows(const dtrain__basis *basis, int64_t first, int64_t last,
+                                      double *sums)
+{
+    const float *x = basis->x + first * basis->columns;
+    const int64_t ld = basis->padded, columns = basis->columns, rows = last - first;
+    double wide[DTRAIN__BASIS_ROWS * DTRAIN_ORTHOGONALIZE_COLUMNS];
+    switch (columns) {
+    case 1: sums[0] = dtrain__sum_chunk(x, rows, true); return;
+    case 2: dtrain__gram_few(x, rows, 2, sums, ld); return;
+    case 3: dtrain__gram_few(x, rows, 3, sums, ld); return;
+    case 4: dtrain__gram_few(x, rows, 4, sums, ld); return;
+    default: break;
+    }
+    for (int64_t row = first; row < last; row += DTRAIN__BASIS_ROWS) {
+        const int64_t count = last - row < DTRAIN__BASIS_ROWS ? last - row : DTRAIN__BASIS_ROWS;
+        dtrain__basis_widen(basis, row, count, wide);
+        for (int64_t i = 0; i < columns; i += 4)
+            for (int64_t j = i / (2 * DTRAIN__H) * (2 * DTRAIN__H); j < columns; j += 2 * DTRAIN__H)
+                dtrain__basis_tile(sums + i * ld + j, ld, wide + i, ld, 1, wide + j, ld, count);
+    }
+}
+
+/* Items are chunks of rows: each has its own sum, the upper triangle of X^T X over its rows. */
+DTRAIN__KERNEL void dtrain__range_gram(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__basis *basis = (const dtrain__basis *)job->args;
+    const int64_t square = basis->padded * basis->padded;
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * basis->chunk, left = basis->rows - first;
+        double *sums = basis->sums + chunk * square;
+        memset(sums, 0, (size_t)square * sizeof *sums);
+        dtrain__gram_rows(basis, first, first + (left < basis->chunk ? left : basis->chunk), sums);
+    }
+}
+
+/* Items are rows: x = x * factor, whose lower triangle is zero. */
+DTRAIN__KERNEL void dtrain__range_recombine(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__basis *basis = (const dtrain__basis *)job->args;
+    const int64_t ld = basis->padded, columns = basis->columns;
+    double wide[DTRAIN__BASIS_ROWS * DTRAIN_ORTHOGONALIZE_COLUMNS], out[4 * 2 * DTRAIN__H];
+    float *x = basis->x + begin * columns;
+    (void)index;
+    switch (columns) {
+    case 1: dtrain__recombine_few(x, end - begin, 1, basis->factor, ld); return;
+    case 2: dtrain__recombine_few(x, end - begin, 2, basis->factor, ld); return;
+    case 3: dtrain__recombine_few(x, end - begin, 3, basis->factor, ld); return;
+    case 4: dtrain__recombine_few(x, end - begin, 4, basis->factor, ld); return;
+    default: break;
+    }
+    for (int64_t row = begin; row < end; row += DTRAIN__BASIS_ROWS) {
+        const int64_t count = end - row < DTRAIN__BASIS_ROWS ? end - row : DTRAIN__BASIS_ROWS;
+        dtrain__basis_widen(basis, row, count, wide);
+        for (int64_t i = 0; i < count; i += 4)
+            for (int64_t j = 0; j < columns; j += 2 * DTRAIN__H) {
+                const int64_t stop = j + 2 * DTRAIN__H < columns ? j + 2 * DTRAIN__H : columns;
+                memset(out, 0, sizeof out);
+                dtrain__basis_tile(out, 2 * DTRAIN__H, wide + i * ld, 1, ld, basis->factor + j, ld,
+                                   stop);
+                for (int64_t r = i; r < count && r < i + 4; r++)
+                    for (int64_t c = j; c < stop; c++)
+                        basis->x[(row + r) * columns + c] =
+                            (float)out[(r - i) * 2 * DTRAIN__H + c - j];
+            }
+    }
+}
+
 /* ---- [S24.5] Attention: compiled once per instruction set -------------------------------------
  *
  * One item is one head of one sequence (and, forward, one block of 64 queries). Blocks of 64 keys
@@ -5366,6 +6209,9 @@ static const dtrain__kernels DTRAIN__INSTANCE(dtrain__kernels) = {
     dtrain__range_convert,
     dtrain__range_adamw,
     dtrain__range_sgd,
+    dtrain__range_topk,
+    dtrain__range_gram,
+    dtrain__range_recombine,
 };
 
 #undef DTRAIN__SUFFIX
@@ -6350,7 +7196,22 @@ static dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_arg
                               dtrain__cpu_kernels(device)->sgd);
 }
 
-/* ---- Sparse gradients -------------------------------------------------------------------------*/
+/* ---- Sparse gradients ---------------------------------------------------------------------------
+ *
+ * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
+ * only, gives a threshold that lets somewhat more than k through:
+ *
+ *   1. threshold   of the sample, the magnitude of rank m + 4 sqrt(m) + 8, where m is the number of
+ *                  the k largest that a sample of this size has on average: four deviations more
+ *   2. pass        velocity, residual; what exceeds the threshold goes to a list, one per thread
+ *   3. border      the k-th largest magnitude of the lists, by histograms of its digits
+ *   4. take        what lies above the border, and the first of its equals; zeros in their place
+ *
+ * When the lists hold k elements or more and none was too short, all of the k largest are in them:
+ * the result does not depend on the sample, the threads or the instruction set. Else (many equals,
+ * or a sample that missed the few that matter) steps 3 and 4 read all elements: four times the
+ * reading, the same result. Lists: 8 bytes for each element that may pass, 2 to 4 % of count for k
+ * of 1 %, up to four times that for many threads. */
 
 /* Magnitudes order like their bits; every NaN is the largest. */
 static uint32_t dtrain__magnitude(float value)
@@ -6368,38 +7229,133 @@ static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64
     return bin;
 }
 
-/* Two histograms, of the upper 16 and the lower 15 bits of the magnitude, give the k-th largest
- * exactly; then one pass takes what lies above it and the first of its equals. */
-static dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
+#define DTRAIN__TOPK_BINS 2048
+#define DTRAIN__TOPK_SAMPLE 16384 /* at most */
+#define DTRAIN__TOPK_FEW 8192     /* so many need no threshold: all are candidates */
+
+/* The magnitude of the `wanted`-th largest of x (count), from digits of 11, 10 and 10 bits; *wanted
+ * becomes its place among its equals. */
+static uint32_t dtrain__topk_border(const float *x, int64_t count, int64_t *wanted, uint32_t *bins)
 {
-    dtrain__job job = dtrain__job_make(args, args->count, 1);
-    const float *x = args->residual ? args->residual : args->x;
+    memset(bins, 0, DTRAIN__TOPK_BINS * sizeof *bins);
+    for (int64_t i = 0; i < count; i++) bins[dtrain__magnitude(x[i]) >> 20]++;
+    uint32_t prefix = dtrain__boundary(bins, DTRAIN__TOPK_BINS, wanted);
+    for (int shift = 10; shift >= 0; shift -= 10) {
+        memset(bins, 0, 1024 * sizeof *bins);
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t m = dtrain__magnitude(x[i]);
+            bins[m >> shift & 1023] += m >> (shift + 10) == prefix;
+        }
+        prefix = prefix << 10 | dtrain__boundary(bins, 1024, wanted);
+    }
+    return prefix;
+}
+
+/* A magnitude that of the k largest elements all but surely none falls below; -1 when there is none
+ * that would leave out enough. Also the room that a list needs for what exceeds it. */
+static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, uint32_t *bins,
+                                      int64_t *room)
+{
+    const int64_t share = a->count / 64, least = share > 512 ? share : 512;
+    const int64_t size = least < DTRAIN__TOPK_SAMPLE ? least : DTRAIN__TOPK_SAMPLE;
+    const double mean = (double)size * (double)a->k / (double)a->count;
+    const int64_t stride = a->count / size;
+    int64_t rank = (int64_t)(mean + 4 * sqrt(mean)) + 8;
+    const double pass = (double)a->count / (double)size * (double)rank;
+    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_SLACK;
+    if (rank >= size / 2) return -1;
+    for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
+        const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
+        const int64_t at = i * stride + (int64_t)jitter;
+        float x = a->x[at];
+        if (a->velocity) x += a->momentum * a->velocity[at];
+        sample[i] = a->residual ? a->residual[at] + x : x;
+    }
+    const uint32_t border = dtrain__topk_border(sample, size, &rank, bins);
+    /* Zeros are as good as never wanted; NaNs are above infinity in the bits they have. */
+    if (border == 0) return 0;
+    return border > 0x7f800000u ? 0x7f800000 : (int32_t)border - 1;
+}
+
+/* Steps 3 and 4 on candidates in ascending order; without indices x are the elements themselves.
+ * What is written for an element that is not taken is overwritten by the next. */
+static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, const int32_t *indices,
+                              int64_t count, uint32_t *bins)
+{
     int64_t equals = args->k, taken = 0;
+    const uint32_t border = dtrain__topk_border(x, count, &equals, bins);
+    for (int64_t i = 0; taken < args->k; i++) {
+        const uint32_t m = dtrain__magnitude(x[i]);
+        args->values[taken] = x[i];
+        args->indices[taken] = indices ? indices[i] : (int32_t)i;
+        taken += (m > border) | ((m == border) & (equals > 0));
+        equals -= m == border;
+    }
+    if (args->residual)
+        for (int64_t i = 0; i < args->k; i++) args->residual[args->indices[i]] = 0;
+    if (args->velocity)
+        for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
+}
+
+/* Joins the lists at the first one's; the number of candidates, -1 if a list was too short. */
+static int64_t dtrain__topk_join(const dtrain__topk_pass *pass, int lists)
+{
+    int64_t total = pass->found[0];
+    for (int i = 1; i < lists && total >= 0; i++) {
+        const int64_t found = pass->found[i];
+        if (found < 0) return -1;
+        const size_t bytes = (size_t)found * sizeof(float);
+        memmove(pass->values + total, pass->values + i * pass->room, bytes);
+        memmove(pass->indices + total, pass->indices + i * pass->room, bytes);
+        total += found;
+    }
+    return total;
+}
+
+static dtrain_result dtrain__topk_check(const dtrain_topk_args *args)
+{
     if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "topk: k is %lld of %lld; expected 1 to count, below 2^31",
                            (long long)args->k, (long long)args->count);
-    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, &job, 65536));
+    if (args->velocity && !args->residual)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
+    return DTRAIN_OK;
+}
+
+/* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
+static dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const bool few = args->count <= DTRAIN__TOPK_FEW;
+    const int lists = few ? 1 : cpu->thread_count;
+    const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
+    dtrain__topk_pass pass;
+    DTRAIN__TRY(dtrain__topk_check(args));
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE);
+    memset(&pass, 0, sizeof pass);
+    pass.args = args;
+    pass.below = -1;
+    pass.room = args->count + DTRAIN__TOPK_SLACK;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head));
+    if (!few) {
+        pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
+                                            (uint32_t *)(void *)job.scratch, &pass.room);
+        if (pass.below < 0) pass.room = 0;
+        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_SLACK;
+    }
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head + 2 * lists * pass.room));
     uint32_t *bins = (uint32_t *)(void *)job.scratch;
-    memset(bins, 0, 65536 * sizeof *bins);
-    for (int64_t i = 0; i < args->count; i++) {
-        if (args->residual) args->residual[i] += args->x[i];
-        bins[dtrain__magnitude(x[i]) >> 15]++;
-    }
-    const uint32_t high = dtrain__boundary(bins, 65536, &equals);
-    memset(bins, 0, 32768 * sizeof *bins);
-    for (int64_t i = 0; i < args->count; i++) {
-        const uint32_t m = dtrain__magnitude(x[i]);
-        if (m >> 15 == high) bins[m & 0x7fffu]++;
-    }
-    const uint32_t border = high << 15 | dtrain__boundary(bins, 32768, &equals);
-    for (int64_t i = 0; i < args->count && taken < args->k; i++) {
-        const uint32_t m = dtrain__magnitude(x[i]);
-        if (m < border || (m == border && equals-- <= 0)) continue;
-        args->indices[taken] = (int32_t)i;
-        args->values[taken++] = x[i];
-        if (args->residual) args->residual[i] = 0;
-    }
+    pass.found = (int64_t *)(void *)(job.scratch + DTRAIN__TOPK_BINS);
+    pass.values = job.scratch + head;
+    pass.indices = (int32_t *)(void *)(pass.values + lists * pass.room);
+    memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
+    if (few) cpu->kernels->topk(&job, 0, args->count, 0);
+    else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
+    const int64_t found = dtrain__topk_join(&pass, lists);
+    if (found >= args->k) dtrain__topk_take(args, pass.values, pass.indices, found, bins);
+    else
+        dtrain__topk_take(args, args->residual ? args->residual : args->x, NULL, args->count, bins);
     return DTRAIN_OK;
 }
 
@@ -6407,12 +7363,94 @@ static dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
                                              const dtrain_scatter_add_args *args)
 {
     (void)device;
+    if (args->k < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "scatter_add: k is %lld, expected 0 or more",
+                           (long long)args->k);
     for (int64_t i = 0; i < args->k; i++)
         if (args->indices[i] < 0 || args->indices[i] >= args->count)
             return dtrain_fail(DTRAIN_ERROR_DATA, "index %ld at place %lld is outside [0, %lld)",
                                (long)args->indices[i], (long long)i, (long long)args->count);
     for (int64_t i = 0; i < args->k; i++)
         args->out[args->indices[i]] += args->scale * args->values[i];
+    return DTRAIN_OK;
+}
+
+/* ---- Orthonormal columns ------------------------------------------------------------------------
+ *
+ * Gram-Schmidt by way of the Cholesky factor: X^T X = R^T R has in R's columns what Gram-Schmidt
+ * subtracts, so X R^-1 is its result, from two passes over X in place of one for each pair of
+ * columns. X^T X squares the condition number, which double bears: products of floats are exact in
+ * it, and what is left of a column after projection is known down to about 1e-8 of it, while below
+ * 1e-6 nothing but the rounding of floats is left and the column counts as zero. The second time
+ * round the columns are orthogonal to 1e-3 or better, and come out so to the rounding of a float
+ * (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015). */
+
+/* gram (columns, ld) = R^T R, upper triangles; factor = R^-1, with zeros for columns that the ones
+ * before span. Of a matrix that is not finite all becomes NaN. */
+static void dtrain__basis_factor(double *gram, double *factor, int64_t columns, int64_t ld)
+{
+    double inverse[DTRAIN_ORTHOGONALIZE_COLUMNS];
+    memset(factor, 0, (size_t)(ld * ld) * sizeof *factor);
+    for (int64_t j = 0; j < columns; j++) {
+        uint64_t bits;
+        const double before = gram[j * ld + j];
+        memcpy(&bits, &before, sizeof bits);
+        if ((bits >> 52 & 0x7ff) == 0x7ff) {
+            bits = (uint64_t)0x7ff8 << 48;
+            for (int64_t k = 0; k < columns; k++) memcpy(factor + k, &bits, sizeof bits);
+            return;
+        }
+    }
+    for (int64_t j = 0; j < columns; j++) {
+        double *row = gram + j * ld, left = row[j];
+        for (int64_t i = 0; i < j; i++) left -= gram[i * ld + j] * gram[i * ld + j];
+        inverse[j] = left > 1e-12 * row[j] ? 1 / sqrt(left) : 0;
+        for (int64_t k = j; k < columns; k++) {
+            for (int64_t i = 0; i < j; i++) row[k] -= gram[i * ld + j] * gram[i * ld + k];
+            row[k] *= inverse[j];
+        }
+    }
+    for (int64_t k = 0; k < columns; k++) {
+        factor[k * ld + k] = inverse[k];
+        for (int64_t i = k - 1; i >= 0 && inverse[k] > 0; i--) {
+            double sum = 0;
+            for (int64_t l = i + 1; l <= k; l++) sum += gram[i * ld + l] * factor[l * ld + k];
+            factor[i * ld + k] = -sum * inverse[i];
+        }
+    }
+}
+
+static dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
+                                               const dtrain_orthogonalize_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (args->rows < 0 || args->columns < 1 || args->columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
+                           (long long)args->rows, (long long)args->columns,
+                           DTRAIN_ORTHOGONALIZE_COLUMNS);
+    dtrain__basis basis;
+    memset(&basis, 0, sizeof basis);
+    basis.rows = args->rows;
+    basis.columns = args->columns;
+    basis.padded = dtrain__multiple(args->columns, 16);
+    basis.chunk = dtrain__multiple((args->rows + 31) / 32, 256);
+    basis.x = args->x;
+    if (args->rows == 0) return DTRAIN_OK;
+    const int64_t chunks = (args->rows + basis.chunk - 1) / basis.chunk;
+    const int64_t square = basis.padded * basis.padded, work = args->rows * args->columns;
+    dtrain__job sum = dtrain__job_make(&basis, chunks, 1);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &sum, 2 * (chunks + 1) * square));
+    dtrain__job recombine = dtrain__job_make(&basis, args->rows, DTRAIN__BASIS_ROWS);
+    basis.factor = (double *)(void *)sum.scratch;
+    basis.sums = basis.factor + square;
+    for (int round = 0; round < 2; round++) {
+        dtrain__job_run(cpu, &sum, cpu->kernels->gram, work);
+        for (int64_t chunk = 1; chunk < chunks; chunk++)
+            for (int64_t i = 0; i < square; i++) basis.sums[i] += basis.sums[chunk * square + i];
+        dtrain__basis_factor(basis.sums, basis.factor, basis.columns, basis.padded);
+        dtrain__job_run(cpu, &recombine, cpu->kernels->recombine, work);
+    }
     return DTRAIN_OK;
 }
 
@@ -6571,7 +7609,8 @@ static void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(finite) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)
+    X(sum) X(clip) X(finite) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
+    X(orthogonalize)
 /* clang-format on */
 
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
@@ -6814,9 +7853,8 @@ static bool dtrain__on_host(dtrain_device *device, const void *memory)
     return device->ops->host_memory || !device->ops->is_device_memory(device, memory);
 }
 
-/* Wherever the two lie. */
-static dtrain_result dtrain__copy_any(dtrain_device *device, void *to, const void *from,
-                                      size_t bytes)
+DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes)
 {
     const bool from_host = !device->ops->host_memory && dtrain__on_host(device, from);
     const bool to_host = !device->ops->host_memory && dtrain__on_host(device, to);
@@ -6908,6 +7946,12 @@ typedef struct dtrain__report {
     char text[500];
 } dtrain__report;
 
+/* One direction of a node's emulated link, see [S26.2]. */
+typedef struct dtrain__lane {
+    uint64_t busy_until; /* atomic, on the monotonic clock */
+    uint64_t line[7];
+} dtrain__lane;
+
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: fates written */
@@ -6918,6 +7962,7 @@ typedef struct dtrain__control {
     dtrain__report report;
     dtrain__fate fates[DTRAIN_MAX_RANKS];
     dtrain__post posts[DTRAIN_MAX_RANKS];
+    dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
 /* A control page with or without arenas behind it, as it was mapped. */
@@ -6935,7 +7980,9 @@ typedef struct dtrain__part dtrain__part; /* of a communicator, see [S26] */
 
 struct dtrain_world {
     int rank, size;
-    int local_rank, local_size, node, node_count;
+    int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
+    dtrain_emulation emulation;
+    uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
     pid_t launcher;      /* the process that forked this rank, or 0 */
@@ -6964,6 +8011,7 @@ struct dtrain_world {
 /* The world's communicator comes from [S26]. */
 static dtrain_result dtrain__world_comm_create(dtrain_world *world);
 static void dtrain__world_comm_end(dtrain_world *world);
+static void dtrain__world_comm_linger(dtrain_world *world);
 
 /* The link comes from [S25.3]; all of these do nothing when there is none. */
 static void dtrain__link_look(dtrain_world *world);
@@ -6974,18 +8022,31 @@ static bool dtrain__link_all_told(const dtrain_world *world);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
+/* Ranks of an emulated node; 0 without emulation. What the machine is shared by (cores, memory,
+ * devices) goes by its real hosts, the members of dtrain_world. */
+static int dtrain__node_ranks(const dtrain_world *world)
+{
+    return (int)world->emulation.node_ranks;
+}
 DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world)
 {
-    return world ? world->local_rank : -1;
+    if (!world) return -1;
+    return dtrain__node_ranks(world) ? world->rank % dtrain__node_ranks(world) : world->local_rank;
 }
 DTRAIN_API int dtrain_world_local_size(const dtrain_world *world)
 {
-    return world ? world->local_size : 0;
+    if (!world) return 0;
+    return dtrain__node_ranks(world) ? dtrain__node_ranks(world) : world->local_size;
 }
-DTRAIN_API int dtrain_world_node(const dtrain_world *world) { return world ? world->node : -1; }
+DTRAIN_API int dtrain_world_node(const dtrain_world *world)
+{
+    if (!world) return -1;
+    return dtrain__node_ranks(world) ? world->rank / dtrain__node_ranks(world) : world->node;
+}
 DTRAIN_API int dtrain_world_node_count(const dtrain_world *world)
 {
-    return world ? world->node_count : 0;
+    if (!world) return 0;
+    return dtrain__node_ranks(world) ? world->size / dtrain__node_ranks(world) : world->node_count;
 }
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
 {
@@ -7220,7 +8281,7 @@ static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
     const uint64_t now = dtrain__now_ns();
     for (int i = 0; i < world->size; i++)
         if (dtrain__load(&control->fates[i].how) == DTRAIN__LEFT &&
-            now - control->fates[i].ended_ns >= age_ns)
+            now >= control->fates[i].ended_ns + age_ns) /* it may have ended after `now` */
             return i;
     return -1;
 }
@@ -8034,6 +9095,22 @@ static void dtrain__env_key(const dtrain__environment *env, const dtrain__family
     }
 }
 
+/* srun --mpi=pmi2 sets the rank and size of MPICH's family. Slurm's own, which also says where the
+ * hosts are, is taken if it means the same. */
+static dtrain_result dtrain__env_prefer_slurm(const dtrain__environment *env, int *family,
+                                              dtrain__placement *out)
+{
+    dtrain__placement step;
+    bool found;
+    memset(&step, 0, sizeof step);
+    step.local_rank = -1;
+    DTRAIN__TRY(dtrain__env_slurm(env, &found, &step));
+    if (!found || step.rank != out->rank || step.size != out->size) return DTRAIN_OK;
+    *out = step;
+    *family = DTRAIN__SLURM;
+    return DTRAIN_OK;
+}
+
 /* The whole of it. A world of one is no launcher's business: dtrain_launch then does what its desc
  * says, as if nothing were set. */
 static dtrain_result dtrain__recognise(const dtrain__environment *env, dtrain__placement *out)
@@ -8056,6 +9133,7 @@ static dtrain_result dtrain__recognise(const dtrain__environment *env, dtrain__p
         if (found) break;
     }
     if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_disagreement(env, out));
+    if (found && i == DTRAIN__MPICH) DTRAIN__TRY(dtrain__env_prefer_slurm(env, &i, out));
     if (!found || out->size == 1) {
         memset(out, 0, sizeof *out);
         out->size = 1;
@@ -9100,22 +10178,54 @@ static uint64_t dtrain__host_id(void)
     return dtrain__siphash(none, text, sizeof text);
 }
 
+/* Where a rank is, and where it is to believe it is. */
+typedef struct dtrain__whereabouts {
+    uint64_t host;
+    dtrain_emulation emulation;
+} dtrain__whereabouts;
+
+/* The nodes of ranks that a launcher has started: every one has read its own desc. */
+static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__whereabouts *all)
+{
+    const dtrain_emulation *mine = &world->emulation;
+    for (int i = 0; i < world->size; i++) {
+        const dtrain_emulation *other = &all[i].emulation;
+        if (other->node_ranks != mine->node_ranks || other->latency_us != mine->latency_us ||
+            other->gigabits_per_second != mine->gigabits_per_second)
+            return dtrain__exchange_fail(
+                world, DTRAIN_ERROR_MISMATCH,
+                "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
+                "us, rank %d for %u, %g, %g; give all ranks the same desc",
+                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank,
+                mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
+    }
+    if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
+    return dtrain__exchange_fail(
+        world, DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_launch: emulation makes nodes of one host, and these ranks are on %d hosts; clear "
+        "desc.emulation: their links are real",
+        world->node_count);
+}
+
 /* Which ranks are neighbours. What the launcher said about local ranks stands. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
-    const uint64_t mine = dtrain__host_id();
-    uint64_t all[DTRAIN_MAX_RANKS];
+    dtrain__whereabouts own, all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0;
-    DTRAIN__TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+    memset(&own, 0, sizeof own);
+    const uint64_t mine = own.host = dtrain__host_id();
+    own.emulation = world->emulation;
+    DTRAIN__TRY(dtrain_world_exchange(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
-        while (all[first] != all[i]) first++;
-        if (all[i] == mine && first == i) world->node = hosts;
-        local_rank += i < world->rank && all[i] == mine;
-        local_size += all[i] == mine;
+        while (all[first].host != all[i].host) first++;
+        if (all[i].host == mine && first == i) world->node = hosts;
+        local_rank += i < world->rank && all[i].host == mine;
+        local_size += all[i].host == mine;
         hosts += first == i;
     }
     world->node_count = hosts;
+    DTRAIN__TRY(dtrain__agree_on_nodes(world, all));
     if (place->forks) local_rank = world->rank - place->rank;
     else if (place->local_rank >= 0) local_rank = place->local_rank;
     world->local_rank = local_rank;
@@ -9269,6 +10379,7 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     dtrain__link_news(world);
     while (!all) {
         dtrain__link_pump(world, 20);
+        dtrain__world_comm_linger(world);
         now = dtrain__now_ns();
         if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
             end_ns = now + (uint64_t)grace_ms * 1000000u;
@@ -9381,6 +10492,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->local_size = world->size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
+    world->emulation = desc->emulation;
     world->math = desc->math;
     world->tune = desc->tune;
     world->threads = desc->threads_per_rank;
@@ -9657,6 +10769,37 @@ static dtrain_result dtrain__settle(dtrain__launch *launch)
     return DTRAIN_OK;
 }
 
+/* Not written as x <= 0: NaN must not pass. */
+static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain_emulation *asked = &desc->emulation;
+    const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
+    const struct dtrain_comm_ops *local = NULL;
+    const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
+    if (!asked->node_ranks && !any) return DTRAIN_OK;
+    if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: emulation.node_ranks is %u, expected a divisor of the "
+                           "%d ranks; 1 makes every rank a node",
+                           asked->node_ranks, launch->place.size);
+    if (!(gigabits > 0 && gigabits <= 1e6))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: emulation.gigabits_per_second is %g, expected more than "
+                           "0 and at most 1e6; 10 is a link of 10 Gb/s",
+                           gigabits);
+    if (!(latency >= 0 && latency <= 1e9))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
+                           "datacenter network has 5 to 50",
+                           latency);
+    DTRAIN__TRY(dtrain_comm_ops_by_name("local", &local));
+    if (!desc->comm_ops || desc->comm_ops == local) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
+                       "another one; clear one of them");
+}
+
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
@@ -9676,6 +10819,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "threads_per_rank %u (0 to 4096 expected)",
                            desc->log_level, desc->threads_per_rank);
     DTRAIN__TRY(dtrain__settle(launch));
+    DTRAIN__TRY(dtrain__check_emulation(launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     if (!desc->grace_ms) desc->grace_ms = 5000;
@@ -9783,7 +10927,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  *
  * Above: the public calls check their arguments, keep the books and hand a dtrain_collective to the
  * backend. Below: the `local` backend for ranks of one machine, [S26.4] the one that brings device
- * memory to it, [S26.5] the choice between backends.
+ * memory to it, [S26.5] the choice between backends, [S26.6] MPI.
  *
  * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
  *
@@ -9819,6 +10963,7 @@ static const dtrain__kind dtrain__kinds[] = {
     {"dtrain_send", "send", false, true},
     {"dtrain_recv", "recv", false, true},
     {"dtrain_comm_split", "split", false, false},
+    {"dtrain_all_to_all", "all-to-all", false, false},
 };
 
 /* "all-reduce sum f32 count 100", for messages. */
@@ -9826,7 +10971,7 @@ static void dtrain__describe(const dtrain_collective *what, char *text, size_t r
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     char root[32] = "";
-    const dtrain__kind *kind = &dtrain__kinds[what->kind <= DTRAIN_SPLIT ? what->kind : 0];
+    const dtrain__kind *kind = &dtrain__kinds[what->kind <= DTRAIN_ALL_TO_ALL ? what->kind : 0];
     if (kind->rooted)
         snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_SEND ? "root" : "peer",
                  what->root);
@@ -9838,15 +10983,20 @@ static void dtrain__describe(const dtrain_collective *what, char *text, size_t r
                  what->count, root);
 }
 
-/* Elements of the send and the receive buffer: one of them is `size` times larger in the two calls
- * that cut or join slices. */
+/* Elements of the send and the receive buffer: `size` times larger where a call cuts or joins
+ * slices. */
+static bool dtrain__cuts(const dtrain_collective *what)
+{
+    return what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_TO_ALL;
+}
 static size_t dtrain__send_count(const dtrain_collective *what, int size)
 {
-    return what->kind == DTRAIN_REDUCE_SCATTER ? what->count * (size_t)size : what->count;
+    return dtrain__cuts(what) ? what->count * (size_t)size : what->count;
 }
 static size_t dtrain__recv_count(const dtrain_collective *what, int size)
 {
-    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT;
+    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT ||
+                       what->kind == DTRAIN_ALL_TO_ALL;
     return joins ? what->count * (size_t)size : what->count;
 }
 
@@ -9860,13 +11010,13 @@ static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain
     const size_t send_bytes = dtrain__send_count(what, comm->size) * unit;
     const size_t recv_bytes = dtrain__recv_count(what, comm->size) * unit;
     const size_t slice = (size_t)comm->rank * what->count * unit;
-    bool in_place = send == recv;
+    bool in_place = send == recv && what->kind != DTRAIN_ALL_TO_ALL;
     if (what->kind == DTRAIN_ALL_GATHER) in_place = send == recv + slice;
     if (what->kind == DTRAIN_REDUCE_SCATTER) in_place = recv == send + slice;
     if (in_place || send >= recv + recv_bytes || recv >= send + send_bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: send and recv overlap; use one buffer in place or two separate ones",
-                       dtrain__kinds[what->kind].call);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: send and recv overlap; use %stwo separate ones",
+                       dtrain__kinds[what->kind].call,
+                       what->kind == DTRAIN_ALL_TO_ALL ? "" : "one buffer in place or ");
 }
 
 static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
@@ -9908,7 +11058,7 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
     if (kind->rooted && (what->root < 0 || what->root >= comm->size))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
                            kind->call, what->root, comm->size - 1);
-    if (what->kind >= DTRAIN_SEND && what->root == comm->rank)
+    if (kind->rooted && what->kind >= DTRAIN_SEND && what->root == comm->rank)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
                            what->root);
     return dtrain__check_buffers(comm, what);
@@ -9927,6 +11077,7 @@ static uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
     case DTRAIN_BROADCAST:
     case DTRAIN_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
     case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_ALL_TO_ALL:
     case DTRAIN_ALL_GATHER: return bytes * (n - 1);
     case DTRAIN_SEND: return bytes;
     default: return 0;
@@ -10032,6 +11183,12 @@ DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, 
                                            dtrain_work **work)
 {
     return dtrain__run(comm, DTRAIN_ALL_GATHER, send, recv, send_count, dtype, 0, -1, work);
+}
+
+DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t count, dtrain_dtype dtype, dtrain_work **work)
+{
+    return dtrain__run(comm, DTRAIN_ALL_TO_ALL, send, recv, count, dtype, 0, -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
@@ -10379,15 +11536,17 @@ typedef struct dtrain__slot {
     uint32_t kind, dtype, op;
     int32_t root;
     uint32_t direct; /* the other ranks can reach these buffers */
-    uint32_t unused[3];
+    uint32_t unused;
+    uint64_t started_ns; /* when this rank started it; emulation only */
     char payload[DTRAIN__SMALL_BYTES];
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
 typedef struct dtrain__cell {
-    uint64_t count; /* of the whole message */
+    uint64_t count;      /* of the whole message */
+    uint64_t started_ns; /* when it was sent; emulation only */
     uint32_t dtype;
-    uint32_t unused[13];
+    uint32_t unused[11];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
@@ -10421,7 +11580,9 @@ typedef struct dtrain__local_work {
     uint32_t stage, final; /* reached; 0 = not shown to the others yet. final 0 = path not chosen */
     int seen;              /* ranks below it have reached `stage` */
     bool done;
-    size_t moved; /* messages: bytes */
+    bool sent;                   /* a long message to another node: all of it is in the channel */
+    size_t moved;                /* messages: bytes */
+    uint64_t started_ns, due_ns; /* emulation only; due 0: nothing crosses nodes, or not booked */
 } dtrain__local_work;
 
 typedef struct dtrain__work_block {
@@ -10435,6 +11596,7 @@ typedef struct dtrain__local_comm {
     dtrain__part **parts;            /* (size) */
     bool failed;
     uint64_t sequence;                      /* of the collective started last */
+    uint64_t agreed;                        /* of the one whose path was chosen last */
     dtrain__local_work *queue, **queue_end; /* not done, in the order of their start */
     dtrain__local_work *idle;
     dtrain__work_block *blocks; /* one is enough unless very many handles are kept open */
@@ -10603,6 +11765,7 @@ static void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *work)
     slot->op = what->op;
     slot->root = what->root;
     slot->direct = dtrain__is_direct(&comm->base, what);
+    slot->started_ns = work->started_ns;
     if (bytes && gives && dtrain__is_small(what, comm->base.size))
         memcpy(slot->payload, what->send, bytes);
     dtrain__reach(comm, work, 1);
@@ -10625,7 +11788,7 @@ static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective
     case DTRAIN_BROADCAST:
         if (rank != what->root) memcpy(out, in[what->root], count * unit);
         break;
-    default: /* all-gather, split */
+    default: /* all-gather, all-to-all, split */
         for (int i = 0; i < size; i++, out += what->count * unit)
             if (out != in[i]) memcpy(out, in[i], count * unit);
         break;
@@ -10636,8 +11799,7 @@ static void dtrain__small_path(const dtrain__local_comm *comm, const dtrain__loc
 {
     const dtrain_collective *what = &work->what;
     const char *in[DTRAIN_MAX_RANKS];
-    const size_t slice =
-        what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.rank * what->count : 0;
+    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * what->count : 0;
     for (int i = 0; i < comm->base.size; i++)
         in[i] = dtrain__slot_of(comm, i, work->sequence)->payload +
                 slice * dtrain_dtype_bytes(what->dtype);
@@ -10669,7 +11831,7 @@ static void dtrain__direct_path(const dtrain__local_comm *comm, const dtrain__lo
     size_t first = 0, length = what->count;
     int outs = 0;
     if (sliced) dtrain__slice(what->count, unit, size, rank, &first, &length);
-    else if (what->kind == DTRAIN_REDUCE_SCATTER) first = (size_t)rank * what->count;
+    else if (dtrain__cuts(what)) first = (size_t)rank * what->count;
     for (int i = 0; i < size; i++) {
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
         in[i] = slot->send + first * unit;
@@ -10694,7 +11856,7 @@ static void dtrain__direct_path(const dtrain__local_comm *comm, const dtrain__lo
 
 static size_t dtrain__chunk_count(const dtrain__local_comm *comm, const dtrain_collective *what)
 {
-    const size_t pieces = what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__cuts(what) ? (size_t)comm->base.size : 1;
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
@@ -10726,12 +11888,182 @@ static void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_collective 
     const char *in[DTRAIN_MAX_RANKS];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.rank * chunk : 0;
+    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * chunk : 0;
     for (int i = 0; i < comm->base.size; i++) {
         const char *stage = comm->parts[i]->stage; /* NULL on ranks that give nothing */
         in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
     }
     dtrain__pull(comm, what, in, c * chunk, length);
+}
+
+/* ---- Emulated links -----------------------------------------------------------------------------
+ *
+ * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
+ * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
+ *
+ *                                  out           in            rounds
+ *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
+ *     reduce                       a B / n       a B / n       2     slices to owners ...
+ *        rank on another node      + B / n                           ... results to the root
+ *        root                                    + a B / n
+ *     small all-reduce             a B           a B           1     inputs to everybody
+ *     small reduce, elsewhere      B                           1     inputs to the root
+ *        root                                    a B
+ *     reduce-scatter, all-gather,
+ *        all-to-all, split         a B           a B           1
+ *     broadcast, root              (N - 1) B                   1     once to each other node, from
+ *        first rank of a node                    B                   there on inside: free
+ *     barrier                                                  log2 N, rounded up
+ *     send                         B             B (peer)      1     booked when both are there
+ *
+ * When all ranks have shown an operation each books its bytes on the two lanes of its node, for the
+ * operations of one communicator in the order in which they were started: a lane is a time until
+ * which it is busy, and a booking moves it on. The transfer began when the last rank started the
+ * operation, not when somebody looked: so links work while ranks compute. The invariant: a rank
+ * reaches the last stage, one more than without emulation, after its own transfers are due; all
+ * have reached it when every transfer is over. */
+
+enum { DTRAIN__LANE_OUT = 0, DTRAIN__LANE_IN = 1 };
+
+typedef struct dtrain__traffic {
+    double out, in;  /* bytes */
+    uint32_t rounds; /* 0: the group is inside one node */
+} dtrain__traffic;
+
+/* Which node a rank of the communicator is on. */
+static int dtrain__emulated_node(const dtrain__local_comm *comm, int rank)
+{
+    return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
+}
+
+/* Where a rank of a group stands between nodes. */
+typedef struct dtrain__spread {
+    int nodes, away; /* nodes of the group; its ranks on other nodes than this one's */
+    bool first;      /* of the group's ranks on this node */
+    bool at_root;    /* on the root's node */
+} dtrain__spread;
+
+static dtrain__spread dtrain__spread_of(const dtrain__local_comm *comm, int root)
+{
+    bool known[DTRAIN_MAX_RANKS];
+    dtrain__spread spread;
+    const int own = dtrain__emulated_node(comm, comm->base.rank);
+    memset(known, 0, sizeof known);
+    memset(&spread, 0, sizeof spread);
+    spread.at_root = root >= 0 && dtrain__emulated_node(comm, root) == own;
+    for (int i = 0; i < comm->base.size; i++) {
+        const int node = dtrain__emulated_node(comm, i);
+        if (i == comm->base.rank) spread.first = !known[node];
+        spread.nodes += !known[node];
+        spread.away += node != own;
+        known[node] = true;
+    }
+    return spread;
+}
+
+static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
+                                          const dtrain_collective *what)
+{
+    const dtrain__spread at = dtrain__spread_of(comm, what->root);
+    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
+    const double n = comm->base.size, away = at.away;
+    const bool is_root = what->root == comm->base.rank;
+    const bool small = dtrain__is_small(what, comm->base.size);
+    dtrain__traffic traffic = {0, 0, 0};
+    if (at.nodes == 1) return traffic;
+    traffic.rounds = 1;
+    switch (what->kind) {
+    case DTRAIN_BARRIER:
+        while (1 << traffic.rounds < at.nodes) traffic.rounds++;
+        return traffic;
+    case DTRAIN_BROADCAST:
+        if (is_root) traffic.out = (double)(at.nodes - 1) * bytes;
+        else if (at.first && !at.at_root) traffic.in = bytes;
+        return traffic;
+    case DTRAIN_REDUCE:
+        traffic.rounds = small ? 1 : 2;
+        if (!small) traffic.out = traffic.in = away * bytes / n;
+        if (!at.at_root) traffic.out += small ? bytes : bytes / n;
+        if (is_root) traffic.in += small ? away * bytes : away * bytes / n;
+        return traffic;
+    case DTRAIN_ALL_REDUCE:
+        traffic.rounds = small ? 1 : 2;
+        traffic.out = traffic.in = small ? away * bytes : 2 * away * bytes / n;
+        return traffic;
+    default: traffic.out = traffic.in = away * bytes; return traffic;
+    }
+}
+
+/* Books bytes on a lane, behind what is booked already; returns when they are through. */
+static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
+                                  double bytes)
+{
+    uint64_t *busy = &world->control->lanes[node][lane].busy_until;
+    const double ns = 8 * bytes / world->emulation.gigabits_per_second; /* Gb/s = bits a ns */
+    const uint64_t length = ns < 1e18 ? (uint64_t)ns + 1 : (uint64_t)1000000000000000000u;
+    uint64_t was = dtrain__load(busy), end;
+    if (!(bytes > 0)) return start;
+    do {
+        end = was > start ? was : start;
+        end = end <= UINT64_MAX / 2 ? end + length : end;
+    } while (
+        !__atomic_compare_exchange_n(busy, &was, end, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    return end;
+}
+
+static uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
+{
+    return (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
+}
+
+/* All ranks have shown the collective. */
+static void dtrain__book_collective(const dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    const dtrain_world *world = comm->base.world;
+    const dtrain__traffic traffic = dtrain__traffic_of(comm, &work->what);
+    const int node = dtrain__emulated_node(comm, comm->base.rank);
+    uint64_t start = 0;
+    if (!traffic.rounds) return;
+    for (int i = 0; i < comm->base.size; i++) {
+        const uint64_t started = dtrain__slot_of(comm, i, work->sequence)->started_ns;
+        if (started > start) start = started;
+    }
+    const uint64_t out = dtrain__book_lane(world, node, DTRAIN__LANE_OUT, start, traffic.out);
+    const uint64_t in = dtrain__book_lane(world, node, DTRAIN__LANE_IN, start, traffic.in);
+    work->due_ns = (out > in ? out : in) + dtrain__emulated_latency(world, traffic.rounds);
+}
+
+/* At the stage that is the last one without emulation, or at the one more; true when it is done. */
+static bool dtrain__collective_due(const dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    if (work->stage > work->final) return true;
+    if (dtrain__now_ns() < work->due_ns) return false;
+    dtrain__reach(comm, work, work->final + 1);
+    return dtrain__all_reached(comm, work);
+}
+
+/* A wait of an emulated world. Ranks that have moved something lately yield, as ever. When nothing
+ * moves they sleep, 0.1 ms at most: an operation may end that much late, and less than 0.1 ms ahead
+ * of a due time they yield again, for the kernel's timers come some 50 us late. */
+static dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
+{
+    const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
+    uint64_t nearest = UINT64_MAX, moves = 0;
+    struct timespec nap;
+    for (const dtrain__local_comm *comm = world->locals; comm; comm = comm->next)
+        for (const dtrain__local_work *work = comm->queue; work; work = work->next) {
+            moves += work->sequence + work->stage + work->moved;
+            if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
+        }
+    if (moves != world->emulated_moves) wait->yields = 0;
+    world->emulated_moves = moves;
+    const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
+    if (wait->yields < 2 * DTRAIN__YIELDS_PER_LOOK || left < early + 20000)
+        return dtrain__wait_turn(world, wait);
+    nap.tv_sec = 0;
+    nap.tv_nsec = (long)(left - early < longest ? left - early : longest);
+    nanosleep(&nap, NULL);
+    return dtrain__wait_look(world, wait);
 }
 
 /* ---- The engine -------------------------------------------------------------------------------*/
@@ -10754,6 +12086,7 @@ static dtrain_result dtrain__choose_path(dtrain__local_comm *comm, dtrain__local
     if (small) work->final = 1;
     else if (direct) work->final = 2;
     else work->final = (uint32_t)((what->count + chunk - 1) / chunk) + 2;
+    if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
     return DTRAIN_OK;
 }
 
@@ -10767,9 +12100,13 @@ static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work
         dtrain__show(comm, work);
     }
     while (dtrain__all_reached(comm, work)) {
-        if (!work->final && dtrain__choose_path(comm, work) != DTRAIN_OK) return false;
-        if (work->stage == 1 && work->final == 1) dtrain__small_path(comm, work);
-        if (work->stage == work->final) return true;
+        if (!work->final) {
+            if (work->sequence != comm->agreed + 1) return false; /* links carry in order */
+            if (dtrain__choose_path(comm, work) != DTRAIN_OK) return false;
+            comm->agreed = work->sequence;
+            if (work->final == 1) dtrain__small_path(comm, work);
+        }
+        if (work->stage >= work->final) return !work->due_ns || dtrain__collective_due(comm, work);
         if (work->final == 2) {
             dtrain__direct_path(comm, work);
         } else {
@@ -10805,12 +12142,42 @@ static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm,
 }
 
 /* The other side has to do something first. */
-static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain_collective *what)
+static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain__local_work *work)
 {
+    const dtrain_collective *what = &work->what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
     if (!channel) return what->kind == DTRAIN_RECV;
     const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
+    if (work->sent) return filled != 0;
     return filled == (what->kind == DTRAIN_SEND ? DTRAIN__CELLS : 0u);
+}
+
+static bool dtrain__message_crosses(const dtrain__local_comm *comm, const dtrain_collective *what)
+{
+    return dtrain__node_ranks(comm->base.world) &&
+           dtrain__emulated_node(comm, what->root) != dtrain__emulated_node(comm, comm->base.rank);
+}
+
+/* The receiver knows when both sides were there and books for both. It takes the last cell when the
+ * transfer is due, and a sender whose message does not fit into the channel waits for that; shorter
+ * ones are copied and forgotten, as MPI's eager messages are. */
+static bool dtrain__message_held(const dtrain__local_comm *comm, dtrain__local_work *work)
+{
+    const dtrain_world *world = comm->base.world;
+    const dtrain_collective *what = &work->what;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    if (what->kind == DTRAIN_SEND || !dtrain__message_crosses(comm, what)) return false;
+    if (!work->due_ns) {
+        const dtrain__channel *channel = dtrain__channel_of(comm, what);
+        const uint64_t sent = channel->cells[channel->tail % DTRAIN__CELLS].started_ns;
+        const uint64_t start = sent > work->started_ns ? sent : work->started_ns;
+        const uint64_t out = dtrain__book_lane(world, dtrain__emulated_node(comm, what->root),
+                                               DTRAIN__LANE_OUT, start, (double)bytes);
+        const uint64_t in = dtrain__book_lane(world, dtrain__emulated_node(comm, comm->base.rank),
+                                              DTRAIN__LANE_IN, start, (double)bytes);
+        work->due_ns = (out > in ? out : in) + dtrain__emulated_latency(world, 1);
+    }
+    return bytes - work->moved <= DTRAIN__CELL_BYTES && dtrain__now_ns() < work->due_ns;
 }
 
 static dtrain_result dtrain__channel_make(dtrain__local_comm *comm, int to)
@@ -10847,6 +12214,7 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
     const size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
     if (sends) {
         cell->count = what->count;
+        cell->started_ns = work->started_ns;
         cell->dtype = (uint32_t)what->dtype;
         if (length) memcpy(cell->data, (const char *)what->send + work->moved, length);
     } else {
@@ -10857,7 +12225,9 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
     dtrain__store(mine, *mine + 1);
     comm->base.info.staged_bytes += length;
     work->moved += length;
-    work->done = work->moved == bytes;
+    work->sent = sends && work->moved == bytes && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
+                 dtrain__message_crosses(comm, what);
+    work->done = work->moved == bytes && !work->sent;
     return DTRAIN_OK;
 }
 
@@ -10867,8 +12237,11 @@ static bool dtrain__message_move(dtrain__local_comm *comm, dtrain__local_work *w
     if (work->what.kind == DTRAIN_SEND && !dtrain__channel_of(comm, &work->what) &&
         dtrain__channel_make(comm, work->what.root) != DTRAIN_OK)
         return false;
-    while (!work->done && !dtrain__message_stuck(comm, &work->what))
+    while (!work->done && !dtrain__message_stuck(comm, work)) {
+        if (work->sent) return true;
+        if (dtrain__message_held(comm, work)) return false;
         if (dtrain__message_cell(comm, work) != DTRAIN_OK) return false;
+    }
     return work->done;
 }
 
@@ -10933,16 +12306,17 @@ static bool dtrain__waits_for(const dtrain__local_comm *comm, const dtrain__loca
                               int rank)
 {
     if (work->sequence) return !dtrain__reached(comm, work, rank);
-    return rank == work->what.root && dtrain__message_stuck(comm, &work->what);
+    return rank == work->what.root && dtrain__message_stuck(comm, work);
 }
 
-/* "collective #17 (all-reduce sum f32 count 4)" */
-static void dtrain__name_work(const dtrain__local_work *work, char *text, size_t room)
+/* "collective #17 (all-reduce sum f32 count 4)"; sequence 0: a message. */
+static void dtrain__name_work(const dtrain_collective *what, uint64_t sequence, char *text,
+                              size_t room)
 {
-    char what[80];
-    dtrain__describe(&work->what, what, sizeof what);
-    if (!work->sequence) snprintf(text, room, "%s", what);
-    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, what);
+    char name[80];
+    dtrain__describe(what, name, sizeof name);
+    if (!sequence) snprintf(text, room, "%s", name);
+    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)sequence, name);
 }
 
 /* The rarer checks of a wait: has another rank failed the communicator, called something else,
@@ -10962,7 +12336,7 @@ static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm,
             continue;
         }
         if (how != DTRAIN__LEFT) continue;
-        dtrain__name_work(work, name, sizeof name);
+        dtrain__name_work(&work->what, work->sequence, name, sizeof name);
         return dtrain__local_failf(
             comm, DTRAIN_ERROR_PEER,
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
@@ -10978,7 +12352,16 @@ static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm,
     const dtrain__local_work *work = dtrain__blocking(comm, waited);
     char name[128], list[200] = "";
     size_t used = 0;
-    dtrain__name_work(work, name, sizeof name);
+    const dtrain_world *world = comm->base.world;
+    const uint64_t now = dtrain__now_ns();
+    dtrain__name_work(&work->what, work->sequence, name, sizeof name);
+    if (work->due_ns > now)
+        return dtrain__local_failf(
+            comm, DTRAIN_ERROR_TIMEOUT,
+            "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
+            "timeout_ms",
+            name, world->rank, 1e-9 * (double)world->timeout_ns,
+            world->emulation.gigabits_per_second, 1e-9 * (double)(work->due_ns - now));
     for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
         if (!dtrain__waits_for(comm, work, i)) continue;
         const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
@@ -10989,8 +12372,9 @@ static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm,
     }
     return dtrain__local_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
-        "%s: rank %d waited %.1f s for %s; if they are only slow, raise timeout_ms", name,
-        comm->base.world_ranks[comm->base.rank], 1e-9 * (double)comm->base.world->timeout_ns, list);
+        "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
+        world->rank, 1e-9 * (double)world->timeout_ns, list,
+        dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
 static dtrain_result dtrain__local_more_works(dtrain__local_comm *comm)
@@ -11026,6 +12410,7 @@ static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collect
     memset(work, 0, sizeof *work);
     work->base.comm = base;
     work->what = *what;
+    if (dtrain__node_ranks(base->world)) work->started_ns = dtrain__now_ns();
     if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
@@ -11059,7 +12444,9 @@ static dtrain_result dtrain__local_wait(dtrain_work *base)
     while (!work->done && !comm->failed) {
         dtrain__local_advance_all(comm);
         if (work->done || comm->failed) break;
-        const dtrain_result turn = dtrain__wait_turn(comm->base.world, &wait);
+        const dtrain_result turn = dtrain__node_ranks(comm->base.world)
+                                       ? dtrain__emulated_turn(comm->base.world, &wait)
+                                       : dtrain__wait_turn(comm->base.world, &wait);
         if (wait.looked) dtrain__local_look(comm, work, turn); /* may set failed */
     }
     const dtrain_result result = work->done ? DTRAIN_OK : dtrain__local_standing(comm);
@@ -11150,11 +12537,17 @@ static dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm *
 static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key,
                                          dtrain_comm **out);
 
-static const dtrain_comm_ops dtrain__local_ops = {DTRAIN_COMM_ABI,          "local",
-                                                  dtrain__local_world_comm, dtrain__local_start,
-                                                  dtrain__local_test,       dtrain__local_wait,
-                                                  dtrain__local_alloc,      dtrain__local_free,
-                                                  dtrain__local_split,      dtrain__local_fail,
+static const dtrain_comm_ops dtrain__local_ops = {DTRAIN_COMM_ABI,
+                                                  false,
+                                                  "local",
+                                                  dtrain__local_world_comm,
+                                                  dtrain__local_start,
+                                                  dtrain__local_test,
+                                                  dtrain__local_wait,
+                                                  dtrain__local_alloc,
+                                                  dtrain__local_free,
+                                                  dtrain__local_split,
+                                                  dtrain__local_fail,
                                                   dtrain__local_destroy};
 
 /* This rank's half of a communicator of `size` ranks; its part is made, the others' are not
@@ -11683,11 +13076,17 @@ static dtrain_result dtrain__staged_destroy(dtrain_comm *base)
 static dtrain_result dtrain__staged_create(dtrain_world *world, dtrain_comm **out);
 static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key, dtrain_comm **out);
 
-static const dtrain_comm_ops dtrain__staged_ops = {DTRAIN_COMM_ABI,       "staged",
-                                                   dtrain__staged_create, dtrain__staged_start,
-                                                   dtrain__staged_test,   dtrain__staged_wait,
-                                                   dtrain__staged_alloc,  dtrain__staged_free,
-                                                   dtrain__staged_split,  dtrain__staged_fail,
+static const dtrain_comm_ops dtrain__staged_ops = {DTRAIN_COMM_ABI,
+                                                   false,
+                                                   "staged",
+                                                   dtrain__staged_create,
+                                                   dtrain__staged_start,
+                                                   dtrain__staged_test,
+                                                   dtrain__staged_wait,
+                                                   dtrain__staged_alloc,
+                                                   dtrain__staged_free,
+                                                   dtrain__staged_split,
+                                                   dtrain__staged_fail,
                                                    dtrain__staged_destroy};
 
 static dtrain_result dtrain__staged_wrap(dtrain_world *world, dtrain_comm *inner, dtrain_comm **out)
@@ -11771,7 +13170,8 @@ static dtrain_result dtrain__device_comm_create(dtrain_world *world)
     dtrain_device_info info;
     int pair[2] = {-1, -1};
     DTRAIN__TRY(dtrain__shared_device(world, pair));
-    if (world->comm_ops && pair[0] < 0) return world->comm_ops->create(world, &world->comm);
+    const bool given = world->comm_ops && world->comm_ops != &dtrain__local_ops;
+    if (given && pair[0] < 0) return world->comm_ops->create(world, &world->comm);
     if (!world->control->arenas)
         return dtrain__no_shared_memory(
             world, pair[0] < 0 ? "give a communicator that crosses hosts: comm_ops, dtrain_nccl.h"
@@ -11791,6 +13191,24 @@ static dtrain_result dtrain__device_comm_create(dtrain_world *world)
     return dtrain__staged_create(world, &world->comm);
 }
 
+DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
+{
+    if (!name || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_ops_by_name: %s is NULL",
+                           name ? "out" : "name");
+    *out = NULL;
+    if (strcmp(name, "local") == 0) *out = &dtrain__local_ops;
+#ifdef DTRAIN_USE_MPI
+    if (strcmp(name, "mpi") == 0) *out = dtrain_mpi_comm_ops();
+#endif
+    if (*out) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_comm_ops_by_name: \"%.40s\" is not here; there are \"local\" and, in a "
+        "program built by mpicc with -DDTRAIN_USE_MPI, \"mpi\"",
+        name);
+}
+
 /* The one place where it is decided which backend makes the world's communicator. */
 static dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
@@ -11799,10 +13217,14 @@ static dtrain_result dtrain__world_comm_create(dtrain_world *world)
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)world->comm_ops->abi, (unsigned)DTRAIN_COMM_ABI);
     if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
+#ifdef DTRAIN_USE_MPI
+    if (!world->comm_ops && !world->control->arenas) world->comm_ops = dtrain_mpi_comm_ops();
+#endif
     if (world->comm_ops) return world->comm_ops->create(world, &world->comm);
     if (!world->control->arenas)
         return dtrain__no_shared_memory(world, "the local communicator works on one host, a "
-                                               "transport between hosts is needed: NCCL on GPUs");
+                                               "transport between hosts is needed: NCCL on GPUs, "
+                                               "MPI (mpicc -DDTRAIN_USE_MPI) on CPUs");
     return dtrain__local_world_comm(world, &world->comm);
 }
 
@@ -11815,6 +13237,1394 @@ static void dtrain__world_comm_end(dtrain_world *world)
     while (world->staged) dtrain__staged_release(world->staged); /* comm may be one of them */
     if (given) comm->ops->destroy(comm);
     dtrain__local_end(world);
+}
+
+#ifdef DTRAIN_USE_MPI
+
+/* ---- [S26.6] MPI --------------------------------------------------------------------------------
+ *
+ * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
+ * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. That ranks agree on what they
+ * call, how long they wait and in which order is added is decided here: MPI compares nothing, has
+ * no deadline and promises no order. A collective:
+ *
+ *     record     from every rank to every other: | fingerprint, 64 bytes | small data |; all must
+ *                agree. Small operations end here, after one round
+ *     parts      chunk c of slice j from the ranks that have one to rank j ...
+ *     results    ... which adds them in rank order and sends the sum to the ranks that want it
+ *
+ *                         parts of slice j from    results of slice j to
+ *         all-reduce      all                      all
+ *         reduce          all                      root
+ *         reduce-scatter  all
+ *         broadcast       root                     all but root
+ *         all-gather                               all
+ *         all-to-all      all, not added
+ *
+ *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
+ *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
+ *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
+ *
+ * Between two ranks each of the four directions of a collective is a lane: its chunks go in order
+ * under one tag, at most DTRAIN__MPI_DEPTH of them under way, so temporary memory does not depend
+ * on the count. Records of later operations are exchanged meanwhile; parts and results are moved
+ * for the oldest operation only. A lane never waits for a later chunk, so there is no deadlock.
+ *
+ * A communicator is a range of tags. No call of MPI that may block is made once the ranks have met,
+ * and none at all after a failure: what is under way then keeps its memory until the process
+ * ends. */
+
+#ifndef DTRAIN__MPI_CHUNK_BYTES
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
+#endif
+#ifndef DTRAIN__MPI_MESSAGE_BYTES
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
+#endif
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, about; more with very many ranks */
+#define DTRAIN__MPI_DEPTH 2u
+#define DTRAIN__MPI_MAGIC 0x4d505244u
+
+typedef enum dtrain__mpi_use {
+    DTRAIN__PART_OUT = 0, /* the first four are lanes */
+    DTRAIN__PART_IN = 1,
+    DTRAIN__RESULT_OUT = 2,
+    DTRAIN__RESULT_IN = 3,
+    DTRAIN__RECORD_OUT = 4,
+    DTRAIN__RECORD_IN = 5,
+    DTRAIN__HEAD = 6, /* of a message */
+    DTRAIN__BODY = 7
+} dtrain__mpi_use;
+
+enum { DTRAIN__MPI_LANES = 4, DTRAIN__MPI_TAGS = 5 };
+
+typedef struct dtrain__mpi_record {
+    uint32_t magic, kind, dtype, op;
+    int32_t root;
+    uint32_t unused[3];
+    uint64_t count, sequence;
+    uint64_t reserved[2];
+} dtrain__mpi_record; /* 64 bytes; data follows */
+
+/* Chunks in one direction between two ranks. */
+typedef struct dtrain__mpi_lane {
+    size_t chunks, posted, done;
+    uint32_t landed; /* bit c % depth: chunk c >= done is there */
+} dtrain__mpi_lane;
+
+typedef enum dtrain__mpi_stage {
+    DTRAIN__MPI_QUEUED = 0,
+    DTRAIN__MPI_MEETING = 1, /* records or the head are under way */
+    DTRAIN__MPI_MOVING = 2
+} dtrain__mpi_stage;
+
+typedef struct dtrain__mpi_work {
+    dtrain_work base;
+    struct dtrain__mpi_work *next; /* in the queue, or among the idle */
+    dtrain_collective what;
+    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
+    uint32_t stage;
+    bool done, complete;   /* complete: only records of this rank are still on their way out */
+    int heard, unsent;     /* records */
+    dtrain__mpi_lane lane; /* messages */
+    char *record;          /* messages: head and small data */
+} dtrain__mpi_work;
+
+typedef struct dtrain__mpi_block {
+    struct dtrain__mpi_block *next;
+    dtrain__mpi_work works[DTRAIN__WINDOW];
+} dtrain__mpi_block;
+
+/* What a request is for. */
+typedef struct dtrain__mpi_token {
+    dtrain__mpi_work *work;
+    uint32_t use;
+    int rank;
+    size_t chunk;
+} dtrain__mpi_token;
+
+typedef struct dtrain__mpi_memory {
+    struct dtrain__mpi_memory *next;
+    void *at;
+    size_t bytes; /* whole pages */
+} dtrain__mpi_memory;
+
+typedef struct dtrain__mpi_comm {
+    dtrain_comm base;
+    struct dtrain__mpi_hub *hub;
+    struct dtrain__mpi_comm *next; /* newest first */
+    int tag;                       /* its first */
+    uint64_t sequence;             /* of the collective started last */
+    dtrain__mpi_work *queue, **queue_end, *idle;
+    dtrain__mpi_block *blocks;
+    bool stirred;          /* something was started since the last look */
+    int active, room;      /* requests */
+    MPI_Request *requests; /* these four (room), the first two (active) */
+    dtrain__mpi_token *tokens;
+    MPI_Status *statuses;
+    int *indices;
+    size_t record_bytes, chunk_bytes;
+    char *records;           /* (2, window, size, record_bytes): out, in */
+    uint8_t *heard;          /* (window, size) */
+    uint64_t *last;          /* (size) sequence of the last record that came */
+    char *temporary;         /* (depth, size + 1, chunk_bytes), made when first needed */
+    dtrain__mpi_lane *lanes; /* (lanes, size), of the oldest collective */
+    size_t combined;         /* its chunks of this rank's slice that are added up */
+} dtrain__mpi_comm;
+
+/* One a rank. */
+typedef struct dtrain__mpi_hub {
+    dtrain_world *world;
+    MPI_Comm mpi;
+    int ranks[DTRAIN_MAX_RANKS];     /* of mpi, by rank in the world: orders may differ */
+    int64_t next_range, range_limit; /* of tags */
+    bool ours;                       /* MPI_Init was called here */
+    bool failed;
+    dtrain_result code;
+    char text[560];
+    dtrain__mpi_comm *comms;
+    dtrain__mpi_memory *memory;
+} dtrain__mpi_hub;
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__mpi_standing(const dtrain__mpi_hub *hub)
+{
+    return dtrain_fail(hub->code, "%s", hub->text);
+}
+
+/* The first report of the world stands, whoever made it. Nothing in flight will be finished. */
+static dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result code, const char *text)
+{
+    dtrain__mpi_hub *hub = ((dtrain__mpi_comm *)base)->hub;
+    const dtrain__report *report = &hub->world->control->report;
+    int rank = hub->world->rank;
+    char own[480];
+    if (hub->failed) return dtrain__mpi_standing(hub);
+    snprintf(own, sizeof own, "%s", dtrain__bare(text));
+    dtrain_world_report(hub->world, code, own);
+    if (dtrain__load(&report->state) == 2) {
+        rank = report->rank;
+        code = (dtrain_result)report->code;
+        snprintf(own, sizeof own, "%.*s", (int)sizeof own - 1, report->text);
+    }
+    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
+                            code == DTRAIN_ERROR_PEER || rank == hub->world->rank;
+    hub->failed = true;
+    hub->code = everybodys ? code : DTRAIN_ERROR_PEER;
+    if (everybodys) snprintf(hub->text, sizeof hub->text, "%s", own);
+    else snprintf(hub->text, sizeof hub->text, "rank %d had to give up: %s", rank, own);
+    for (dtrain__mpi_comm *comm = hub->comms; comm; comm = comm->next) {
+        comm->queue = NULL;
+        comm->queue_end = &comm->queue;
+        comm->base.in_flight = 0;
+    }
+    return dtrain__mpi_standing(hub);
+}
+
+DTRAIN__PRINTF(3, 4)
+static dtrain_result dtrain__mpi_failf(dtrain__mpi_comm *comm, dtrain_result code,
+                                       const char *format, ...)
+{
+    char text[480];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain__mpi_fail(&comm->base, code, text);
+}
+
+/* A rank's death may reach MPI before it reaches the control plane, which says it better. */
+static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    char text[MPI_MAX_ERROR_STRING + 1] = "";
+    int length = 0;
+    dtrain_result turn = DTRAIN_OK;
+    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
+        turn = dtrain__wait_turn(comm->base.world, &wait);
+    if (turn == DTRAIN_ERROR_PEER) {
+        (void)dtrain__mpi_fail(&comm->base, turn, dtrain__error_text);
+        return;
+    }
+    MPI_Error_string(code, text, &length);
+    (void)dtrain__mpi_failf(comm, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
+}
+
+/* ---- Memory -----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked, void **out)
+{
+    dtrain_world *world = hub->world;
+    *out = NULL;
+    if (asked > SIZE_MAX / 2)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: %zu bytes asked for", asked);
+    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
+    DTRAIN__TRY(dtrain_device_reserve(world->device, bytes));
+    dtrain__mpi_memory *memory = (dtrain__mpi_memory *)dtrain__alloc(
+        &world->allocator, 1, sizeof *memory, "the book of communicator memory");
+    if (!memory) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__promise(world->control, bytes);
+    if (result == DTRAIN_OK) {
+        memory->at = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory->at == MAP_FAILED) {
+            __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+            result = dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s",
+                                 bytes, strerror(errno));
+        }
+    }
+    if (result != DTRAIN_OK) {
+        dtrain__free(&world->allocator, memory, 1, sizeof *memory);
+        return result;
+    }
+    memory->bytes = bytes;
+    memory->next = hub->memory;
+    hub->memory = memory;
+    dtrain_device_count(world->device, &world->device->comm_bytes, bytes);
+    *out = memory->at;
+    return DTRAIN_OK;
+}
+
+/* After a failure MPI may still write to it: then it stays mapped. */
+static void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at)
+{
+    dtrain_world *world = hub->world;
+    for (dtrain__mpi_memory **link = &hub->memory; at && *link; link = &(*link)->next) {
+        dtrain__mpi_memory *memory = *link;
+        if (memory->at != at) continue;
+        *link = memory->next;
+        if (!hub->failed) munmap(memory->at, memory->bytes);
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)memory->bytes, __ATOMIC_ACQ_REL);
+        world->device->comm_bytes -= memory->bytes;
+        dtrain__free(&world->allocator, memory, 1, sizeof *memory);
+        return;
+    }
+}
+
+static dtrain_result dtrain__mpi_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    return dtrain__mpi_map(((dtrain__mpi_comm *)comm)->hub, bytes, out);
+}
+static void dtrain__mpi_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    (void)bytes;
+    dtrain__mpi_unmap(((dtrain__mpi_comm *)comm)->hub, memory);
+}
+
+/* ---- Requests ---------------------------------------------------------------------------------*/
+
+static int dtrain__mpi_tag(const dtrain__mpi_comm *comm, uint32_t use)
+{
+    if (use < DTRAIN__RECORD_OUT) return comm->tag + (int)use / 2; /* parts, results */
+    return comm->tag + (use <= DTRAIN__RECORD_IN ? 2 : use == DTRAIN__HEAD ? 3 : 4);
+}
+
+static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use, int rank,
+                             size_t chunk, bool sends, void *at, size_t bytes)
+{
+    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
+    const int tag = dtrain__mpi_tag(comm, use);
+    dtrain__mpi_token *token = &comm->tokens[comm->active];
+    MPI_Request *request = &comm->requests[comm->active];
+    const int code = sends
+                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, comm->hub->mpi, request)
+                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, comm->hub->mpi, request);
+    if (code != MPI_SUCCESS) {
+        dtrain__mpi_refused(comm, code, sends ? "MPI_Isend" : "MPI_Irecv");
+        return;
+    }
+    token->work = work;
+    token->use = use;
+    token->rank = rank;
+    token->chunk = chunk;
+    comm->active++;
+}
+
+static void dtrain__mpi_lane_land(dtrain__mpi_lane *lane, size_t chunk)
+{
+    lane->landed |= 1u << chunk % DTRAIN__MPI_DEPTH;
+    while (lane->landed & 1u << lane->done % DTRAIN__MPI_DEPTH) {
+        lane->landed &= ~(1u << lane->done % DTRAIN__MPI_DEPTH);
+        lane->done++;
+    }
+}
+
+static void dtrain__mpi_land(dtrain__mpi_comm *comm, const dtrain__mpi_token *token)
+{
+    dtrain__mpi_work *work = token->work;
+    const size_t size = (size_t)comm->base.size, rank = (size_t)token->rank;
+    switch (token->use) {
+    case DTRAIN__RECORD_IN:
+        comm->heard[work->sequence % DTRAIN__WINDOW * size + rank] = 1;
+        comm->last[rank] = work->sequence;
+        work->heard++;
+        break;
+    case DTRAIN__RECORD_OUT: work->unsent--; break;
+    case DTRAIN__HEAD:
+        if (work->what.kind == DTRAIN_SEND) work->unsent--;
+        else work->heard++;
+        break;
+    case DTRAIN__BODY: dtrain__mpi_lane_land(&work->lane, token->chunk); break;
+    default: dtrain__mpi_lane_land(&comm->lanes[token->use * size + rank], token->chunk); break;
+    }
+}
+
+/* What MPI has finished. True when there was something. */
+static bool dtrain__mpi_poll(dtrain__mpi_comm *comm)
+{
+    int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    if (!comm->active) return false;
+    const int code =
+        MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
+    if (code != MPI_SUCCESS) {
+        int first = code;
+        MPI_Error_class(code, &class_of);
+        for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
+            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) first = comm->statuses[i].MPI_ERROR;
+        dtrain__mpi_refused(comm, first, "MPI_Testsome");
+        return false;
+    }
+    if (count == MPI_UNDEFINED || count == 0) return false;
+    for (int i = 0; i < count; i++) dtrain__mpi_land(comm, &comm->tokens[comm->indices[i]]);
+    for (int i = 0; i < comm->active; i++) {
+        if (comm->requests[i] == MPI_REQUEST_NULL) continue;
+        comm->requests[kept] = comm->requests[i];
+        comm->tokens[kept++] = comm->tokens[i];
+    }
+    comm->active = kept;
+    return true;
+}
+
+/* ---- Records ----------------------------------------------------------------------------------*/
+
+static char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t sequence, int rank)
+{
+    const size_t size = (size_t)comm->base.size, slot = (size_t)(sequence % DTRAIN__WINDOW);
+    return comm->records +
+           (((in ? DTRAIN__WINDOW : 0) + slot) * size + (size_t)rank) * comm->record_bytes;
+}
+
+static void dtrain__mpi_write(char *at, const dtrain_collective *what, uint64_t sequence,
+                              const void *data, size_t bytes)
+{
+    dtrain__mpi_record record;
+    memset(&record, 0, sizeof record);
+    record.magic = DTRAIN__MPI_MAGIC;
+    record.kind = what->kind;
+    record.dtype = (uint32_t)what->dtype;
+    record.op = what->op;
+    record.root = what->root;
+    record.count = what->count;
+    record.sequence = sequence;
+    memcpy(at, &record, sizeof record);
+    if (bytes) memcpy(at + sizeof record, data, bytes);
+}
+
+/* Small data of this rank for `to`, which need not be another rank. */
+static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collective *what, int to,
+                                    size_t *bytes)
+{
+    const char *send = (const char *)what->send;
+    *bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    if (what->kind == DTRAIN_REDUCE && to != what->root) *bytes = 0;
+    if (what->kind == DTRAIN_BROADCAST && comm->rank != what->root) *bytes = 0;
+    return dtrain__cuts(what) && *bytes ? send + (size_t)to * *bytes : send;
+}
+
+static void dtrain__mpi_show(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size, rank = comm->base.rank;
+    const bool small = dtrain__is_small(what, size);
+    const uint64_t s = work->sequence;
+    memset(comm->heard + s % DTRAIN__WINDOW * (size_t)size, 0, (size_t)size);
+    work->stage = DTRAIN__MPI_MEETING;
+    work->unsent = size - 1;
+    for (int i = 1; i < size && !comm->hub->failed; i++) {
+        const int peer = (rank + size - i) % size;
+        dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, peer, 0, false,
+                         dtrain__mpi_slot(comm, true, s, peer), comm->record_bytes);
+    }
+    for (int i = 1; i < size && !comm->hub->failed; i++) {
+        const int peer = (rank + i) % size;
+        char *slot = dtrain__mpi_slot(comm, false, s, peer);
+        size_t bytes;
+        const char *gift = dtrain__mpi_gift(&comm->base, what, peer, &bytes);
+        if (!small) bytes = 0;
+        dtrain__mpi_write(slot, what, s, gift, bytes);
+        dtrain__mpi_post(comm, work, DTRAIN__RECORD_OUT, peer, 0, true, slot,
+                         sizeof(dtrain__mpi_record) + bytes);
+    }
+}
+
+/* What a rank that has been heard calls. */
+static void dtrain__mpi_said(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work, int rank,
+                             dtrain_collective *what)
+{
+    dtrain__mpi_record record;
+    *what = work->what;
+    if (rank == comm->base.rank) return;
+    memcpy(&record, dtrain__mpi_slot(comm, true, work->sequence, rank), sizeof record);
+    what->kind = record.magic == DTRAIN__MPI_MAGIC && record.sequence == work->sequence
+                     ? record.kind
+                     : 0; /* not a record: nothing agrees with it */
+    what->dtype = (dtrain_dtype)record.dtype;
+    what->op = record.op;
+    what->root = record.root;
+    what->count = (size_t)record.count;
+}
+
+static dtrain_result dtrain__mpi_compare(dtrain__mpi_comm *comm, const dtrain__mpi_work *work,
+                                         int first, int second)
+{
+    dtrain_collective x, y;
+    char a[80], b[80];
+    dtrain__mpi_said(comm, work, first, &x);
+    dtrain__mpi_said(comm, work, second, &y);
+    if (x.kind == y.kind && x.dtype == y.dtype && x.op == y.op && x.root == y.root &&
+        x.count == y.count)
+        return DTRAIN_OK;
+    dtrain__describe(&x, a, sizeof a);
+    dtrain__describe(&y, b, sizeof b);
+    return dtrain__mpi_failf(comm, DTRAIN_ERROR_MISMATCH,
+                             "collective #%llu differs: rank %d called %s, rank %d called %s",
+                             (unsigned long long)work->sequence, comm->base.world_ranks[first], a,
+                             comm->base.world_ranks[second], b);
+}
+
+/* With the first rank, so that all ranks find the same difference. */
+static bool dtrain__mpi_agree(dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
+{
+    for (int i = 1; i < comm->base.size; i++)
+        if (dtrain__mpi_compare(comm, work, 0, i) != DTRAIN_OK) return false;
+    return true;
+}
+
+/* Everything came along with the records. */
+static void dtrain__mpi_small_path(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size, rank = comm->base.rank;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out = (char *)what->recv;
+    size_t own;
+    if (!bytes) return;
+    for (int i = 0; i < size; i++)
+        in[i] = dtrain__mpi_slot(comm, true, work->sequence, i) + sizeof(dtrain__mpi_record);
+    in[rank] = dtrain__mpi_gift(&comm->base, what, rank, &own);
+    if (dtrain__kinds[what->kind].reduces) {
+        if (what->kind != DTRAIN_REDUCE || rank == what->root)
+            dtrain__combine(what, in, size, &out, 1, what->count);
+    } else if (what->kind == DTRAIN_BROADCAST) {
+        if (rank != what->root) memcpy(out, in[what->root], bytes);
+    } else {
+        for (int i = 0; i < size; i++, out += bytes)
+            if (out != in[i]) memcpy(out, in[i], bytes);
+    }
+}
+
+/* ---- Lanes ------------------------------------------------------------------------------------*/
+
+static bool dtrain__mpi_adds(const dtrain_collective *what)
+{
+    return dtrain__kinds[what->kind].reduces;
+}
+
+/* Whether a collective has this lane at all: the table above. */
+static bool dtrain__mpi_has_lane(const dtrain_comm *comm, const dtrain_collective *what,
+                                 uint32_t use, int peer)
+{
+    const bool parts = use <= DTRAIN__PART_IN;
+    const bool out = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
+    const int from = out ? comm->rank : peer, to = out ? peer : comm->rank;
+    switch (what->kind) {
+    case DTRAIN_ALL_REDUCE: return true;
+    case DTRAIN_REDUCE: return parts || to == what->root;
+    case DTRAIN_BROADCAST: return parts ? from == what->root : to != what->root;
+    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_ALL_TO_ALL: return parts;
+    default: return !parts;
+    }
+}
+
+/* Slice `owner` in bytes. */
+static void dtrain__mpi_slice(const dtrain_comm *comm, const dtrain_collective *what, int owner,
+                              size_t *first, size_t *length)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    if (what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_REDUCE ||
+        what->kind == DTRAIN_BROADCAST) {
+        dtrain__slice(what->count, unit, comm->size, owner, first, length);
+    } else {
+        *first = (size_t)owner * what->count;
+        *length = what->count;
+    }
+    *first *= unit;
+    *length *= unit;
+}
+
+static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const bool straight = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_ALL_TO_ALL;
+    return straight ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
+}
+
+static size_t dtrain__mpi_chunks(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                 int owner)
+{
+    const size_t chunk = dtrain__mpi_chunk(comm, what);
+    size_t first, length;
+    dtrain__mpi_slice(&comm->base, what, owner, &first, &length);
+    return length / chunk + (length % chunk != 0);
+}
+
+static dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use, int peer)
+{
+    return &comm->lanes[use * (size_t)comm->base.size + (size_t)peer];
+}
+
+static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, int rank)
+{
+    const size_t half = chunk % DTRAIN__MPI_DEPTH * ((size_t)comm->base.size + 1);
+    return comm->temporary + (half + (size_t)rank) * comm->chunk_bytes;
+}
+
+/* Where this rank's sum of a chunk goes; `at` and `first` in bytes. */
+static char *dtrain__mpi_sum_at(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                size_t first, size_t at, size_t chunk)
+{
+    if (what->kind == DTRAIN_REDUCE && what->root != comm->base.rank)
+        return dtrain__mpi_temporary(comm, chunk, comm->base.size);
+    return (char *)what->recv + (what->kind == DTRAIN_REDUCE_SCATTER ? 0 : first) + at;
+}
+
+/* Chunk of a lane in memory. MPI does not write to what it sends, whatever its type says. */
+static char *dtrain__mpi_place(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                               uint32_t use, int peer, size_t chunk, size_t *bytes)
+{
+    const bool theirs = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_IN;
+    const size_t each = dtrain__mpi_chunk(comm, what), at = chunk * each;
+    char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv;
+    size_t first, length;
+    dtrain__mpi_slice(&comm->base, what, theirs ? peer : comm->base.rank, &first, &length);
+    *bytes = length - at < each ? length - at : each;
+    switch (use) {
+    case DTRAIN__PART_OUT: return send + first + at;
+    case DTRAIN__PART_IN:
+        if (dtrain__mpi_adds(what)) return dtrain__mpi_temporary(comm, chunk, peer);
+        return recv + (what->kind == DTRAIN_ALL_TO_ALL ? (size_t)peer * length : first) + at;
+    case DTRAIN__RESULT_OUT:
+        if (what->kind == DTRAIN_ALL_GATHER) return send + at;
+        return dtrain__mpi_sum_at(comm, what, first, at, chunk);
+    default: return recv + first + at;
+    }
+}
+
+/* Chunks of a lane that may be under way now. In place, a slice of the result may come when that
+ * slice of the input is out. */
+static size_t dtrain__mpi_limit(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                uint32_t use, int peer)
+{
+    const size_t all = dtrain__mpi_lane_of(comm, use, peer)->chunks;
+    const bool adds = dtrain__mpi_adds(what);
+    size_t limit = all;
+    if (use == DTRAIN__PART_IN && adds) limit = comm->combined + DTRAIN__MPI_DEPTH;
+    if (use == DTRAIN__RESULT_OUT && adds) limit = comm->combined;
+    if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_BROADCAST &&
+        what->root != comm->base.rank)
+        limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, what->root)->done;
+    if (use == DTRAIN__RESULT_IN && adds && what->send == what->recv)
+        limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_OUT, peer)->done;
+    return limit < all ? limit : all;
+}
+
+static void dtrain__mpi_lane_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
+                                  int peer)
+{
+    dtrain__mpi_lane *lane = dtrain__mpi_lane_of(comm, use, peer);
+    const bool sends = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
+    while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
+           lane->posted < dtrain__mpi_limit(comm, &work->what, use, peer) && !comm->hub->failed) {
+        size_t bytes;
+        char *at = dtrain__mpi_place(comm, &work->what, use, peer, lane->posted, &bytes);
+        dtrain__mpi_post(comm, work, use, peer, lane->posted++, sends, at, bytes);
+    }
+}
+
+/* Adds up the next chunk of this rank's slice, if all of it is there. */
+static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size, rank = comm->base.rank;
+    const size_t c = comm->combined, at = c * comm->chunk_bytes;
+    const char *in[DTRAIN_MAX_RANKS];
+    size_t first, length;
+    if (!dtrain__mpi_adds(what)) return false;
+    dtrain__mpi_slice(&comm->base, what, rank, &first, &length);
+    if (at >= length) return false;
+    for (int i = 0; i < size; i++)
+        if (i != rank && dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, i)->done <= c) return false;
+    if (what->kind == DTRAIN_REDUCE && rank != what->root && /* the place of the sum is taken */
+        c >= dtrain__mpi_lane_of(comm, DTRAIN__RESULT_OUT, what->root)->done + DTRAIN__MPI_DEPTH)
+        return false;
+    for (int i = 0; i < size; i++) in[i] = dtrain__mpi_temporary(comm, c, i);
+    in[rank] = (const char *)what->send + first + at;
+    char *out = dtrain__mpi_sum_at(comm, what, first, at, c);
+    const size_t bytes = length - at < comm->chunk_bytes ? length - at : comm->chunk_bytes;
+    dtrain__combine(what, in, size, &out, 1, bytes / dtrain_dtype_bytes(what->dtype));
+    comm->combined++;
+    return true;
+}
+
+/* All ranks agree: the lanes of a large operation. What goes from this rank to itself is copied. */
+static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const int size = comm->base.size, rank = comm->base.rank;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    void *memory;
+    memset(comm->lanes, 0, DTRAIN__MPI_LANES * (size_t)size * sizeof *comm->lanes);
+    comm->combined = 0;
+    work->stage = DTRAIN__MPI_MOVING;
+    for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
+        for (int i = 0; i < size; i++) {
+            const bool theirs = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_IN;
+            if (i != rank && dtrain__mpi_has_lane(&comm->base, what, use, i))
+                dtrain__mpi_lane_of(comm, use, i)->chunks =
+                    dtrain__mpi_chunks(comm, what, theirs ? i : rank);
+        }
+    if (what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_ALL_TO_ALL) {
+        const size_t cut = what->kind == DTRAIN_ALL_TO_ALL ? (size_t)rank * bytes : 0;
+        char *own = (char *)what->recv + (size_t)rank * bytes;
+        if (own != (const char *)what->send + cut)
+            memcpy(own, (const char *)what->send + cut, bytes);
+    }
+    if (!dtrain__mpi_adds(what) || comm->temporary) return;
+    if (dtrain__mpi_map(comm->hub, DTRAIN__MPI_DEPTH * ((size_t)size + 1) * comm->chunk_bytes,
+                        &memory) == DTRAIN_OK)
+        comm->temporary = (char *)memory;
+    else (void)dtrain__mpi_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain__error_text);
+}
+
+/* As far as it goes now; true when all lanes have reached their ends. */
+static bool dtrain__mpi_lanes_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const int size = comm->base.size, rank = comm->base.rank;
+    do {
+        for (int i = 1; i < size; i++)
+            for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
+                dtrain__mpi_lane_post(comm, work, use, (rank + i) % size);
+        if (comm->hub->failed) return false;
+    } while (dtrain__mpi_combine(comm, work));
+    for (size_t i = 0; i < DTRAIN__MPI_LANES * (size_t)size; i++)
+        if (comm->lanes[i].done < comm->lanes[i].chunks) return false;
+    return !dtrain__mpi_adds(&work->what) ||
+           comm->combined == dtrain__mpi_chunks(comm, &work->what, rank);
+}
+
+/* Moves a collective as far as it goes without waiting; true when it is done. */
+static bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
+                                        uint64_t oldest)
+{
+    if (work->stage == DTRAIN__MPI_QUEUED) {
+        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
+        dtrain__mpi_show(comm, work);
+    }
+    if (comm->hub->failed || work->heard < comm->base.size - 1) return false;
+    if (work->stage == DTRAIN__MPI_MEETING && !work->complete) {
+        const bool small = dtrain__is_small(&work->what, comm->base.size);
+        if (!small && work->sequence != oldest) return false;
+        if (!dtrain__mpi_agree(comm, work)) return false;
+        if (small) dtrain__mpi_small_path(comm, work);
+        else dtrain__mpi_lanes_open(comm, work);
+        work->complete = small;
+    }
+    if (comm->hub->failed) return false;
+    if (!work->complete) work->complete = dtrain__mpi_lanes_move(comm, work);
+    return work->complete && work->unsent == 0;
+}
+
+/* ---- Messages -----------------------------------------------------------------------------------
+ *
+ * A head, with the data when it is small, then the data in pieces. Messages between two ranks in
+ * one direction go one after the other. */
+
+static bool dtrain__mpi_message_first(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
+{
+    const dtrain__mpi_work *other = comm->queue;
+    while (other != work &&
+           (other->what.kind != work->what.kind || other->what.root != work->what.root))
+        other = other->next;
+    return other == work;
+}
+
+static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const bool sends = what->kind == DTRAIN_SEND;
+    const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
+    const size_t pieces =
+        bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
+    work->stage = DTRAIN__MPI_MEETING;
+    work->lane.chunks = small ? 0 : pieces;
+    work->unsent = sends;
+    if (sends) dtrain__mpi_write(work->record, what, 0, what->send, small ? bytes : 0);
+    dtrain__mpi_post(comm, work, DTRAIN__HEAD, what->root, 0, sends, work->record,
+                     sends ? sizeof(dtrain__mpi_record) + (small ? bytes : 0) : comm->record_bytes);
+}
+
+/* The receiver compares what was sent with what it asked for. */
+static void dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const int *world = comm->base.world_ranks;
+    dtrain__mpi_record record;
+    memcpy(&record, work->record, sizeof record);
+    work->stage = DTRAIN__MPI_MOVING;
+    if (record.magic != DTRAIN__MPI_MAGIC || record.count != what->count ||
+        record.dtype != (uint32_t)what->dtype) {
+        (void)dtrain__mpi_failf(
+            comm, DTRAIN_ERROR_MISMATCH,
+            "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+            world[what->root], dtrain_dtype_name((dtrain_dtype)record.dtype),
+            (unsigned long long)record.count, world[comm->base.rank],
+            dtrain_dtype_name(what->dtype), what->count);
+        return;
+    }
+    if (!work->lane.chunks && what->count)
+        memcpy(what->recv, work->record + sizeof record,
+               what->count * dtrain_dtype_bytes(what->dtype));
+}
+
+static bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const bool sends = what->kind == DTRAIN_SEND;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+    dtrain__mpi_lane *lane = &work->lane;
+    if (work->stage == DTRAIN__MPI_QUEUED) {
+        if (!dtrain__mpi_message_first(comm, work)) return false;
+        dtrain__mpi_message_begin(comm, work);
+    }
+    if (!sends && !work->heard) return false;
+    if (!sends && work->stage == DTRAIN__MPI_MEETING) dtrain__mpi_message_head(comm, work);
+    while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
+           !comm->hub->failed) {
+        const size_t at = lane->posted * DTRAIN__MPI_MESSAGE_BYTES, rest = bytes - at;
+        dtrain__mpi_post(comm, work, DTRAIN__BODY, what->root, lane->posted++, sends, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return !comm->hub->failed && !work->unsent && lane->done == lane->chunks;
+}
+
+/* ---- Start, test, wait ------------------------------------------------------------------------*/
+
+/* Moves everything in flight, oldest first. A message that ends may let the next one begin, which
+ * is later in the queue. */
+static void dtrain__mpi_advance(dtrain__mpi_comm *comm)
+{
+    uint64_t oldest = 0; /* sequence of the first collective that is not done */
+    dtrain__mpi_work **link = &comm->queue;
+    if (comm->hub->failed || (!dtrain__mpi_poll(comm) && !comm->stirred)) return;
+    comm->stirred = false;
+    while (!comm->hub->failed && *link) {
+        dtrain__mpi_work *work = *link;
+        if (!oldest) oldest = work->sequence;
+        const bool done = work->sequence ? dtrain__mpi_collective_move(comm, work, oldest)
+                                         : dtrain__mpi_message_move(comm, work);
+        if (comm->hub->failed) return;
+        if (!done) {
+            link = &work->next;
+            continue;
+        }
+        work->done = true;
+        *link = work->next;
+        if (!*link) comm->queue_end = link;
+        comm->base.in_flight--;
+        if (oldest == work->sequence) oldest = 0;
+    }
+}
+
+/* A rank that waits in one communicator keeps the others going. */
+static void dtrain__mpi_advance_all(dtrain__mpi_comm *comm)
+{
+    dtrain__mpi_advance(comm);
+    for (dtrain__mpi_comm *other = comm->hub->comms; other; other = other->next) {
+        if (other == comm || !other->queue) continue;
+        dtrain__mpi_advance(other);
+        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
+    }
+}
+
+/* What keeps `work` from being done: an older collective, maybe. */
+static const dtrain__mpi_work *dtrain__mpi_blocking(const dtrain__mpi_comm *comm,
+                                                    const dtrain__mpi_work *work)
+{
+    const dtrain__mpi_work *first = work->sequence ? comm->queue : work;
+    while (first != work && !first->sequence) first = first->next;
+    return first;
+}
+
+/* Whom a large operation waits for: ranks that owe it a part, for without it there are no results;
+ * else those that owe results; else those that do not take what is sent. */
+static bool dtrain__mpi_lags(const dtrain__mpi_comm *comm, int rank)
+{
+    static const uint32_t uses[] = {DTRAIN__PART_IN, DTRAIN__RESULT_IN, DTRAIN__PART_OUT,
+                                    DTRAIN__RESULT_OUT};
+    for (size_t u = 0; u < sizeof uses / sizeof *uses; u++) {
+        const dtrain__mpi_lane *lanes = dtrain__mpi_lane_of(comm, uses[u], 0);
+        for (int i = 0; i < comm->base.size; i++)
+            if (lanes[i].done < lanes[i].posted) return lanes[rank].done < lanes[rank].posted;
+    }
+    return false;
+}
+
+static bool dtrain__mpi_waits_for(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work,
+                                  int rank)
+{
+    const size_t size = (size_t)comm->base.size;
+    if (rank == comm->base.rank) return false;
+    if (!work->sequence) return rank == work->what.root;
+    if (work->stage == DTRAIN__MPI_MOVING) return dtrain__mpi_lags(comm, rank);
+    return work->stage == DTRAIN__MPI_QUEUED ||
+           !comm->heard[work->sequence % DTRAIN__WINDOW * size + (size_t)rank];
+}
+
+/* A rank that left is given two seconds: what it sent before may be slower than the news. */
+static dtrain_result dtrain__mpi_trouble(dtrain__mpi_comm *comm, const dtrain__mpi_work *waited)
+{
+    const dtrain__mpi_work *work = dtrain__mpi_blocking(comm, waited);
+    const uint64_t now = dtrain__now_ns();
+    const int *world = comm->base.world_ranks;
+    char name[128];
+    for (int i = 0; i < comm->base.size; i++) {
+        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
+        if (!dtrain__mpi_waits_for(comm, work, i)) {
+            if (work->sequence && work->stage == DTRAIN__MPI_MEETING && i != comm->base.rank)
+                DTRAIN__TRY(dtrain__mpi_compare(comm, work,
+                                                i < comm->base.rank ? i : comm->base.rank,
+                                                i < comm->base.rank ? comm->base.rank : i));
+            continue;
+        }
+        if (dtrain__load(&fate->how) != DTRAIN__LEFT || now - fate->ended_ns < 2000000000u)
+            continue;
+        dtrain__name_work(&work->what, work->sequence, name, sizeof name);
+        return dtrain__mpi_failf(
+            comm, DTRAIN_ERROR_PEER,
+            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+            world[i], (unsigned long long)comm->last[i], world[comm->base.rank], name);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__mpi_timeout(dtrain__mpi_comm *comm, const dtrain__mpi_work *waited)
+{
+    const dtrain__mpi_work *work = dtrain__mpi_blocking(comm, waited);
+    char name[128], list[200] = "";
+    size_t used = 0;
+    dtrain__name_work(&work->what, work->sequence, name, sizeof name);
+    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
+        if (!dtrain__mpi_waits_for(comm, work, i)) continue;
+        const unsigned long long last = (unsigned long long)comm->last[i];
+        used += (size_t)snprintf(
+            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
+            comm->base.world_ranks[i],
+            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
+    return dtrain__mpi_failf(
+        comm, DTRAIN_ERROR_TIMEOUT,
+        "%s: rank %d waited %.1f s for %s; if they are only slow, raise timeout_ms", name,
+        comm->base.world_ranks[comm->base.rank], 1e-9 * (double)comm->base.world->timeout_ns,
+        used ? list : "its own records to go out");
+}
+
+static dtrain_result dtrain__mpi_more_works(dtrain__mpi_comm *comm)
+{
+    void *records;
+    dtrain__mpi_block *block = (dtrain__mpi_block *)dtrain__alloc(
+        &comm->base.world->allocator, 1, sizeof *block, "operations in flight");
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    if (dtrain__mpi_map(comm->hub, DTRAIN__WINDOW * comm->record_bytes, &records) != DTRAIN_OK) {
+        dtrain__free(&comm->base.world->allocator, block, 1, sizeof *block);
+        return DTRAIN_ERROR_MEMORY;
+    }
+    block->next = comm->blocks;
+    comm->blocks = block;
+    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
+        block->works[i].record = (char *)records + i * comm->record_bytes;
+        block->works[i].next = comm->idle;
+        comm->idle = &block->works[i];
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__mpi_recycle(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+}
+
+static dtrain_result dtrain__mpi_start(dtrain_comm *base, const dtrain_collective *what,
+                                       dtrain_work **out)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    if (comm->hub->failed) return dtrain__mpi_standing(comm->hub);
+    if (base->size == 1) { /* nobody to wait for: no handle */
+        if (bytes && what->send != what->recv) memcpy(what->recv, what->send, bytes);
+        *out = NULL;
+        return DTRAIN_OK;
+    }
+    if (!comm->idle && dtrain__mpi_more_works(comm) != DTRAIN_OK)
+        return dtrain__mpi_fail(base, DTRAIN_ERROR_MEMORY, dtrain__error_text);
+    dtrain__mpi_work *work = comm->idle;
+    char *record = work->record;
+    comm->idle = work->next;
+    memset(work, 0, sizeof *work);
+    work->record = record;
+    work->base.comm = base;
+    work->what = *what;
+    if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
+    *comm->queue_end = work;
+    comm->queue_end = &work->next;
+    base->outstanding++;
+    base->in_flight++;
+    comm->stirred = true;
+    dtrain__mpi_advance(comm);
+    *out = &work->base;
+    if (!comm->hub->failed || work->done) return DTRAIN_OK;
+    *out = NULL;
+    dtrain__mpi_recycle(comm, work);
+    return dtrain__mpi_standing(comm->hub);
+}
+
+/* The rarer half of a wait, after dtrain__wait_look said `turn`. Before anything is given up, what
+ * has come meanwhile is looked at once more. */
+static void dtrain__mpi_look(dtrain__mpi_comm *comm, const dtrain__mpi_work *work,
+                             dtrain_result turn)
+{
+    char text[sizeof dtrain__error_text];
+    snprintf(text, sizeof text, "%s", turn == DTRAIN_ERROR_PEER ? dtrain__error_text : "");
+    if (turn != DTRAIN_OK) dtrain__mpi_advance(comm);
+    if (work->done || comm->hub->failed) return;
+    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__mpi_fail(&comm->base, turn, text);
+    else if (dtrain__mpi_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
+        (void)dtrain__mpi_timeout(comm, work);
+}
+
+static dtrain_result dtrain__mpi_wait(dtrain_work *base)
+{
+    dtrain__mpi_work *work = (dtrain__mpi_work *)base;
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base->comm;
+    dtrain__wait wait = dtrain__wait_begin();
+    while (!work->done && !comm->hub->failed) {
+        dtrain__mpi_advance_all(comm);
+        if (work->done || comm->hub->failed) break;
+        const dtrain_result turn = dtrain__wait_turn(comm->base.world, &wait);
+        if (wait.looked) dtrain__mpi_look(comm, work, turn); /* may set failed */
+    }
+    const dtrain_result result = work->done ? DTRAIN_OK : dtrain__mpi_standing(comm->hub);
+    dtrain__mpi_recycle(comm, work);
+    return result;
+}
+
+static dtrain_result dtrain__mpi_test(dtrain_work *base, bool *done)
+{
+    dtrain__mpi_work *work = (dtrain__mpi_work *)base;
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base->comm;
+    dtrain__wait wait = dtrain__wait_begin();
+    if (!work->done && !comm->hub->failed) dtrain__mpi_advance_all(comm);
+    if (!work->done && !comm->hub->failed)
+        dtrain__mpi_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+    *done = work->done || comm->hub->failed;
+    return work->done || !comm->hub->failed ? DTRAIN_OK : dtrain__mpi_standing(comm->hub);
+}
+
+/* ---- Making and ending a communicator ---------------------------------------------------------*/
+
+static void dtrain__mpi_release(dtrain__mpi_comm *comm)
+{
+    dtrain__mpi_hub *hub = comm->hub;
+    const dtrain_allocator *allocator = &hub->world->allocator;
+    const size_t size = (size_t)comm->base.size, room = (size_t)comm->room;
+    dtrain__mpi_comm **link = &hub->comms;
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
+    while (comm->blocks) {
+        dtrain__mpi_block *block = comm->blocks;
+        comm->blocks = block->next;
+        dtrain__mpi_unmap(hub, block->works[0].record);
+        dtrain__free(allocator, block, 1, sizeof *block);
+    }
+    dtrain__mpi_unmap(hub, comm->temporary);
+    dtrain__mpi_unmap(hub, comm->records);
+    dtrain__free(allocator, comm->lanes, DTRAIN__MPI_LANES * size, sizeof *comm->lanes);
+    dtrain__free(allocator, comm->last, size, sizeof *comm->last);
+    dtrain__free(allocator, comm->heard, DTRAIN__WINDOW * size, sizeof *comm->heard);
+    dtrain__free(allocator, comm->indices, room, sizeof *comm->indices);
+    dtrain__free(allocator, comm->statuses, room, sizeof *comm->statuses);
+    dtrain__free(allocator, comm->tokens, room, sizeof *comm->tokens);
+    dtrain__free(allocator, comm->requests, room, sizeof *comm->requests);
+    dtrain__free(allocator, comm->base.world_ranks, size, sizeof *comm->base.world_ranks);
+    dtrain__free(allocator, comm, 1, sizeof *comm);
+}
+
+/* The books of all requests that can be under way: records both ways for every operation of the
+ * window, the lanes, and with every rank one message each way. */
+static dtrain_result dtrain__mpi_tables(dtrain__mpi_comm *comm)
+{
+    const dtrain_allocator *allocator = &comm->base.world->allocator;
+    const size_t size = (size_t)comm->base.size, depth = DTRAIN__MPI_DEPTH;
+    const size_t room = size * (2 * DTRAIN__WINDOW + DTRAIN__MPI_LANES * depth + 2 * (1 + depth));
+    comm->room = (int)room;
+    comm->requests = (MPI_Request *)dtrain__alloc(allocator, room, sizeof *comm->requests, "MPI");
+    comm->tokens = (dtrain__mpi_token *)dtrain__alloc(allocator, room, sizeof *comm->tokens, "MPI");
+    comm->statuses = (MPI_Status *)dtrain__alloc(allocator, room, sizeof *comm->statuses, "MPI");
+    comm->indices = (int *)dtrain__alloc(allocator, room, sizeof *comm->indices, "MPI");
+    comm->heard = (uint8_t *)dtrain__alloc(allocator, DTRAIN__WINDOW * size, 1, "MPI");
+    comm->last = (uint64_t *)dtrain__alloc(allocator, size, sizeof *comm->last, "MPI");
+    comm->lanes = (dtrain__mpi_lane *)dtrain__alloc(allocator, DTRAIN__MPI_LANES * size,
+                                                    sizeof *comm->lanes, "MPI");
+    comm->base.world_ranks =
+        (int *)dtrain__alloc(allocator, size, sizeof *comm->base.world_ranks, "MPI");
+    return comm->requests && comm->tokens && comm->statuses && comm->indices && comm->heard &&
+                   comm->last && comm->lanes && comm->base.world_ranks
+               ? DTRAIN_OK
+               : DTRAIN_ERROR_MEMORY;
+}
+
+static dtrain_result dtrain__mpi_make(dtrain__mpi_hub *hub, int size, int rank, int64_t range,
+                                      dtrain__mpi_comm **out)
+{
+    const size_t ranks = (size_t)size, line = DTRAIN__CACHE_LINE;
+    size_t data = DTRAIN__SMALL_TOTAL / ranks, chunk = DTRAIN__MPI_TEMPORARY / (2 * ranks);
+    void *records;
+    if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
+    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
+    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)dtrain__alloc(&hub->world->allocator, 1,
+                                                               sizeof *comm, "a communicator");
+    *out = NULL;
+    if (!comm) return DTRAIN_ERROR_MEMORY;
+    comm->base.ops = dtrain_mpi_comm_ops();
+    comm->base.world = hub->world;
+    comm->base.size = size;
+    comm->base.rank = rank;
+    comm->hub = hub;
+    comm->tag = (int)(range * DTRAIN__MPI_TAGS);
+    comm->queue_end = &comm->queue;
+    comm->chunk_bytes = chunk / line * line;
+    comm->record_bytes = dtrain__round_up(sizeof(dtrain__mpi_record) + data, line);
+    comm->next = hub->comms;
+    hub->comms = comm;
+    dtrain_result result = dtrain__mpi_tables(comm);
+    if (result == DTRAIN_OK)
+        result = dtrain__mpi_map(hub, 2 * DTRAIN__WINDOW * ranks * comm->record_bytes, &records);
+    if (result == DTRAIN_OK) {
+        comm->records = (char *)records;
+        result = dtrain__mpi_more_works(comm);
+    }
+    if (result == DTRAIN_OK) *out = comm;
+    else dtrain__mpi_release(comm);
+    return result;
+}
+
+/* Two exchanges, as in the local backend. The new range of tags is one that no member has used in
+ * any communicator; groups of one split have no pair of ranks in common and may share it. */
+static dtrain_result dtrain__mpi_split(dtrain_comm *parent, int color, int key, dtrain_comm **out)
+{
+    dtrain__mpi_hub *hub = ((dtrain__mpi_comm *)parent)->hub;
+    int64_t mine[3] = {color < 0 ? -1 : color, key, hub->next_range}, all[DTRAIN_MAX_RANKS][3];
+    int64_t keys[DTRAIN_MAX_RANKS][2], made = 1, verdicts[DTRAIN_MAX_RANKS], range = 0;
+    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
+    dtrain__mpi_comm *comm = NULL;
+    DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 3, DTRAIN_I64, 0, -1, NULL));
+    for (int i = 0; i < parent->size; i++) {
+        keys[i][0] = all[i][0];
+        keys[i][1] = all[i][1];
+        range = dtrain__max(range, all[i][2]);
+    }
+    if (range >= hub->range_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_comm_split: this MPI has no tags left after %lld splits; make "
+                           "communicators once and keep them",
+                           (long long)range);
+    hub->next_range = range + 1;
+    const int size = dtrain__split_members(keys, parent->size, parent->rank, members);
+    while (members[rank] != parent->rank) rank++;
+    if (color >= 0) made = dtrain__mpi_make(hub, size, rank, range, &comm) == DTRAIN_OK;
+    const dtrain_result shared =
+        dtrain__run(parent, DTRAIN_SPLIT, &made, verdicts, 1, DTRAIN_I64, 0, -1, NULL);
+    for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
+        if (!verdicts[i]) lacking = i;
+    if (shared != DTRAIN_OK || lacking >= 0) {
+        if (comm) dtrain__mpi_release(comm);
+        if (shared != DTRAIN_OK) return shared;
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "dtrain_comm_split: rank %d has no memory for its part",
+                           parent->world_ranks[lacking]);
+    }
+    for (int i = 0; comm && i < size; i++)
+        comm->base.world_ranks[i] = parent->world_ranks[members[i]];
+    *out = comm ? &comm->base : NULL;
+    return DTRAIN_OK;
+}
+
+/* Whether all ranks have come to the end of the world well: only then MPI can be ended, because
+ * MPI_Finalize waits for everybody and has no deadline. */
+static bool dtrain__mpi_all_end(dtrain__mpi_hub *hub)
+{
+    dtrain_world *world = hub->world;
+    MPI_Request request;
+    int done = 0;
+    for (dtrain__mpi_comm *comm = hub->comms; comm && !hub->failed; comm = comm->next)
+        if (comm->active)
+            (void)dtrain__mpi_failf(comm, DTRAIN_ERROR_USAGE, "left with operations in flight");
+    if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
+    if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
+    for (;;) {
+        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
+        if (done) return true;
+        if (world->link) dtrain__link_pump(world, 1);
+        if (dtrain__trouble(world) != DTRAIN_OK) return false;
+    }
+}
+
+/* Rank 0 waits for the others at the end: what MPI has not sent yet goes out meanwhile. */
+static void dtrain__mpi_linger(const dtrain_comm *base)
+{
+    const dtrain__mpi_hub *hub = ((const dtrain__mpi_comm *)base)->hub;
+    int found;
+    if (!hub->failed) MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, hub->mpi, &found, MPI_STATUS_IGNORE);
+}
+
+static void dtrain__mpi_hub_end(dtrain__mpi_hub *hub, bool met)
+{
+    const dtrain_allocator allocator = hub->world->allocator;
+    int finalized = 1;
+    const bool well = met && dtrain__mpi_all_end(hub);
+    if (!well) hub->failed = true; /* what MPI may still touch stays mapped */
+    while (hub->comms) dtrain__mpi_release(hub->comms);
+    while (hub->memory) dtrain__mpi_unmap(hub, hub->memory->at);
+    if (well) {
+        MPI_Comm_free(&hub->mpi);
+        MPI_Finalized(&finalized);
+        if (hub->ours && !finalized) MPI_Finalize();
+    }
+    dtrain__free(&allocator, hub, 1, sizeof *hub);
+}
+
+static dtrain_result dtrain__mpi_destroy(dtrain_comm *base)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    if (base == base->world->comm) dtrain__mpi_hub_end(comm->hub, true);
+    else dtrain__mpi_release(comm);
+    return DTRAIN_OK;
+}
+
+/* ---- How ranks meet in MPI ----------------------------------------------------------------------
+ *
+ * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
+ * that they will. Then all compare what MPI thinks the world is with what it is. */
+
+typedef struct dtrain__mpi_hello {
+    int32_t status;     /* dtrain_result of this rank */
+    int32_t size, rank; /* in MPI */
+    uint32_t layout[3]; /* must be equal */
+    char library[64], error[300];
+} dtrain__mpi_hello;
+
+static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
+{
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "MPI has been ended, by an earlier world or by the program; for several "
+                           "worlds call MPI_Init before the first and MPI_Finalize after the last");
+    if (!world->device->ops->host_memory)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI moves host memory, and the device is \"%s\"; "
+                           "use dtrain_nccl_comm_ops() or leave comm_ops NULL",
+                           world->device->ops->name);
+    if (world->size > 1 && !world->link)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
+    if (world->launcher && world->size > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs a process of MPI's launcher for every "
+                           "rank, and this rank was forked; start the %d ranks with mpirun -n %d",
+                           world->size, world->size);
+    return DTRAIN_OK;
+}
+
+/* The same verdict on all ranks: the first rank's trouble, or what does not fit. */
+static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
+{
+    bool seen[DTRAIN_MAX_RANKS];
+    int alone = 0;
+    memset(seen, 0, sizeof seen);
+    for (int i = 0; i < size; i++) {
+        if (all[i].status != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)all[i].status, "%.*s", (int)sizeof all[i].error - 1,
+                               all[i].error);
+        alone += all[i].size == 1;
+    }
+    if (alone == size && size > 1)
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "MPI: each of the %d ranks is alone in an MPI of its own (%.60s); start "
+                           "them with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix "
+                           "or pmi2",
+                           size, all[0].library, size);
+    for (int i = 0; i < size; i++) {
+        if (all[i].size != size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
+                               "mpirun as the environment announces",
+                               i, size, all[i].size);
+        if (all[i].rank < 0 || all[i].rank >= size || seen[all[i].rank])
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world is rank %d in MPI, and another one is, "
+                               "too; are these two runs of mpirun?",
+                               i, all[i].rank);
+        seen[all[i].rank] = true;
+        if (memcmp(all[i].layout, all[0].layout, sizeof all[i].layout) != 0 ||
+            strncmp(all[i].library, all[0].library, sizeof all[i].library) != 0)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: ranks 0 and %d were built differently (%.60s, %.60s)", i,
+                               all[0].library, all[i].library);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__mpi_exchange(dtrain_world *world, dtrain__mpi_hello *mine,
+                                          dtrain_result status, dtrain__mpi_hello *all)
+{
+    mine->status = status;
+    if (status != DTRAIN_OK)
+        snprintf(mine->error, sizeof mine->error, "%.*s", (int)sizeof mine->error - 1,
+                 dtrain__bare(dtrain__error_text));
+    return dtrain_world_exchange(world, mine, sizeof *mine, all);
+}
+
+/* A duplicate, so that no message of the host meets one of ours. The call that does not block. */
+static dtrain_result dtrain__mpi_duplicate(dtrain__mpi_hub *hub)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    MPI_Request request;
+    int done = 0;
+    int code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &request);
+    while (code == MPI_SUCCESS) {
+        code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+        if (code != MPI_SUCCESS || done) break;
+        const dtrain_result turn = dtrain__wait_turn(hub->world, &wait);
+        if (turn == DTRAIN_ERROR_TIMEOUT)
+            return dtrain_fail(turn, "MPI_Comm_idup: not finished after %.1f s",
+                               1e-9 * (double)hub->world->timeout_ns);
+        DTRAIN__TRY(turn);
+    }
+    if (code != MPI_SUCCESS)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", code);
+    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *mine)
+{
+    char library[MPI_MAX_LIBRARY_VERSION_STRING + 1] = "";
+    int ready = 0, provided = 0, length = 0, found = 0;
+    void *highest = NULL;
+    MPI_Initialized(&ready);
+    hub->ours = !ready;
+    if (!ready && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Init_thread failed");
+    if (hub->ours) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
+    MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
+    MPI_Get_library_version(library, &length);
+    snprintf(mine->library, sizeof mine->library, "%.*s", (int)strcspn(library, ",\n"), library);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
+    hub->range_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__mpi_meet(dtrain__mpi_hub *hub, dtrain__mpi_hello *all)
+{
+    dtrain_world *world = hub->world;
+    dtrain__mpi_hello mine;
+    memset(&mine, 0, sizeof mine);
+    mine.size = world->size;
+    mine.rank = world->rank;
+    mine.layout[0] = (uint32_t)DTRAIN__MPI_CHUNK_BYTES;
+    mine.layout[1] = (uint32_t)DTRAIN__MPI_MESSAGE_BYTES;
+    mine.layout[2] = (uint32_t)sizeof(dtrain__mpi_record) + DTRAIN__MPI_DEPTH;
+    DTRAIN__TRY(dtrain__mpi_exchange(world, &mine, dtrain__mpi_can_meet(world), all));
+    DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
+    DTRAIN__TRY(dtrain__mpi_exchange(world, &mine, dtrain__mpi_init(hub, &mine), all));
+    const dtrain_result result = dtrain__mpi_verdict(all, world->size);
+    if (result != DTRAIN_OK && mine.size == 1 && hub->ours) MPI_Finalize(); /* alone: no waiting */
+    DTRAIN__TRY(result);
+    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
+    return dtrain__mpi_duplicate(hub);
+}
+
+static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
+{
+    const size_t size = (size_t)world->size;
+    dtrain__mpi_comm *comm = NULL;
+    *out = NULL;
+    dtrain__mpi_hub *hub =
+        (dtrain__mpi_hub *)dtrain__alloc(&world->allocator, 1, sizeof *hub, "a communicator");
+    dtrain__mpi_hello *all = (dtrain__mpi_hello *)dtrain__alloc(&world->allocator, size,
+                                                                sizeof *all, "a table of ranks");
+    dtrain_result result = hub && all ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (hub) hub->world = world;
+    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    if (result == DTRAIN_OK) result = dtrain__mpi_meet(hub, all);
+    dtrain__free(&world->allocator, all, size, sizeof *all);
+    if (result == DTRAIN_OK)
+        result = dtrain__mpi_make(hub, world->size, world->rank, hub->next_range++, &comm);
+    if (result == DTRAIN_OK) {
+        for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
+        *out = &comm->base;
+    } else if (hub) {
+        dtrain__mpi_hub_end(hub, false);
+    }
+    return result;
+}
+
+extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
+                                        false,
+                                        "mpi",
+                                        dtrain__mpi_create,
+                                        dtrain__mpi_start,
+                                        dtrain__mpi_test,
+                                        dtrain__mpi_wait,
+                                        dtrain__mpi_alloc,
+                                        dtrain__mpi_free,
+                                        dtrain__mpi_split,
+                                        dtrain__mpi_fail,
+                                        dtrain__mpi_destroy};
+    return &ops;
+}
+
+#endif /* DTRAIN_USE_MPI */
+
+static void dtrain__world_comm_linger(dtrain_world *world)
+{
+#ifdef DTRAIN_USE_MPI
+    if (world->comm && world->comm->ops == dtrain_mpi_comm_ops()) dtrain__mpi_linger(world->comm);
+#endif
+    (void)world;
 }
 
 /* ================================================================================================
@@ -11862,6 +14672,9 @@ typedef struct dtrain__bucket {
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
+    int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
+                                         everything */
+    struct dtrain__sparse *sparse;    /* what compression keeps: [S30]; or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count) */
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
@@ -12061,10 +14874,10 @@ static dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t
 typedef struct dtrain__registration {
     const dtrain_param *params;
     size_t count;
-    char settings[340]; /* of the strategy */
+    char settings[720]; /* of the strategy */
 } dtrain__registration;
 
-#define DTRAIN__LINE_BYTES 384
+#define DTRAIN__LINE_BYTES 768
 
 /* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
@@ -12204,12 +15017,24 @@ typedef struct dtrain__unit {
 
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
 
+struct dtrain__portion; /* of a parameter, as compression sees it: [S30] */
+struct dtrain__sparse;  /* a bucket's memory for it */
+
 typedef struct dtrain__layout {
     const dtrain_param *params;
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__traits *traits;
-    int ranks, rank;         /* of those that share one copy of the model */
+    int ranks, rank;   /* of those that share one copy of the model */
+    int all, all_rank; /* of the strategy */
+    int node_ranks;    /* hierarchical, and more than one node: ranks of one; else 1 */
+    int hop_ranks,
+        hop_rank;    /* of those that this rank exchanges with between nodes; or all, all_rank */
+    bool compresses; /* and there is somebody to send to */
+    struct dtrain__portion *portions; /* (count), portion_count in use */
+    struct dtrain__sparse *sparse;    /* (count), one a bucket */
+    size_t portion_count;
+    uint64_t state_bytes;    /* of residuals and the like */
     bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */
     bool slots;              /* values are gathered */
     bool work;               /* gradients of a unit are made in alternating buffers */
@@ -12313,21 +15138,42 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
+/* Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
+ * nodes have summed up it keeps, where buckets are sharded, part m:
+ *
+ *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
+ *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
+static void dtrain__bucket_hop(const dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const int64_t nodes = layout->hop_ranks, local = layout->all_rank % layout->node_ranks;
+    bucket->hop_first = 0;
+    bucket->hop_count = bucket->count;
+    if (layout->node_ranks == 1) return;
+    bucket->hop_count =
+        bucket->sharded
+            ? bucket->shard_count * nodes
+            : dtrain__padded((bucket->count + layout->node_ranks - 1) / layout->node_ranks);
+    bucket->hop_first = bucket->hop_count * local;
+    if (bucket->sharded)
+        bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
+    else bucket->count = bucket->shard_count = bucket->hop_count * layout->node_ranks;
+}
+
 /* Slices of equal length, or cuts where owners change: who keeps what. */
 static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t ranks = layout->ranks;
     bucket->shard_first = 0;
     bucket->shard_count = bucket->count;
-    if (!bucket->sharded) return;
-    if (bucket->cuts) {
+    if (bucket->sharded && bucket->cuts) {
         bucket->shard_first = bucket->cuts[layout->rank];
         bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
-        return;
+    } else if (bucket->sharded) {
+        bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
+        bucket->count = bucket->shard_count * ranks;
+        bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
-    bucket->count = bucket->shard_count * ranks;
-    bucket->shard_first = bucket->shard_count * layout->rank;
+    dtrain__bucket_hop(layout, bucket);
 }
 
 /* The bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units use);
@@ -12530,6 +15376,8 @@ static void dtrain__lay_landings(dtrain__layout *layout)
         layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
 }
 
+static void dtrain__lay_compression(dtrain__layout *layout); /* [S30] */
+
 /* Whole values the library owns lie in registration order behind those of buckets. */
 static void dtrain__lay_memory(dtrain__layout *layout)
 {
@@ -12548,6 +15396,7 @@ static void dtrain__lay_memory(dtrain__layout *layout)
             entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
     }
     dtrain__lay_landings(layout);
+    if (layout->compresses) dtrain__lay_compression(layout);
 }
 
 /* The part of storage i that this rank updates; false if there is none. */
@@ -12622,6 +15471,8 @@ static dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_para
         dtrain__init_block(p, seed, first, count, value);
         return DTRAIN_OK;
     }
+    if (p->init == DTRAIN_INIT_ZERO)
+        return device->ops->zero(device, value, (size_t)count * sizeof(float));
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
         dtrain__init_block(p, seed, first + at, some, staging);
@@ -12709,11 +15560,12 @@ static size_t dtrain__list_missing(const dtrain_param *params, size_t param_coun
  *
  *     reducing     whole          all-reduce in place
  *     a bucket     sharded        reduce-scatter to the shard (ZERO3: one reduce an owner)
- *                  several nodes  then all-reduce of the shard with the same shard of other nodes
+ *                  several nodes  inside the node, then across nodes, then inside again: [S30]
  *
  * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
  * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
- * waits for those before it.
+ * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
+ * but each kind of step has a communicator of its own, and there buckets go in their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
@@ -12724,7 +15576,31 @@ static size_t dtrain__list_missing(const dtrain_param *params, size_t param_coun
  * gradient has been moved on. A gradient that was not written in the whole step counts as zero.
  * ==============================================================================================*/
 
-enum { DTRAIN__REDUCE_IDLE, DTRAIN__REDUCE_SHARD, DTRAIN__REDUCE_REPLICAS, DTRAIN__REDUCED };
+/* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
+enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
+
+typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+
+/* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
+ * what has to be done before and starts them, end what has to be done when they are over. */
+typedef struct dtrain__step {
+    dtrain__step_fn begin, end;
+    bool last_only;  /* in a step's last micro-batch only */
+    bool sums_shard; /* its result has all micro-batches in it already */
+} dtrain__step;
+
+#define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
+
+/* Further communicators: one for each step that starts when another happens to be done. */
+enum {
+    DTRAIN__NODE,         /* ranks of this node */
+    DTRAIN__ACROSS,       /* those with this rank's slice, or with HYBRID_SHARD its shard */
+    DTRAIN__BACK,         /* NODE again: the way back */
+    DTRAIN__FETCH_ACROSS, /* ACROSS and NODE again: to gather values */
+    DTRAIN__FETCH,
+    DTRAIN__SECOND, /* who exchanges compressed gradients: a second round */
+    DTRAIN__GROUPS
+};
 
 /* Between a GPU and what is offloaded. The events are those of gradients: during a backward of
  * shards that arrive in a landing, during an update of chunks that arrive in a stage. */
@@ -12741,9 +15617,10 @@ struct dtrain_strategy {
     const dtrain__traits *traits;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain_comm *comm;         /* all ranks */
-    dtrain_comm *shard_comm;   /* those that share one copy; NULL: every rank has everything */
-    dtrain_comm *replica_comm; /* HYBRID_SHARD: those with the same shard; NULL elsewhere */
+    dtrain_comm *comm;                   /* all ranks */
+    dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
+    dtrain_comm *shard_comm; /* who shares one copy: comm or a group; NULL: each has everything */
+    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets, in this step */
     dtrain_allocator allocator;
     dtrain_strategy_desc desc; /* resolved */
     dtrain_param *params;      /* the host's */
@@ -12762,6 +15639,8 @@ struct dtrain_strategy {
     bool more;               /* micro-batches of this step follow */
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
+    dtrain_compression_state *states; /* (portion_count), state_count in use */
+    size_t state_count;
     uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
     uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
     uint32_t position;   /* unit gathered last, NONE before a pass */
@@ -12784,6 +15663,11 @@ DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
     desc.optimizer_states = 2;
     desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
     desc.bucket_bytes = DTRAIN__BUCKET_BYTES;
+    desc.powersgd_rank = 1;
+    desc.topk_ratio = 0.01f;
+    desc.warmup_ratio = 0.25f;
+    desc.dense_below = 1024;
+    desc.dense_steps = 10;
     return desc;
 }
 
@@ -12791,6 +15675,9 @@ static bool dtrain__is_float_dtype(uint32_t dtype)
 {
     return dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
 }
+
+/* The fields of [S10], those that stand by themselves: [S30]. */
+static dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc);
 
 /* Fields that stand by themselves. */
 static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
@@ -12820,7 +15707,7 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
                            (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
-    return DTRAIN_OK;
+    return dtrain__check_compression(desc);
 }
 
 /* What is left to the default, in a desc whose kind is known. */
@@ -12892,10 +15779,28 @@ static dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
                            "%s: param_dtype %s: %s keeps parameters whole, in fp32; autocast of "
                            "the tape rounds them where they are used",
                            call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype), traits->name);
-    if (desc->node_size && traits->kind != DTRAIN_HYBRID_SHARD)
+    if (desc->compression && traits->state)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: node_size is %u, which means something to DTRAIN_HYBRID_SHARD "
-                           "only, not to %s",
+                           "%s: compression: %s reduces gradients to shards, and what one rank "
+                           "selects of them is not what another needs; use DTRAIN_DDP, or "
+                           "reduce_dtype",
+                           call, traits->name);
+    if (desc->compression && desc->accumulation == DTRAIN_ACCUMULATE_EVERY)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: compression sends what micro-batches have added up; with "
+                           "DTRAIN_ACCUMULATE_EVERY it would send the same again and again; use "
+                           "DTRAIN_ACCUMULATE_LAST",
+                           call);
+    if (desc->hierarchical && (traits->owners || traits->kind == DTRAIN_HYBRID_SHARD))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: hierarchical: %s", call,
+                           traits->owners ? "DTRAIN_ZERO3 sends whole tensors to their owners, "
+                                            "wherever they are; use DTRAIN_FULL_SHARD"
+                                          : "DTRAIN_HYBRID_SHARD goes node by node by itself; "
+                                            "leave it out");
+    if (desc->node_size && traits->kind != DTRAIN_HYBRID_SHARD && !desc->hierarchical)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: node_size is %u, which means something to DTRAIN_HYBRID_SHARD and "
+                           "to hierarchical only, not to %s",
                            call, desc->node_size, traits->name);
     if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -12915,6 +15820,7 @@ static void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
     if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_DDP;
     if (!desc->param_dtype) desc->param_dtype = DTRAIN_F32;
     if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_F32;
+    if (!desc->powersgd_rank) desc->powersgd_rank = 1;
     if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
     if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
 }
@@ -12944,21 +15850,30 @@ static dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
     const dtrain__traits *traits = dtrain__traits_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
     const bool ahead = (!traits || traits->params) && !desc->no_overlap;
+    static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     dtrain__registration mine;
     memset(&mine, 0, sizeof mine);
     mine.params = strategy->params;
     mine.count = strategy->param_count;
-    snprintf(mine.settings, sizeof mine.settings,
-             "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
-             "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
-             "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d",
-             traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
-             (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
-             dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
-             (unsigned)desc->node_size, desc->reshard_after_forward,
-             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
-             (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-             (unsigned long long)desc->init_seed, ahead);
+    snprintf(
+        mine.settings, sizeof mine.settings,
+        "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
+        "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
+        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
+        "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
+        "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
+        "%llu, warmup_steps %llu",
+        traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
+        (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+        dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
+        (unsigned)desc->node_size, desc->reshard_after_forward,
+        (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
+        (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
+        (unsigned long long)desc->init_seed, ahead, methods[desc->compression],
+        (unsigned)desc->sparse_exchange, (unsigned)desc->powersgd_rank, desc->hierarchical,
+        desc->no_error_feedback, (double)desc->topk_ratio, (double)desc->topk_momentum,
+        (double)desc->warmup_ratio, (long long)desc->dense_below,
+        (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps);
     return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }
 
@@ -12993,14 +15908,15 @@ static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
     return result;
 }
 
-/* HYBRID_SHARD: consecutive ranks are one node. */
+/* Consecutive ranks are one node. With hierarchical one node alone, or nodes of one rank, are no
+ * mistake: a program that is started on fewer machines goes on, on one level. */
 static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
     const char *const call = "dtrain_strategy_create";
     const int ranks = dtrain_comm_size(strategy->comm);
     if (desc->node_size == 0) {
-        if (dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
+        if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: DTRAIN_HYBRID_SHARD shards inside a node and replicates across "
                                "nodes, but all ranks are on one; set node_size, or use "
@@ -13016,29 +15932,92 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__strategy_split(dtrain_strategy *strategy)
+/* With hierarchical, what is lossy is for the way between nodes: one node has none. */
+static void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
+    if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
+    desc->reduce_dtype = DTRAIN_F32;
+    desc->compression = DTRAIN_COMPRESSION_NONE;
+}
+
+/* The same ranks as in groups[from], for steps of another kind. */
+static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm *from, int to)
+{
+    return dtrain_comm_split(from, 0, dtrain_comm_rank(from), &strategy->groups[to]);
+}
+
+/* HYBRID_SHARD: every node has a copy. */
+static bool dtrain__has_replicas(const dtrain_strategy *strategy)
+{
+    return strategy->traits->kind == DTRAIN_HYBRID_SHARD;
+}
+
+/* Two levels, and rounds that follow one another. */
+static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain__traits *traits = strategy->traits;
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
-    if (!strategy->traits->state) return DTRAIN_OK;
-    if (strategy->traits->kind != DTRAIN_HYBRID_SHARD) {
-        const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
-        if (ranks > 1 || (strategy->desc.offload & shards)) strategy->shard_comm = strategy->comm;
-        return DTRAIN_OK;
+    const bool replicas = dtrain__has_replicas(strategy);
+    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
+    const bool rounds = desc->compression == DTRAIN_POWERSGD ||
+                        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_BALANCED);
+    dtrain_comm **groups = strategy->groups;
+    if (replicas || (size > 1 && size < ranks)) {
+        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
+        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &groups[DTRAIN__ACROSS]));
     }
-    DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
-    const int size = (int)strategy->desc.node_size;
-    dtrain_comm *node, *across;
-    DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &node));
-    strategy->shard_comm = node;
-    DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &across));
-    strategy->replica_comm = across;
+    if (!replicas && groups[DTRAIN__NODE]) {
+        if (!traits->state || desc->whole_below)
+            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__BACK));
+        if (traits->state) {
+            DTRAIN__TRY(
+                dtrain__split_again(strategy, groups[DTRAIN__ACROSS], DTRAIN__FETCH_ACROSS));
+            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__FETCH));
+        }
+    }
+    if (rounds && ranks > 1)
+        DTRAIN__TRY(dtrain__split_again(
+            strategy, groups[DTRAIN__ACROSS] ? groups[DTRAIN__ACROSS] : strategy->comm,
+            DTRAIN__SECOND));
     return DTRAIN_OK;
 }
+
+static dtrain_result dtrain__strategy_split(dtrain_strategy *strategy)
+{
+    const int ranks = dtrain_comm_size(strategy->comm);
+    const bool replicas = dtrain__has_replicas(strategy);
+    const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
+    if (strategy->desc.hierarchical || replicas)
+        DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
+    dtrain__resolve_levels(&strategy->desc, ranks);
+    DTRAIN__TRY(dtrain__split_groups(strategy));
+    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
+    else if (strategy->traits->state && (ranks > 1 || (strategy->desc.offload & shards)))
+        strategy->shard_comm = strategy->comm;
+    return DTRAIN_OK;
+}
+
+/* Who is on which level. */
+static void dtrain__layout_grid(dtrain__layout *layout)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const int size = desc->hierarchical ? (int)desc->node_size : 0;
+    const bool nodes = size > 1 && size < layout->all;
+    layout->node_ranks = nodes ? size : 1;
+    layout->hop_ranks = nodes ? layout->all / size : layout->all;
+    layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
+    layout->compresses = desc->compression && layout->all > 1;
+}
+
+static dtrain_result dtrain__layout_portions(dtrain__layout *layout, const dtrain_allocator *a);
+static void dtrain__layout_portions_free(dtrain__layout *layout, const dtrain_allocator *a);
 
 /* The tables of a layout, zeroed; what there is of them is freed by _free also after an error. */
 static dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                          const dtrain_param *params, size_t count,
-                                         const dtrain_strategy_desc *desc, int ranks, int rank)
+                                         const dtrain_strategy_desc *desc, int ranks, int rank,
+                                         int all, int all_rank)
 {
     const size_t cuts = (size_t)ranks + 1;
     memset(layout, 0, sizeof *layout);
@@ -13048,6 +16027,9 @@ static dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_al
     layout->traits = dtrain__traits_of(desc->kind);
     layout->ranks = ranks;
     layout->rank = rank;
+    layout->all = all;
+    layout->all_rank = all_rank;
+    dtrain__layout_grid(layout);
     layout->host_values = layout->traits->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
     layout->host_grads = layout->traits->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
     layout->slots = layout->traits->params && (ranks > 1 || layout->host_values);
@@ -13066,12 +16048,13 @@ static dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_al
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
-    return DTRAIN_OK;
+    return layout->compresses ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
 static void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
     const size_t cuts = (size_t)layout->ranks + 1;
+    dtrain__layout_portions_free(layout, a);
     dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
     dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
     dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
@@ -13084,10 +16067,13 @@ static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
     const dtrain_allocator *a = &strategy->allocator;
     const size_t count = strategy->param_count;
     dtrain_comm *shared = strategy->shard_comm;
-    DTRAIN__TRY(dtrain__layout_make(&strategy->layout, a, strategy->params, count, &strategy->desc,
-                                    shared ? dtrain_comm_size(shared) : 1,
-                                    shared ? dtrain_comm_rank(shared) : 0));
-    strategy->works_per_bucket = strategy->layout.owners ? (size_t)strategy->layout.ranks : 1;
+    DTRAIN__TRY(dtrain__layout_make(
+        &strategy->layout, a, strategy->params, count, &strategy->desc,
+        shared ? dtrain_comm_size(shared) : 1, shared ? dtrain_comm_rank(shared) : 0,
+        dtrain_comm_size(strategy->comm), dtrain_comm_rank(strategy->comm)));
+    strategy->works_per_bucket = strategy->layout.owners       ? (size_t)strategy->layout.ranks
+                                 : strategy->layout.compresses ? 2
+                                                               : 1;
     strategy->works = (dtrain_work **)dtrain__alloc(
         a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
@@ -13095,6 +16081,8 @@ static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
     return strategy->works && strategy->shards && strategy->counted ? DTRAIN_OK
                                                                     : DTRAIN_ERROR_MEMORY;
 }
+
+static void dtrain__choose_ways(dtrain_strategy *strategy);
 
 /* The state between two backwards, and between two steps. Work buffers have been emptied: the next
  * backward overwrites them. Whole gradients go on until the step ends. */
@@ -13117,6 +16105,7 @@ static void dtrain__strategy_rewind(dtrain_strategy *strategy, bool step_done)
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
     strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
     strategy->accumulated = !step_done;
+    if (step_done) dtrain__choose_ways(strategy);
 }
 
 /* Points params at memory of the library; aliases follow their storage. Values of gathered units
@@ -13163,6 +16152,8 @@ static void dtrain__list_shards(dtrain_strategy *strategy)
     }
 }
 
+static dtrain_result dtrain__compression_open(dtrain_strategy *strategy); /* [S30] */
+
 /* A line more than is needed: also an empty tensor, or the only tensor of a model, gets an address
  * of its own. What other ranks read is memory of the communicator; padding is zero. */
 static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
@@ -13187,6 +16178,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     dtrain__lay_memory(layout);
     dtrain__lend(strategy);
     dtrain__list_shards(strategy);
+    DTRAIN__TRY(dtrain__compression_open(strategy));
     dtrain__strategy_rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
@@ -13267,8 +16259,9 @@ static dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to
         if (p->storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
             continue;
         float *place = layout->buckets[entry->bucket].values + entry->offset;
-        DTRAIN__TRY(dtrain__copy_any(strategy->device, to_host ? p->value : place,
-                                     to_host ? place : p->value, (size_t)p->count * sizeof(float)));
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
+                                       to_host ? place : p->value,
+                                       (size_t)p->count * sizeof(float)));
     }
     return DTRAIN_OK;
 }
@@ -13361,6 +16354,19 @@ static dtrain_result dtrain__test_works(const dtrain_strategy *strategy, dtrain_
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
+/* Fails all its communicators, wherever other ranks may be waiting; returns what stands. */
+static dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                           const char *text)
+{
+    char kept[sizeof dtrain__error_text];
+    snprintf(kept, sizeof kept, "%s", text);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm *group = strategy->groups[i];
+        if (group) group->ops->fail(group, code, kept);
+    }
+    return strategy->comm->ops->fail(strategy->comm, code, kept);
+}
+
 /* Gradients in flight are also read and written by other ranks, and those expect the rest of the
  * step: the communicator fails, which they hear of at once. Why this rank gave up is more
  * interesting than this consequence: its last error stays. A unit that is only being fetched ahead
@@ -13374,9 +16380,9 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
             flights += dtrain__works(strategy, b, false)[i] != NULL;
     memcpy(text, dtrain__error_text, sizeof text);
     if (flights)
-        strategy->comm->ops->fail(strategy->comm, DTRAIN_ERROR_USAGE,
-                                  "dtrain_strategy_destroy: called between ready and finish, with "
-                                  "gradients in flight");
+        dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
+                              "dtrain_strategy_destroy: called between ready and finish, with "
+                              "gradients in flight");
     for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
         dtrain__wait_works(strategy, dtrain__works(strategy, b, false));
         dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
@@ -13413,14 +16419,14 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__strategy_free_blocks(strategy);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->counted, count, sizeof *strategy->counted);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
     dtrain__layout_free(&strategy->layout, &a);
-    if (strategy->replica_comm) dtrain_comm_destroy(strategy->replica_comm);
-    if (strategy->shard_comm && strategy->shard_comm != strategy->comm)
-        dtrain_comm_destroy(strategy->shard_comm);
+    for (int i = 0; i < DTRAIN__GROUPS; i++)
+        if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }
 
@@ -13437,7 +16443,7 @@ static dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy, co
 static dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
 {
     if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
-    strategy->failure = strategy->comm->ops->fail(strategy->comm, result, dtrain__error_text);
+    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain__error_text);
     snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
              dtrain__bare(dtrain__error_text));
     return strategy->failure;
@@ -13590,38 +16596,101 @@ static bool dtrain__reduces_low(const dtrain_strategy *strategy)
     return strategy->desc.reduce_dtype != DTRAIN_F32;
 }
 
-/* With several nodes the mean is not made here: sums first, and one factor at the end. */
-static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
+/* x (count elements of the bucket, from `first` on) as it travels: itself, or rounded. */
+static dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                     const float *x, int64_t first, int64_t count, void **wire)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    *wire = (void *)(uintptr_t)x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_F32, *wire, strategy->desc.reduce_dtype);
+}
+
+static dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                       int64_t first, int64_t count, float *x)
+{
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
+                           x, DTRAIN_F32);
+}
+
+static dtrain_work **dtrain__reduce_works(const dtrain_strategy *strategy,
+                                          const dtrain__bucket *bucket)
+{
+    return dtrain__works(strategy, (size_t)(bucket - strategy->layout.buckets), false);
+}
+
+/* Where two collectives make the mean: sums first, and one factor at the end. In fp16 a sum may be
+ * too large where the mean is not: there each of them makes a mean. */
+static bool dtrain__sums_first(const dtrain_strategy *strategy)
+{
+    const bool levels = dtrain__has_replicas(strategy) || strategy->layout.node_ranks > 1;
+    return levels && strategy->desc.reduce_dtype != DTRAIN_F16;
+}
+
+static dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy)
+{
+    return dtrain__sums_first(strategy) ? DTRAIN_SUM : DTRAIN_MEAN;
+}
+
+static dtrain_result dtrain__scale(dtrain_strategy *strategy, float *x, int64_t count)
+{
+    const float factor = 1.0f / (float)strategy->layout.all;
+    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_F32};
+    if (count == 0 || !dtrain__sums_first(strategy)) return DTRAIN_OK;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* One rank: its mean is what it has. */
+static dtrain_result dtrain__step_nothing(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    (void)strategy;
+    (void)bucket;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads, 0, bucket->count, &wire));
+    return dtrain_all_reduce(strategy->comm, wire, wire, (size_t)bucket->count,
+                             (dtrain_dtype)strategy->desc.reduce_dtype, DTRAIN_MEAN,
+                             dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain__from_wire(strategy, bucket, 0, bucket->count, bucket->grads);
+}
+
+/* To this rank's shard; with ZERO3 to every owner's. Between nodes the mean is not made here. */
+static dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    const bool low = dtrain__reduces_low(strategy);
+    const dtrain_reduce_op op = dtrain__level_op(strategy);
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const dtrain_reduce_op op =
-        bucket->sharded && strategy->replica_comm ? DTRAIN_SUM : DTRAIN_MEAN;
-    dtrain_work **works = dtrain__works(strategy, b, false);
-    bucket->stage = DTRAIN__REDUCE_SHARD;
-    if (dtrain_comm_size(strategy->comm) == 1) return DTRAIN_OK; /* its mean is what it has */
-    if (low)
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->grads, DTRAIN_F32,
-                                    bucket->low_grads, dtype));
-    char *send = low ? (char *)bucket->low_grads : (char *)bucket->grads;
-    if (!bucket->sharded)
-        return dtrain_all_reduce(strategy->comm, send, send, (size_t)bucket->count, dtype, op,
-                                 works);
-    char *own = low ? send + (size_t)bucket->shard_first * unit
-                    : (char *)dtrain__reduce_target(strategy, bucket);
+    dtrain_work **works = dtrain__reduce_works(strategy, bucket);
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads, 0, bucket->count, &wire));
+    char *own = dtrain__reduces_low(strategy) ? (char *)wire + (size_t)bucket->shard_first * unit
+                                              : (char *)dtrain__reduce_target(strategy, bucket);
     if (!bucket->cuts)
-        return dtrain_reduce_scatter(strategy->shard_comm, send, own, (size_t)bucket->shard_count,
+        return dtrain_reduce_scatter(strategy->shard_comm, wire, own, (size_t)bucket->shard_count,
                                      dtype, op, works);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
-        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, send + (size_t)first * unit,
+        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
                                   r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
                                   r, &works[r]));
     }
     return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count,
+                             dtrain__reduce_target(strategy, bucket));
 }
 
 /* shard += result of a later micro-batch; in host memory also shard = result of the first. */
@@ -13655,88 +16724,176 @@ static dtrain_result dtrain__sum_for_replicas(dtrain_strategy *strategy, dtrain_
 }
 
 /* HYBRID_SHARD: x (shard_count) is one node's sum; all nodes' replaces it. */
-static dtrain_result dtrain__replicas_start(dtrain_strategy *strategy, size_t b, float *x)
+static dtrain_result dtrain__replicas_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                            float *x)
+{
+    void *wire;
+    DTRAIN__TRY(
+        dtrain__to_wire(strategy, bucket, x, bucket->shard_first, bucket->shard_count, &wire));
+    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
+                             (size_t)bucket->shard_count, (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy), dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__replicas_finish(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                             float *x)
+{
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, x));
+    return dtrain__scale(strategy, x, bucket->shard_count);
+}
+
+/* Either every micro-batch's sum travels between nodes ... */
+static dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain__replicas_start(strategy, bucket, dtrain__reduce_target(strategy, bucket));
+}
+
+static dtrain_result dtrain__replicas_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain__replicas_finish(strategy, bucket, dtrain__reduce_target(strategy, bucket));
+}
+
+/* ... or what the shard has gathered up to the last. */
+static dtrain_result dtrain__shard_replicas_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    float *sum;
+    DTRAIN__TRY(dtrain__sum_for_replicas(strategy, bucket, &sum));
+    return dtrain__replicas_start(strategy, bucket, sum);
+}
+
+static dtrain_result dtrain__shard_replicas_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const bool on_host = strategy->layout.host_grads && bucket->work;
+    float *sum = on_host ? dtrain__reduce_target(strategy, bucket) : bucket->grad_shard;
+    DTRAIN__TRY(dtrain__replicas_finish(strategy, bucket, sum));
+    return on_host ? dtrain__shard_to_host(strategy, bucket, sum, false) : DTRAIN_OK;
+}
+
+static const dtrain__step dtrain__nothing = {dtrain__step_nothing, dtrain__step_nothing, false,
+                                             false};
+static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
+                                                   false, false};
+static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
+                                                       dtrain__reduce_scatter_end, false, false};
+static const dtrain__step dtrain__by_replicas = {dtrain__replicas_begin, dtrain__replicas_end,
+                                                 false, false};
+static const dtrain__step dtrain__by_shard_replicas = {dtrain__shard_replicas_begin,
+                                                       dtrain__shard_replicas_end, true, true};
+
+/* Of [S30]: false where gradients go neither compressed nor by nodes in this step. */
+static bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
+                                    const dtrain__step **way);
+
+/* How buckets travel in the step that begins. */
+static void dtrain__choose_ways(dtrain_strategy *strategy)
+{
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    memset(strategy->ways, 0, sizeof strategy->ways);
+    for (int sharded = 0; sharded < 2; sharded++) {
+        const dtrain__step **way = strategy->ways[sharded];
+        if (strategy->layout.all == 1) way[0] = &dtrain__nothing;
+        else if (dtrain__choose_indirect(strategy, sharded, way)) continue;
+        else if (!sharded) way[0] = &dtrain__by_all_reduce;
+        else {
+            way[0] = &dtrain__by_reduce_scatter;
+            if (dtrain__has_replicas(strategy))
+                way[1] = every ? &dtrain__by_replicas : &dtrain__by_shard_replicas;
+        }
+    }
+}
+
+/* Step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket, uint32_t stage)
+{
+    const dtrain__step *step = strategy->ways[bucket->sharded][stage - 1];
+    return step && step->last_only && strategy->more ? NULL : step;
+}
+
+static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    void *wire = x;
-    bucket->stage = DTRAIN__REDUCE_REPLICAS;
-    if (dtrain__reduces_low(strategy)) {
-        wire = bucket->low_grads + bucket->shard_first;
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, x, DTRAIN_F32, wire, dtype));
-    }
-    return dtrain_all_reduce(strategy->replica_comm, wire, wire, (size_t)bucket->shard_count, dtype,
-                             DTRAIN_SUM, dtrain__works(strategy, b, false));
+    bucket->stage = 1;
+    return dtrain__step_of(strategy, bucket, 1)->begin(strategy, bucket);
 }
 
-static dtrain_result dtrain__replicas_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          float *x)
-{
-    const float factor = 1.0f / (float)dtrain_comm_size(strategy->comm);
-    if (dtrain__reduces_low(strategy))
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count,
-                                    bucket->low_grads + bucket->shard_first,
-                                    strategy->desc.reduce_dtype, x, DTRAIN_F32));
-    dtrain_axpby_args mean = {bucket->shard_count, false, factor, 0, x, x, false, DTRAIN_F32};
-    if (bucket->shard_count == 0) return DTRAIN_OK;
-    return strategy->device->ops->axpby(strategy->device, &mean);
-}
-
-/* The collective of a stage is done: what follows it. Across nodes either every micro-batch's sum
- * travels, or what the shard has gathered up to the last. */
+/* The collectives of a step are done: what follows them. */
 static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
-    float *result = dtrain__reduce_target(strategy, bucket), *sum;
-    const bool across = strategy->replica_comm && bucket->sharded;
-    const bool on_host = strategy->layout.host_grads && bucket->work;
-    if (bucket->stage == DTRAIN__REDUCE_REPLICAS) {
-        sum = every || on_host ? result : bucket->grad_shard;
-        DTRAIN__TRY(dtrain__replicas_end(strategy, bucket, sum));
-        bucket->stage = DTRAIN__REDUCED;
-        if (every) return dtrain__accumulate_shard(strategy, bucket);
-        return on_host ? dtrain__shard_to_host(strategy, bucket, sum, false) : DTRAIN_OK;
-    }
-    if (dtrain__reduces_low(strategy) && dtrain_comm_size(strategy->comm) > 1) {
-        const uint16_t *wire = bucket->low_grads;
-        if (bucket->sharded) wire += bucket->shard_first;
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, wire,
-                                    strategy->desc.reduce_dtype, result, DTRAIN_F32));
-    }
-    if (across && every) return dtrain__replicas_start(strategy, b, result);
-    if (across && !strategy->more) {
-        DTRAIN__TRY(dtrain__sum_for_replicas(strategy, bucket, &sum));
-        return dtrain__replicas_start(strategy, b, sum);
-    }
-    bucket->stage = DTRAIN__REDUCED;
-    return dtrain__accumulate_shard(strategy, bucket);
+    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
+    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
+    DTRAIN__TRY(done->end(strategy, bucket));
+    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
+    if (next) return next->begin(strategy, bucket);
+    return done->sums_shard ? DTRAIN_OK : dtrain__accumulate_shard(strategy, bucket);
 }
 
-/* Moves a launched bucket on, waiting for it or not. Between nodes a second collective follows, and
- * all ranks must start it at the same place among the others: in gather or finish, and not because
- * the first happens to be done. NCCL runs them in that order, and ranks would wait in a circle. */
-static dtrain_result dtrain__reduce_turn(dtrain_strategy *strategy, size_t b, bool wait, bool *done)
+/* One step further, at whatever time its collectives take. */
+static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    dtrain_work **works = dtrain__works(strategy, b, false);
-    *done = true;
-    while (bucket->stage != DTRAIN__REDUCED) {
-        if (!wait) DTRAIN__TRY(dtrain__test_works(strategy, works, done));
-        if (!wait && strategy->replica_comm) *done = false;
-        if (!*done) return DTRAIN_OK;
-        DTRAIN__TRY(dtrain__wait_works(strategy, works));
-        DTRAIN__TRY(dtrain__reduce_next(strategy, b));
+    if (strategy->layout.buckets[b].stage == DTRAIN__REDUCED) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, false)));
+    return dtrain__reduce_next(strategy, b);
+}
+
+/* Does starting a bucket's further steps have to wait for a place in the program that is the same
+ * on every rank? NCCL runs what was started in its order: if that depended on what happens to be
+ * done, ranks would wait for each other in a circle. */
+static bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
+{
+    return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
+}
+
+/* Such a place: all buckets under way go one step further, in their order. */
+static dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
+{
+    for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+    return DTRAIN_OK;
+}
+
+/* One turn for the communicator per ready call: without a progress thread, buckets move only then.
+ * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
+ * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
+ * step when all of those have. */
+static dtrain_result dtrain__progress(dtrain_strategy *strategy)
+{
+    dtrain__bucket *buckets = strategy->layout.buckets;
+    uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
+    bool done = true;
+    if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
+    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
+        dtrain__bucket *bucket = &buckets[b];
+        const bool chain = strategy->ways[bucket->sharded][1] != NULL;
+        while (bucket->stage != DTRAIN__REDUCED) {
+            if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
+                break;
+            DTRAIN__TRY(dtrain__test_works(strategy, dtrain__works(strategy, b, false), &done));
+            if (!done) break;
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        }
+        if (bucket->stage < most) most = bucket->stage;
+        if (b == strategy->oldest && bucket->stage == DTRAIN__REDUCED) strategy->oldest++;
+        if (!done && !chain) break;
     }
     return DTRAIN_OK;
 }
 
-/* Buckets are finished in their order too: a second stage is a collective like any other. */
+/* Finishes buckets in their order; while one is waited for, those behind it go on. */
 static dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
-    bool done;
-    for (; strategy->oldest < end; strategy->oldest++)
-        DTRAIN__TRY(dtrain__reduce_turn(strategy, strategy->oldest, true, &done));
+    while (strategy->oldest < end) {
+        if (dtrain__steps_are_placed(strategy)) {
+            DTRAIN__TRY(dtrain__reduce_step_all(strategy, end));
+        } else {
+            DTRAIN__TRY(dtrain__progress(strategy));
+            if (strategy->oldest < end)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, strategy->oldest));
+        }
+        while (strategy->oldest < end &&
+               strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
+            strategy->oldest++;
+    }
     return DTRAIN_OK;
 }
 
@@ -13751,8 +16908,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
     float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == place || bytes == 0) return DTRAIN_OK;
-    return dtrain__copy_any(strategy->device, back ? storage->grad : place,
-                            back ? place : storage->grad, bytes);
+    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
+                              back ? place : storage->grad, bytes);
 }
 
 /* Empties the buffers of bucket b's gradients. What travels between nodes may be under way still
@@ -13761,15 +16918,13 @@ static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
     const bool on_host = strategy->layout.host_grads;
-    if (!strategy->replica_comm || on_host || dtrain__reduces_low(strategy) ||
+    if (!dtrain__has_replicas(strategy) || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
         DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
         return on_host ? dtrain__stream_follow(strategy, NULL, strategy->offload.down) : DTRAIN_OK;
     }
     for (size_t i = strategy->oldest; i <= b; i++) {
-        if (strategy->layout.buckets[i].stage != DTRAIN__REDUCE_SHARD) continue;
-        DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, i, false)));
-        DTRAIN__TRY(dtrain__reduce_next(strategy, i));
+        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
     }
     return DTRAIN_OK;
 }
@@ -13796,22 +16951,10 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
+        if (bucket->trainable && dtrain__steps_are_placed(strategy))
+            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
         if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
         else bucket->stage = DTRAIN__REDUCED;
-    }
-    return DTRAIN_OK;
-}
-
-/* One turn for the communicator per ready call: without a progress thread, buckets move only
- * then. It costs two looks at the clock and one cache line per rank when there is nothing to
- * do; ready calls are a layer's backward apart. */
-static dtrain_result dtrain__progress(dtrain_strategy *strategy)
-{
-    bool done = true;
-    while (strategy->oldest < strategy->launched) {
-        DTRAIN__TRY(dtrain__reduce_turn(strategy, strategy->oldest, false, &done));
-        if (!done) break;
-        strategy->oldest++;
     }
     return DTRAIN_OK;
 }
@@ -14016,24 +17159,51 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     /* units fetched ahead and not used: they read the shards that will be updated */
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
-    dtrain__strategy_rewind(strategy, last);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__strategy_rewind(strategy, last);
     return missing;
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* ZERO1 and SHARD_GRAD_OP: every rank's slice of a bucket to all. */
-static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy)
+/* Every rank's slice of a bucket to all: by nodes in two turns, first of the same slice of every
+ * node, then of the slices inside a node. shard may be its place in values. */
+static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy, size_t b, const void *shard,
+                                           void *values, dtrain_dtype dtype)
 {
-    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const bool nodes = strategy->layout.node_ranks > 1;
+    char *to = (char *)values;
+    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
+    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
+                             shard, to, (size_t)bucket->shard_count, dtype,
+                             dtrain__works(strategy, b, true));
+}
+
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, size_t b, void *values,
+                                           dtrain_dtype dtype)
+{
+    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
+    DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
+                             (size_t)bucket->hop_count, dtype, dtrain__works(strategy, b, true));
+}
+
+/* ZERO1 and SHARD_GRAD_OP: all are under way before one is waited for. */
+static dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+{
+    dtrain__layout *layout = &strategy->layout;
     for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) continue;
-        DTRAIN__TRY(dtrain_all_gather(strategy->shard_comm, bucket->value_shard, bucket->values,
-                                      (size_t)bucket->shard_count, DTRAIN_F32,
-                                      dtrain__works(strategy, b, true)));
+        DTRAIN__TRY(
+            dtrain__gather_slices(strategy, b, bucket->value_shard, bucket->values, DTRAIN_F32));
     }
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].sharded)
+            DTRAIN__TRY(dtrain__gather_inside(strategy, b, layout->buckets[b].values, DTRAIN_F32));
     for (size_t b = 0; b < layout->bucket_count; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
     return dtrain__copy_host_values(strategy, true);
@@ -14044,7 +17214,7 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
     if (!strategy->layout.shards) return DTRAIN_OK;
     if (!strategy->layout.slots)
-        return dtrain__strategy_keep(strategy, dtrain__gather_slices(strategy));
+        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
     dtrain__forget_units(strategy);
     return DTRAIN_OK;
@@ -14075,12 +17245,11 @@ DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
 /* The books of all its communicators together. */
 static void dtrain__strategy_comm_info(const dtrain_strategy *strategy, dtrain_comm_info *info)
 {
-    dtrain_comm *more[2] = {strategy->replica_comm, strategy->shard_comm};
     dtrain_comm_query(strategy->comm, info);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
         dtrain_comm_info one;
-        if (!more[i] || more[i] == strategy->comm) continue;
-        dtrain_comm_query(more[i], &one);
+        if (!strategy->groups[i]) continue;
+        dtrain_comm_query(strategy->groups[i], &one);
         info->operation_count += one.operation_count;
         info->payload_bytes += one.payload_bytes;
         info->wire_bytes += one.wire_bytes;
@@ -14144,9 +17313,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     if (low)
         DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_F32, own, dtype));
     if (!bucket->cuts)
-        return dtrain_all_gather(strategy->shard_comm,
-                                 low ? (const void *)own : (const void *)shard, whole,
-                                 (size_t)bucket->shard_count, dtype, works);
+        return dtrain__gather_slices(strategy, b, low ? (const void *)own : (const void *)shard,
+                                     whole, dtype);
     if (!low && bucket->shard_count && shard == bucket->value_shard)
         DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
                                                 (size_t)bucket->shard_count * unit,
@@ -14160,15 +17328,25 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     return DTRAIN_OK;
 }
 
+/* Waits until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+{
+    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    void *whole = dtype != DTRAIN_F32 ? (void *)bucket->low_values : (void *)bucket->values;
+    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, b, whole, dtype));
+    return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+}
+
 static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
 {
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
+    DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
     bucket->presence = DTRAIN__HERE;
-    if (strategy->desc.param_dtype == DTRAIN_F32) return DTRAIN_OK;
-    return dtrain__convert(strategy, bucket->count, bucket->low_values, strategy->desc.param_dtype,
-                           bucket->values, DTRAIN_F32);
+    if (dtype == DTRAIN_F32) return DTRAIN_OK;
+    return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
+                           DTRAIN_F32);
 }
 
 /* Points the parameters of a bucket at its values, or at nothing. */
@@ -14362,7 +17540,7 @@ static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
         if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
         DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_F32));
         bucket->presence = DTRAIN__ABSENT;
-        return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+        return dtrain__gather_wait(strategy, b, DTRAIN_F32);
     }
     DTRAIN__TRY(dtrain__fetch(strategy, b));
     return dtrain__gather_end(strategy, b);
@@ -14390,8 +17568,8 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
             host ? "no such parameter" : "host is NULL", index, strategy->param_count);
     const size_t storage = strategy->params[index].storage->index;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    return dtrain__copy_any(strategy->device, host, whole.value,
-                            (size_t)whole.count * sizeof(float));
+    return dtrain_device_copy(strategy->device, host, whole.value,
+                              (size_t)whole.count * sizeof(float));
 }
 
 /* The hash of everything differs somewhere: parameter by parameter, up to the first. */
@@ -14451,18 +17629,33 @@ static uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int r
     return dtrain__wire_bytes(&what, ranks);
 }
 
-/* Once every owner's run, or once everything. */
+/* Once every owner's run, or once everything, by nodes in two turns. */
 static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                     bool reduce, uint32_t dtype)
 {
+    const uint32_t kind = reduce ? DTRAIN_REDUCE_SCATTER : DTRAIN_ALL_GATHER;
     uint64_t bytes = 0;
-    if (!bucket->cuts)
-        return dtrain__wire(reduce ? DTRAIN_REDUCE_SCATTER : DTRAIN_ALL_GATHER, bucket->shard_count,
-                            dtype, layout->ranks);
+    if (layout->node_ranks > 1)
+        return dtrain__wire(kind, bucket->shard_count, dtype, layout->hop_ranks) +
+               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_F32 : dtype,
+                            layout->node_ranks);
+    if (!bucket->cuts) return dtrain__wire(kind, bucket->shard_count, dtype, layout->ranks);
     for (int r = 0; r < layout->ranks; r++)
         bytes += dtrain__wire(reduce ? DTRAIN_REDUCE : DTRAIN_BROADCAST,
                               bucket->cuts[r + 1] - bucket->cuts[r], dtype, layout->ranks);
     return bytes;
+}
+
+/* Between this rank and those it exchanges with: [S30] where it is compressed. */
+static uint64_t dtrain__compressed_wire(const dtrain__layout *layout, const dtrain__bucket *bucket);
+
+static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
+{
+    uint64_t bytes =
+        2 * dtrain__wire(DTRAIN_ALL_GATHER, bucket->hop_count, DTRAIN_F32, layout->node_ranks);
+    if (layout->compresses) return bytes + dtrain__compressed_wire(layout, bucket);
+    return bytes + dtrain__wire(DTRAIN_ALL_REDUCE, bucket->hop_count, layout->desc->reduce_dtype,
+                                layout->hop_ranks);
 }
 
 /* Is a unit still in its slot when backward comes to it? */
@@ -14486,7 +17679,7 @@ static uint64_t dtrain__step_bytes(const dtrain__layout *layout, int ranks)
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) {
-            bytes += dtrain__wire(DTRAIN_ALL_REDUCE, bucket->count, grads, ranks);
+            bytes += dtrain__whole_wire(layout, bucket);
             continue;
         }
         if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
@@ -14517,6 +17710,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
     info->host_bytes = layout->bytes[DTRAIN__HOST];
     info->step_bytes = dtrain__step_bytes(layout, ranks);
+    info->state_bytes = layout->state_bytes;
     dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
     for (size_t b = 0; b < layout->bucket_count; b++)
         if (layout->buckets[b].trainable)
@@ -14575,13 +17769,14 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
                             : kind == DTRAIN_HYBRID_SHARD && desc.node_size ? (int)desc.node_size
                                                                             : ranks;
     dtrain__resolve_accumulation(&desc, traits);
+    dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     if (step_bytes) *step_bytes = 0;
     for (int rank = 0; rank < (traits->owners ? shard_ranks : 1); rank++) {
         dtrain__layout layout;
         dtrain_memory one;
         dtrain_result result =
-            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank);
+            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank, ranks, rank);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
             int64_t stage;
@@ -14777,6 +17972,932 @@ static dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     }
     if (least == INT64_MAX) return dtrain__auto_excluded(ranks);
     return dtrain__auto_fails(strategy, least, left);
+}
+
+/* ================================================================================================
+ * [S30] Gradient compression, hierarchy
+ *
+ * Here are the ways of a bucket [S28] that are not one collective, as lists of steps:
+ *
+ *     hierarchical      whole      NODE scatter,  ACROSS all-reduce,   NODE gather
+ *                       sharded    NODE scatter,  ACROSS scatter
+ *     top-k             ALL_GATHER   sparse gather
+ *                       BALANCED     sparse trade,  sparse publish
+ *     PowerSGD          P all-reduce,  Q all-reduce
+ *
+ * With hierarchical, top-k takes the place of the middle step. The part of a bucket that this rank
+ * then exchanges, its hop, is a slice; without nodes it is the bucket. The part of one parameter in
+ * the hop is a portion, and each is compressed by itself, so that without nodes what is sent does
+ * not depend on how parameters are put into buckets:
+ *
+ *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
+ *     hop of ranks 0 and 2         | a               | b    |
+ *     hop of ranks 1 and 3                                  | b          | c   |
+ *
+ * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced.
+ *
+ * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
+ *
+ *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
+ *
+ * The quota of count elements is ratio * count, rounded to nearest, at least 1. BALANCED cuts every
+ * portion in N regions of ceil(count / N), the last one shorter, and takes the quota of a whole
+ * region from each. Where a selection would be larger than what it is selected from (the beginning
+ * of a warm-up), the bucket goes masked: what is not selected as zeros, whole, with the same sums.
+ *
+ * Error feedback is exact: what a rank has taken from its gradient and residual together is what it
+ * sends, after rounding, and the rest is its residual. So at any time, to rounding,
+ *
+ *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
+ *
+ * (With nodes and fp16 residuals are of means over a node, and count G times.)
+ * ==============================================================================================*/
+
+struct dtrain__portion {
+    uint32_t param;
+    bool dense;
+    int64_t first, count;  /* within the bucket */
+    int64_t dense_at;      /* dense: place among the bucket's dense elements */
+    int64_t region;        /* top-k: elements of a region; all of them without regions */
+    int64_t quota, at;     /* of the step under way: selected of a region, place in a block */
+    int64_t rows, columns; /* PowerSGD: of the matrix */
+    float *p, *q;          /* (rows, rank), (columns, rank) */
+};
+
+struct dtrain__sparse {
+    size_t first, end; /* its portions */
+    int64_t dense_count, p_count, q_count;
+    int64_t room;               /* elements that a block has room for */
+    int64_t largest;            /* selection of one portion */
+    int64_t selected;           /* of the step under way: elements of a block */
+    bool masked;                /* likewise */
+    float *residual, *velocity; /* (hop_count), or NULL */
+    float *dense;               /* (dense_count + p_count); rounded gradients need half of it */
+    float *q, *q_seed;          /* (q_count) each */
+    uint32_t *out, *in;         /* (hop_ranks blocks) each */
+    float *values;              /* (largest) scratch: selected values, in fp32 */
+    int32_t *indices;           /* (largest) */
+};
+
+typedef struct dtrain__portion dtrain__portion;
+typedef struct dtrain__sparse dtrain__sparse;
+
+/* ---- Checks -----------------------------------------------------------------------------------*/
+
+static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
+
+static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->sparse_exchange > DTRAIN_SPARSE_BALANCED)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
+                           (unsigned)desc->sparse_exchange);
+    if (!dtrain__is_share(desc->topk_ratio))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: topk_ratio is %g; expected a share above 0, at most 1", call,
+                           (double)desc->topk_ratio);
+    if (desc->warmup_steps &&
+        (!dtrain__is_share(desc->warmup_ratio) || desc->warmup_ratio < desc->topk_ratio))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: warmup_ratio is %g; a warm-up begins at topk_ratio (%g) or above, "
+                           "at most at 1",
+                           call, (double)desc->warmup_ratio, (double)desc->topk_ratio);
+    if (!(desc->topk_momentum >= 0 && desc->topk_momentum < 1))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: topk_momentum is %g; expected 0 (off) or below 1", call,
+                           (double)desc->topk_momentum);
+    if (desc->topk_momentum > 0 && desc->no_error_feedback)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: topk_momentum gathers velocity in the residual, and "
+                           "no_error_feedback is set",
+                           call);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: powersgd_rank is %u; expected 1 to %d", call,
+                           (unsigned)desc->powersgd_rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
+    if (desc->hierarchical)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
+                           "matrices; use DTRAIN_TOPK or reduce_dtype with it",
+                           call);
+    if (desc->reduce_dtype != DTRAIN_F32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
+                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    const bool topk = desc->compression == DTRAIN_TOPK;
+    if (desc->compression > DTRAIN_POWERSGD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
+                           (unsigned)desc->compression);
+    if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
+                           "compression is not DTRAIN_TOPK",
+                           call);
+    if (!desc->compression && desc->no_error_feedback)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: no_error_feedback is set, and there is no compression", call);
+    if (desc->dense_below < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dense_below is %lld", call,
+                           (long long)desc->dense_below);
+    if (topk) return dtrain__check_topk(desc);
+    return desc->compression ? dtrain__check_powersgd(desc) : DTRAIN_OK;
+}
+
+/* ---- How much is selected ---------------------------------------------------------------------*/
+
+static bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
+{
+    return desc->compression == DTRAIN_TOPK && desc->sparse_exchange == DTRAIN_SPARSE_BALANCED;
+}
+
+/* In the step after `step` others; those without compression come first. */
+static double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step)
+{
+    const double end = (double)desc->topk_ratio, begin = (double)desc->warmup_ratio;
+    const uint64_t i = step - desc->dense_steps;
+    if (i >= desc->warmup_steps) return end;
+    return begin * pow(end / begin, (double)i / (double)desc->warmup_steps);
+}
+
+static double dtrain__largest_ratio(const dtrain_strategy_desc *desc)
+{
+    return (double)(desc->warmup_steps ? desc->warmup_ratio : desc->topk_ratio);
+}
+
+static int64_t dtrain__quota(double ratio, int64_t count)
+{
+    const int64_t k = (int64_t)(ratio * (double)count + 0.5);
+    return k < 1 ? 1 : k < count ? k : count;
+}
+
+/* Elements of a block. */
+static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
+                                 double ratio)
+{
+    int64_t count = 0;
+    for (size_t i = sparse->first; i < sparse->end; i++)
+        if (!layout->portions[i].dense) count += dtrain__quota(ratio, layout->portions[i].region);
+    return count;
+}
+
+static int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
+{
+    return layout->desc->reduce_dtype == DTRAIN_F32 ? selected : (selected + 1) / 2;
+}
+
+static int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
+{
+    return dtrain__value_words(layout, selected) + selected;
+}
+
+/* The share from which on a selection is larger than what it is selected from: whole, a bucket is 2
+ * words an element, over N; selected it is a block to everybody, once or twice. It does not depend
+ * on the bucket, so nor does what is sent. */
+static double dtrain__masked_share(const dtrain__layout *layout)
+{
+    const double item = layout->desc->reduce_dtype == DTRAIN_F32 ? 8 : 6;
+    return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
+}
+
+/* ---- Layout -----------------------------------------------------------------------------------*/
+
+static void dtrain__layout_portions_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
+    dtrain__free(a, layout->portions, layout->count, sizeof *layout->portions);
+    layout->sparse = NULL;
+    layout->portions = NULL;
+}
+
+/* Fills in what is compressed of it and how; otherwise it is dense. */
+static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_param *p = &layout->params[portion->param];
+    const int64_t rank = (int64_t)desc->powersgd_rank, regions = layout->hop_ranks;
+    portion->dense = true;
+    portion->region = portion->count;
+    if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
+    if (desc->compression == DTRAIN_POWERSGD) {
+        portion->rows = p->shape[0];
+        portion->columns = p->count / p->shape[0];
+        portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
+        return;
+    }
+    if (portion->count > INT32_MAX) return; /* indices have 32 bits */
+    portion->dense = false;
+    if (!dtrain__is_balanced(desc)) return;
+    portion->region = (portion->count + regions - 1) / regions;
+    const int64_t last = portion->count - (regions - 1) * portion->region;
+    portion->dense = last < dtrain__quota(dtrain__largest_ratio(desc), portion->region);
+}
+
+static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
+{
+    const dtrain_param *p = &layout->params[index];
+    const dtrain__entry *entry = &layout->entries[index];
+    dtrain__sparse *sparse = bucket->sparse;
+    dtrain__portion *portion = &layout->portions[layout->portion_count];
+    const int64_t low = dtrain__max(entry->offset, bucket->hop_first);
+    const int64_t high =
+        dtrain__min(entry->offset + p->count, bucket->hop_first + bucket->hop_count);
+    if (high <= low) return;
+    memset(portion, 0, sizeof *portion);
+    portion->param = index;
+    portion->first = low;
+    portion->count = high - low;
+    portion->dense_at = sparse->dense_count;
+    dtrain__portion_kind(layout, portion);
+    if (portion->dense) {
+        sparse->dense_count += portion->count;
+    } else if (portion->rows) {
+        sparse->p_count += portion->rows * (int64_t)layout->desc->powersgd_rank;
+        sparse->q_count += portion->columns * (int64_t)layout->desc->powersgd_rank;
+    } else {
+        const int64_t most = dtrain__quota(dtrain__largest_ratio(layout->desc), portion->count);
+        sparse->largest = dtrain__max(sparse->largest, most);
+    }
+    layout->portion_count++;
+}
+
+static dtrain_result dtrain__layout_portions(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    layout->portions = (dtrain__portion *)dtrain__alloc(a, layout->count, sizeof *layout->portions,
+                                                        "portions of parameters");
+    layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
+                                                     "compressed buckets");
+    if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
+    const double largest = dtrain__largest_ratio(layout->desc);
+    const double masked = dtrain__masked_share(layout);
+    const double sparse_share = largest < masked ? largest : masked;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
+        sparse->first = layout->portion_count;
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+            if (layout->params[i].storage == &layout->params[i] && layout->entries[i].bucket == b)
+                dtrain__layout_portion(layout, bucket, i);
+        sparse->end = layout->portion_count;
+        sparse->room = dtrain__selection(layout, sparse, sparse_share);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    dtrain__sparse *sparse = bucket->sparse;
+    const bool low = desc->reduce_dtype != DTRAIN_F32;
+    const bool topk = desc->compression == DTRAIN_TOPK;
+    const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+    const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
+    const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
+    const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
+    if (!desc->no_error_feedback) {
+        sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
+        layout->state_bytes += (uint64_t)kept * 4;
+    }
+    if (desc->topk_momentum > 0) {
+        sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
+        layout->state_bytes += (uint64_t)kept * 4;
+    }
+    sparse->dense =
+        (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count, 4);
+    sparse->q = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
+    sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
+    layout->state_bytes += (uint64_t)sparse->q_count * 4;
+    if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
+    if (dtrain__is_balanced(desc))
+        sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
+    sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
+    sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
+}
+
+static void dtrain__lay_compression(dtrain__layout *layout)
+{
+    layout->state_bytes = 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__sparse *sparse = layout->buckets[b].sparse;
+        int64_t p_at = sparse->dense_count, q_at = 0;
+        dtrain__lay_sparse(layout, &layout->buckets[b]);
+        for (size_t i = sparse->first; i < sparse->end; i++) {
+            dtrain__portion *portion = &layout->portions[i];
+            if (portion->dense || !portion->rows) continue;
+            portion->p = dtrain__after(sparse->dense, p_at);
+            portion->q = dtrain__after(sparse->q, q_at);
+            p_at += portion->rows * (int64_t)layout->desc->powersgd_rank;
+            q_at += portion->columns * (int64_t)layout->desc->powersgd_rank;
+        }
+    }
+}
+
+static uint64_t dtrain__compressed_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int ranks = layout->hop_ranks;
+    if (desc->compression == DTRAIN_POWERSGD)
+        return dtrain__wire(DTRAIN_ALL_REDUCE, sparse->dense_count + sparse->p_count, DTRAIN_F32,
+                            ranks) +
+               dtrain__wire(DTRAIN_ALL_REDUCE, sparse->q_count, DTRAIN_F32, ranks);
+    const uint64_t dense =
+        dtrain__wire(DTRAIN_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
+    const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
+    if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
+        return dense + dtrain__wire(DTRAIN_ALL_REDUCE, bucket->hop_count, DTRAIN_F32, ranks);
+    const uint64_t once =
+        dtrain__wire(DTRAIN_ALL_GATHER, dtrain__block_words(layout, selected), DTRAIN_F32, ranks);
+    return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
+}
+
+/* ---- State ------------------------------------------------------------------------------------*/
+
+/* Random directions, the same on every rank. */
+static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
+                                    const dtrain__portion *portion)
+{
+    const int64_t count = portion->columns * (int64_t)strategy->desc.powersgd_rank;
+    float *seed = sparse->q_seed + (portion->q - sparse->q);
+    dtrain_orthogonalize_args args = {portion->columns, (int64_t)strategy->desc.powersgd_rank,
+                                      seed};
+    dtrain_param q = strategy->params[portion->param];
+    q.init = DTRAIN_INIT_NORMAL;
+    q.init_scale = 1;
+    DTRAIN__TRY(
+        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, seed));
+    DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
+    return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
+}
+
+static dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    if (!layout->compresses) return DTRAIN_OK;
+    strategy->states = (dtrain_compression_state *)dtrain__alloc(
+        &strategy->allocator, strategy->param_count, sizeof *strategy->states,
+        "states of compression");
+    if (!strategy->states) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        const dtrain__sparse *sparse = bucket->sparse;
+        for (size_t i = sparse->first; i < sparse->end; i++) {
+            const dtrain__portion *portion = &layout->portions[i];
+            const int64_t at = portion->first - bucket->hop_first;
+            if (portion->dense) continue;
+            dtrain_compression_state *state = &strategy->states[strategy->state_count++];
+            state->param = &strategy->params[portion->param];
+            state->offset = portion->first - layout->entries[portion->param].offset;
+            state->count = portion->count;
+            state->residual = dtrain__after(sparse->residual, at);
+            state->velocity = dtrain__after(sparse->velocity, at);
+            state->q = portion->q;
+            state->q_rows = portion->columns;
+            if (portion->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, portion));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
+                                                     const dtrain_compression_state **states,
+                                                     size_t *count)
+{
+    if (states) *states = NULL;
+    if (count) *count = 0;
+    if (!strategy || !states || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_compression: %s is NULL",
+                           !strategy ? "strategy"
+                           : !states ? "states"
+                                     : "count");
+    *states = strategy->states;
+    *count = strategy->state_count;
+    return DTRAIN_OK;
+}
+
+/* ---- Two levels -------------------------------------------------------------------------------*/
+
+/* grads of the hop = their sum over this node. */
+static dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
+                                 bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
+                                 DTRAIN_F32, dtrain__level_op(strategy),
+                                 dtrain__reduce_works(strategy, bucket));
+}
+
+/* Whole buckets: the hop = its mean over everybody. */
+static dtrain_result dtrain__across_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
+                             (size_t)bucket->hop_count, (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy), dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__across_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    float *hop = bucket->grads + bucket->hop_first;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->hop_first, bucket->hop_count, hop));
+    return dtrain__scale(strategy, hop, bucket->hop_count);
+}
+
+/* Sharded buckets: this rank's part of it. */
+static dtrain_result dtrain__across_scatter_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    void *wire, *own = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    return dtrain_reduce_scatter(strategy->groups[DTRAIN__ACROSS], wire, own,
+                                 (size_t)bucket->shard_count, dtype, dtrain__level_op(strategy),
+                                 dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__across_scatter_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    float *target = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(
+        dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, target));
+    return dtrain__scale(strategy, target, bucket->shard_count);
+}
+
+static dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
+                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_F32,
+                             dtrain__reduce_works(strategy, bucket));
+}
+
+/* Who exchanges what is compressed. */
+static dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy)
+{
+    return strategy->layout.node_ranks > 1 ? strategy->groups[DTRAIN__ACROSS] : strategy->comm;
+}
+
+/* ---- Dense portions ---------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                        bool back)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &layout->portions[i];
+        float *grad = bucket->grads + portion->first;
+        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
+        if (!portion->dense) continue;
+        if (dtype == DTRAIN_F32)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
+                                           back ? (float *)(void *)packed : grad,
+                                           (size_t)portion->count * unit));
+        else if (back)
+            DTRAIN__TRY(dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_F32));
+        else
+            DTRAIN__TRY(dtrain__convert(strategy, portion->count, grad, DTRAIN_F32, packed, dtype));
+        if (back) DTRAIN__TRY(dtrain__scale(strategy, grad, portion->count));
+    }
+    return DTRAIN_OK;
+}
+
+/* Dense elements and, behind them, `more` others that are packed already. */
+static dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         int64_t more, dtrain_work **work)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_reduce_op op = dtrain__level_op(strategy);
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy), sparse->dense, sparse->dense,
+                             (size_t)(sparse->dense_count + more),
+                             (dtrain_dtype)strategy->desc.reduce_dtype, op, work);
+}
+
+/* ---- Top-k: selecting -------------------------------------------------------------------------*/
+
+/* Quotas and places in the blocks of this step. */
+static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const double ratio = dtrain__ratio_of(&strategy->desc, strategy->sync_count);
+    dtrain__sparse *sparse = bucket->sparse;
+    sparse->masked = ratio >= dtrain__masked_share(layout);
+    sparse->selected = 0;
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        dtrain__portion *portion = &layout->portions[i];
+        if (portion->dense) continue;
+        portion->quota = dtrain__quota(ratio, sparse->masked ? portion->count : portion->region);
+        portion->at = sparse->selected;
+        sparse->selected += portion->quota;
+    }
+}
+
+/* A place in a block, as memory. */
+typedef struct dtrain__picks {
+    float *values; /* fp32 */
+    uint16_t *low; /* what travels in their place, or NULL */
+    int32_t *indices;
+} dtrain__picks;
+
+/* Of portion, in the block at `words`. */
+static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
+                                      const dtrain__portion *portion, uint32_t *words)
+{
+    const bool low = dtrain__reduces_low(strategy);
+    dtrain__picks picks;
+    picks.values = low ? sparse->values : (float *)(void *)words + portion->at;
+    picks.low = low ? (uint16_t *)(void *)words + portion->at : NULL;
+    picks.indices =
+        (int32_t *)(void *)(words + dtrain__value_words(&strategy->layout, sparse->selected)) +
+        portion->at;
+    return picks;
+}
+
+static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, int64_t k,
+                                     float scale, const dtrain__picks *picks, float *out)
+{
+    dtrain_scatter_add_args args = {count, k, scale, picks->values, picks->indices, out};
+    return strategy->device->ops->scatter_add(strategy->device, &args);
+}
+
+/* Values become what travels; what rounding takes away goes back to the residual. */
+static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t count, int64_t k,
+                                         const dtrain__picks *picks, float *residual)
+{
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    if (!picks->low) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, DTRAIN_F32, picks->low, dtype));
+    if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, DTRAIN_F32));
+    return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
+}
+
+/* The quota of elements [offset, offset + count) of a portion, gradient and residual together. */
+static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                    const dtrain__portion *portion, int64_t offset, int64_t count,
+                                    bool with_velocity, const dtrain__picks *picks)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t at = portion->first - bucket->hop_first + offset;
+    dtrain_topk_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.k = portion->quota;
+    args.x = bucket->grads + portion->first + offset;
+    args.residual = dtrain__after(sparse->residual, at);
+    args.values = picks->values;
+    args.indices = picks->indices;
+    args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
+    args.momentum = strategy->desc.topk_momentum;
+    DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
+    return dtrain__round_picks(strategy, count, portion->quota, picks, args.residual);
+}
+
+/* Elements of region r; all of a portion without regions. */
+static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
+{
+    return dtrain__min(portion->region, portion->count - r * portion->region);
+}
+
+static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                          const dtrain__portion *portion)
+{
+    return strategy->device->ops->zero(strategy->device, bucket->grads + portion->first,
+                                       (size_t)portion->count * sizeof(float));
+}
+
+/* What a selected value counts in the mean. */
+static float dtrain__term(const dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    return 1.0f / (float)(dtrain__sums_first(strategy) ? layout->all : layout->hop_ranks);
+}
+
+/* Masked: the hop keeps what is selected, times 1/N, and is summed up whole. */
+static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__sparse *sparse = bucket->sparse;
+    float *hop = bucket->grads + bucket->hop_first;
+    const dtrain__picks picks = {
+        sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &layout->portions[i];
+        if (portion->dense) continue;
+        DTRAIN__TRY(dtrain__select(strategy, bucket, portion, 0, portion->count, true, &picks));
+        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, portion));
+        DTRAIN__TRY(dtrain__scatter(strategy, portion->count, portion->quota,
+                                    dtrain__term(strategy), &picks,
+                                    bucket->grads + portion->first));
+    }
+    return dtrain_all_reduce(dtrain__hop_comm(strategy), hop, hop, (size_t)bucket->hop_count,
+                             DTRAIN_F32, DTRAIN_SUM, dtrain__reduce_works(strategy, bucket));
+}
+
+/* ---- Top-k: exchanging ------------------------------------------------------------------------*/
+
+/* Selects of region r of every portion, or of all of it, into a block. */
+static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
+                                          bool with_velocity, uint32_t *words)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &strategy->layout.portions[i];
+        if (portion->dense) continue;
+        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, portion, words);
+        DTRAIN__TRY(dtrain__select(strategy, bucket, portion, r * portion->region,
+                                   dtrain__region_count(portion, r), with_velocity, &picks));
+    }
+    return DTRAIN_OK;
+}
+
+/* Adds a block to the gradients of region r. */
+static dtrain_result dtrain__add_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
+                                       float scale, uint32_t *words)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &strategy->layout.portions[i];
+        if (portion->dense) continue;
+        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, portion, words);
+        if (picks.low)
+            DTRAIN__TRY(dtrain__convert(strategy, portion->quota, picks.low,
+                                        strategy->desc.reduce_dtype, picks.values, DTRAIN_F32));
+        DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(portion, r), portion->quota,
+                                    scale, &picks,
+                                    bucket->grads + portion->first + r * portion->region));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__zero_portions(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    for (size_t i = sparse->first; i < sparse->end; i++)
+        if (!strategy->layout.portions[i].dense)
+            DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, &strategy->layout.portions[i]));
+    return DTRAIN_OK;
+}
+
+/* All ranks' blocks, in rank order, become the mean; those of regions lie side by side. */
+static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                        bool regions, uint32_t *blocks)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const int64_t words = dtrain__block_words(layout, bucket->sparse->selected);
+    DTRAIN__TRY(dtrain__zero_portions(strategy, bucket));
+    for (int r = 0; r < layout->hop_ranks; r++)
+        DTRAIN__TRY(dtrain__add_block(strategy, bucket, regions ? r : 0, dtrain__term(strategy),
+                                      blocks + r * words));
+    return DTRAIN_OK;
+}
+
+/* This rank's block is in its place among all. */
+static dtrain_result dtrain__gather_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_comm *comm, uint32_t *blocks)
+{
+    const size_t words = (size_t)dtrain__block_words(&strategy->layout, bucket->sparse->selected);
+    if (words == 0) return DTRAIN_OK;
+    return dtrain_all_gather(comm, blocks + (size_t)strategy->layout.hop_rank * words, blocks,
+                             words, DTRAIN_I32, dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__sparse *sparse = bucket->sparse;
+    dtrain__plan_selection(strategy, bucket);
+    DTRAIN__TRY(
+        dtrain__dense_start(strategy, bucket, 0, &dtrain__reduce_works(strategy, bucket)[1]));
+    if (sparse->masked) return dtrain__masked_start(strategy, bucket);
+    const int64_t words = dtrain__block_words(layout, sparse->selected);
+    DTRAIN__TRY(
+        dtrain__select_block(strategy, bucket, 0, true, sparse->in + layout->hop_rank * words));
+    return dtrain__gather_blocks(strategy, bucket, dtrain__hop_comm(strategy), sparse->in);
+}
+
+static dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    if (!bucket->sparse->masked)
+        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, false, bucket->sparse->in));
+    return dtrain__dense_copy(strategy, bucket, true);
+}
+
+/* BALANCED: the largest of every region to its owner ... */
+static dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__sparse *sparse = bucket->sparse;
+    dtrain__plan_selection(strategy, bucket);
+    DTRAIN__TRY(
+        dtrain__dense_start(strategy, bucket, 0, &dtrain__reduce_works(strategy, bucket)[1]));
+    if (sparse->masked) return dtrain__masked_start(strategy, bucket);
+    const int64_t words = dtrain__block_words(layout, sparse->selected);
+    for (int r = 0; r < layout->hop_ranks; r++)
+        DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
+    if (words == 0) return DTRAIN_OK;
+    return dtrain_all_to_all(dtrain__hop_comm(strategy), sparse->out, sparse->in, (size_t)words,
+                             DTRAIN_I32, dtrain__reduce_works(strategy, bucket));
+}
+
+/* ... who adds them up, in rank order, where its region of the gradients was ... */
+static dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__sparse *sparse = bucket->sparse;
+    const int64_t words = dtrain__block_words(layout, sparse->selected);
+    if (!sparse->masked) {
+        DTRAIN__TRY(dtrain__zero_portions(strategy, bucket));
+        for (int r = 0; r < layout->hop_ranks; r++)
+            DTRAIN__TRY(
+                dtrain__add_block(strategy, bucket, layout->hop_rank, 1, sparse->in + r * words));
+    }
+    return dtrain__dense_copy(strategy, bucket, true);
+}
+
+/* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
+ * the owner's new residual. */
+static dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__sparse *sparse = bucket->sparse;
+    const int64_t words = dtrain__block_words(layout, sparse->selected);
+    if (sparse->masked) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__select_block(strategy, bucket, layout->hop_rank, false,
+                                     sparse->out + layout->hop_rank * words));
+    return dtrain__gather_blocks(strategy, bucket, strategy->groups[DTRAIN__SECOND], sparse->out);
+}
+
+static dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    if (bucket->sparse->masked) return DTRAIN_OK;
+    return dtrain__add_blocks(strategy, bucket, true, bucket->sparse->out);
+}
+
+/* ---- PowerSGD ---------------------------------------------------------------------------------
+ *
+ *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
+ *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
+ *
+ * All ranks orthogonalise the same P to the same bits. A column of P that the others span is zero,
+ * and so its Q, which would be zero for ever after: a gradient that was zero once would never be
+ * sent again. So a trace of the first Q is added to every Q. It decides the direction of what is
+ * zero, and is nothing beside anything else. */
+
+#define DTRAIN__TRACE 1e-20f
+
+static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
+                                     int64_t n, int64_t k, const float *a, int64_t lda,
+                                     const float *b, int64_t ldb, float *c, int64_t ldc)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.alpha = 1;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = lda;
+    args.ldb = ldb;
+    args.ldc = ldc;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_F32;
+    return strategy->device->ops->gemm(strategy->device, &args);
+}
+
+/* M (rows, columns), where it lies. */
+static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
+{
+    if (!bucket->sparse->residual) return bucket->grads + portion->first;
+    return bucket->sparse->residual + portion->first - bucket->hop_first;
+}
+
+static dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
+                               sparse->q_seed,  sparse->q, false,         DTRAIN_F32};
+    if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &layout->portions[i];
+        float *m = dtrain__matrix(bucket, portion);
+        dtrain_add_args add = {portion->count, bucket->grads + portion->first, m, m, DTRAIN_F32,
+                               DTRAIN_F32};
+        if (portion->dense) continue;
+        if (sparse->residual) DTRAIN__TRY(strategy->device->ops->add(strategy->device, &add));
+        DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
+                                    portion->columns, portion->q, rank, portion->p, rank));
+    }
+    return dtrain__dense_start(strategy, bucket, sparse->p_count,
+                               dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, true));
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &strategy->layout.portions[i];
+        dtrain_orthogonalize_args args = {portion->rows, (int64_t)strategy->desc.powersgd_rank,
+                                          portion->p};
+        if (portion->dense) continue;
+        DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &strategy->layout.portions[i];
+        if (portion->dense) continue;
+        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, portion->columns, rank,
+                                    portion->rows, dtrain__matrix(bucket, portion),
+                                    portion->columns, portion->p, rank, portion->q, rank));
+    }
+    if (sparse->q_count == 0) return DTRAIN_OK;
+    return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
+                             (size_t)sparse->q_count, DTRAIN_F32, DTRAIN_MEAN,
+                             dtrain__reduce_works(strategy, bucket));
+}
+
+static dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &strategy->layout.portions[i];
+        float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);
+        dtrain_axpby_args rest = {portion->count, true, -1, 1, grad, m, false, DTRAIN_F32};
+        if (portion->dense) continue;
+        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, portion->rows, portion->columns,
+                                    rank, portion->p, rank, portion->q, rank, grad,
+                                    portion->columns));
+        if (sparse->residual) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &rest));
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Ways -------------------------------------------------------------------------------------*/
+
+static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin,
+                                                     dtrain__step_nothing, false, false};
+static const dtrain__step dtrain__by_across = {dtrain__across_begin, dtrain__across_end, false,
+                                               false};
+static const dtrain__step dtrain__by_across_scatter = {dtrain__across_scatter_begin,
+                                                       dtrain__across_scatter_end, false, false};
+static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, dtrain__step_nothing,
+                                                    false, false};
+static const dtrain__step dtrain__by_sparse_gather = {dtrain__sparse_gather_begin,
+                                                      dtrain__sparse_gather_end, false, false};
+static const dtrain__step dtrain__by_sparse_trade = {dtrain__sparse_trade_begin,
+                                                     dtrain__sparse_trade_end, false, false};
+static const dtrain__step dtrain__by_sparse_publish = {dtrain__sparse_publish_begin,
+                                                       dtrain__sparse_publish_end, false, false};
+static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false, false};
+static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false, false};
+
+static bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
+                                    const dtrain__step **way)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const bool nodes = strategy->layout.node_ranks > 1;
+    const bool compresses =
+        strategy->layout.compresses && !sharded && strategy->sync_count >= desc->dense_steps;
+    if (!nodes && !compresses) return false;
+    if (nodes) *way++ = &dtrain__by_node_scatter;
+    if (sharded) *way++ = &dtrain__by_across_scatter;
+    else if (!compresses) *way++ = &dtrain__by_across;
+    else if (desc->compression == DTRAIN_POWERSGD) {
+        *way++ = &dtrain__by_p;
+        *way++ = &dtrain__by_q;
+    } else if (dtrain__is_balanced(desc)) {
+        *way++ = &dtrain__by_sparse_trade;
+        *way++ = &dtrain__by_sparse_publish;
+    } else *way++ = &dtrain__by_sparse_gather;
+    if (nodes && !sharded) *way++ = &dtrain__by_node_gather;
+    return true;
 }
 
 /* ================================================================================================
@@ -16746,6 +20867,17 @@ static dtrain_result dtrain__scaler_usable(const dtrain_scaler *scaler, const ch
                        scaler ? "not initialised; call dtrain_scaler_init first" : "NULL");
 }
 
+static dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy, const char *call,
+                                            const char *what)
+{
+    if (!strategy->desc.compression) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: %s with a strategy that compresses gradients: what it keeps from step "
+                       "to step has an earlier step's scale, and one overflow would stay in it; "
+                       "use DTRAIN_TAPE_BF16, which needs no scale",
+                       call, what);
+}
+
 DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
                                                dtrain_strategy *strategy, float max_norm,
                                                float *norm, float *grad_scale, bool *found_inf)
@@ -16759,6 +20891,7 @@ DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
                            !norm         ? "norm"
                            : !grad_scale ? "grad_scale"
                                          : "found_inf");
+    DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
     DTRAIN__TRY(dtrain__grad_norm(strategy, &scaled));
     *norm = (float)(scaled / (double)scaler->scale);
     *found_inf = !dtrain_is_finite(*norm);
@@ -16881,6 +21014,7 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
     } else {
         if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
         if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
+        if (desc->variance_steps) wrong = "variance_steps 0: SGD has no second moments";
     }
     if (!wrong) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -17028,19 +21162,28 @@ DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimiz
     return optimizer ? optimizer->state_bytes : 0;
 }
 
+/* In the step that comes next. */
+static bool dtrain__variance_stays(const dtrain_optimizer *optimizer)
+{
+    const uint64_t steps = optimizer->desc.variance_steps;
+    return steps > 0 && (uint64_t)optimizer->step_count >= steps;
+}
+
 /* What changes from step to step, for the step that comes next. */
 static dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer, float lr,
                                                      float grad_scale)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
     const double step = (double)(optimizer->step_count + 1);
+    const double estimated =
+        dtrain__variance_stays(optimizer) ? (double)desc->variance_steps : step;
     dtrain_step_scalars scalars;
     memset(&scalars, 0, sizeof scalars);
     scalars.lr = lr;
     scalars.grad_scale = grad_scale;
     /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
     scalars.correction1 = (float)(1 - pow((double)desc->beta1, step));
-    scalars.correction2 = (float)(1 - pow((double)desc->beta2, step));
+    scalars.correction2 = (float)(1 - pow((double)desc->beta2, estimated));
     return scalars;
 }
 
@@ -17060,7 +21203,7 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
         args.tensors = tensors;
         args.lr = now->lr;
         args.beta1 = desc->beta1;
-        args.beta2 = desc->beta2;
+        args.beta2 = dtrain__variance_stays(optimizer) ? 1 : desc->beta2;
         args.epsilon = desc->epsilon;
         args.correction1 = now->correction1;
         args.correction2 = now->correction2;
@@ -17903,9 +22046,13 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (trainer->desc.optimizer->desc.variance_steps)
+        missing = "an optimizer without variance_steps: what is recorded would never stop";
     else if (trainer->desc.strategy->desc.offload)
         missing = "everything on the device: an offloaded update runs on the host";
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
+    else if (trainer->desc.strategy->desc.compression)
+        missing = "no compression: its first steps are not like the later ones";
     else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
         missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
@@ -17973,6 +22120,8 @@ static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
                        desc->minimum_scale != 0;
     trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
     if (!trainer->scaling) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
+                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
     if (!given) *desc = dtrain_scaler_defaults();
     return dtrain_scaler_init(&trainer->scaler, desc);
 }

@@ -16,7 +16,7 @@
    [C08] tokens            embedding, cross-entropy
    [C09] attention         by batched GEMM and softmax
    [C10] flash attention   tiles on tensor cores
-   [C11] sparse            top-k, scatter-add
+   [C11] sparse            top-k, scatter-add, orthonormal columns
    [C12] table
 
    Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in [C12].
@@ -5243,12 +5243,13 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * k-th largest key is found digit by digit (11, 10, 10 bits) from histograms of the keys that agree
  * with the digits found so far.
  *
- *   fold      residual += x; histogram of digit 0, of all and of each tile of elements
+ *   fold      velocity, residual += x; histogram of digit 0, of all and of each tile of elements
  *   offsets   digit 0; candidates (digit 0 equal or above) of each tile -> where each tile's begin
  *   gather    candidates in order -> side buffer; histogram of digit 1 of those that are equal
  *   narrow    digit 1; histogram of digit 2
  *   count     digit 2, so the key itself; of each tile of candidates, how many are above, how many equal
- *   write     those above, and the first of those equal, in order -> values, indices; residual 0 there
+ *   write     those above, and the first of those equal, in order -> values, indices; residual and
+ *             velocity 0 there
  *
  * Order without sorting: tiles are counted, the counts are summed over the tiles (by the block that
  * finishes last), and within a tile a block ranks its elements in order. So indices ascend, and among
@@ -5260,7 +5261,7 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * themselves: same result, three more reads.
  *
  * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for each
- * candidate; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile.
+ * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile.
  * ==============================================================================================*/
 
 enum {
@@ -5289,7 +5290,7 @@ struct dtrain_cuda_topk_state {
 struct dtrain_cuda_topk_plan {
     dtrain_topk_args args;
     unsigned count, tile, tiles, room; /* room: of the side buffer */
-    bool wide;                         /* x and residual are 16-byte aligned */
+    bool wide;                         /* x, residual and velocity are 16-byte aligned */
     const float *source; /* (count) what is selected from: residual, or x without it */
     dtrain_cuda_topk_state *state;
     uint16_t *tile_histograms;  /* (tiles, DTRAIN_CUDA_TOPK_BINS) */
@@ -5330,6 +5331,22 @@ static __device__ __forceinline__ dtrain_cuda_four dtrain_cuda_load_four(const f
             four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
     }
     return four;
+}
+
+static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
+                                                              bool wide,
+                                                              const dtrain_cuda_four &four)
+{
+    if (wide && at < end && end - at >= 4) {
+        dtrain_cuda_pack<float> pack;
+        DTRAIN_CUDA_UNROLL
+        for (int e = 0; e < 4; e++) pack.at[e] = four.at[e];
+        dtrain_cuda_store(to + at, pack);
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int e = 0; e < 4; e++)
+            if (at < end && end - at > (unsigned)e) to[at + e] = four.at[e];
+    }
 }
 
 /* ---- Histograms -------------------------------------------------------------------------------*/
@@ -5400,20 +5417,20 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
             dtrain_cuda_four x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
+            if (topk.args.velocity) {
+                const dtrain_cuda_four old =
+                    dtrain_cuda_load_four(topk.args.velocity, at, end, topk.wide);
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < 4; e++) /* rounded twice, as on the CPU: not fused */
+                    x.at[e] = __fadd_rn(__fmul_rn(topk.args.momentum, old.at[e]), x.at[e]);
+                dtrain_cuda_store_four(topk.args.velocity, at, end, topk.wide, x);
+            }
             if (topk.args.residual) {
                 const dtrain_cuda_four old =
                     dtrain_cuda_load_four(topk.args.residual, at, end, topk.wide);
-                dtrain_cuda_pack<float> pack;
                 DTRAIN_CUDA_UNROLL
-                for (int e = 0; e < 4; e++) pack.at[e] = x.at[e] = old.at[e] + x.at[e];
-                if (topk.wide && at < end && end - at >= 4)
-                    dtrain_cuda_store(topk.args.residual + at, pack);
-                else {
-                    DTRAIN_CUDA_UNROLL
-                    for (int e = 0; e < 4; e++)
-                        if (at < end && end - at > (unsigned)e)
-                            topk.args.residual[at + e] = x.at[e];
-                }
+                for (int e = 0; e < 4; e++) x.at[e] = old.at[e] + x.at[e];
+                dtrain_cuda_store_four(topk.args.residual, at, end, topk.wide, x);
             }
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < 4; e++)
@@ -5632,6 +5649,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                 topk.args.values[to] = x.at[e];
                 topk.args.indices[to] = index;
                 if (topk.args.residual) topk.args.residual[index] = 0;
+                if (topk.args.velocity) topk.args.velocity[index] = 0;
             }
             above += total & 0xffff;
             equal += total >> 16;
@@ -5694,7 +5712,8 @@ static dtrain_result dtrain_cuda_topk_select(dtrain_device *device, const dtrain
     topk.tile = dtrain_cuda_topk_tile(args->count, most);
     topk.tiles = (topk.count + topk.tile - 1) / topk.tile;
     topk.source = args->residual ? args->residual : args->x;
-    topk.wide = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->residual);
+    topk.wide = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->residual) &&
+                dtrain_cuda_aligned(args->velocity);
     DTRAIN_CUDA_TRY(dtrain_cuda_topk_lay_out(device, &topk));
     const int64_t blocks = topk.tiles < most ? topk.tiles : most;
     DTRAIN_CUDA_TRY(dtrain_cuda_check(
@@ -5715,15 +5734,12 @@ static dtrain_result dtrain_cuda_topk_select(dtrain_device *device, const dtrain
 
 static dtrain_result dtrain_cuda_topk(dtrain_device *device, const dtrain_topk_args *args)
 {
-    if (args->count == 0) return DTRAIN_OK;
-    if (args->count < 0 || args->count > INT32_MAX)
+    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "topk: count is from 0 to 2^31 - 1, because indices are int32, found "
-                           "%lld: split the tensor",
-                           (long long)args->count);
-    if (args->k < 1 || args->k > args->count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: k is from 1 to count = %lld, found %lld",
-                           (long long)args->count, (long long)args->k);
+                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
+                           (long long)args->k, (long long)args->count);
+    if (args->velocity && !args->residual)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
     return dtrain_cuda_topk_select(device, args);
 }
 
@@ -5746,17 +5762,200 @@ static __global__ void __launch_bounds__(256)
 static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
                                              const dtrain_scatter_add_args *args)
 {
-    if (args->k <= 0) return DTRAIN_OK;
+    if (args->k < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "scatter_add: k is %lld, expected 0 or more",
+                           (long long)args->k);
+    if (args->k == 0) return DTRAIN_OK;
     const dtrain_cuda_state *const state = dtrain_cuda_state_of(device);
     return DTRAIN_CUDA_RUN(device, "scatter_add", dtrain_cuda_scatter_add_kernel,
                            dtrain_cuda_blocks(state, args->k, 256), 256, 0, *args, state->fault);
+}
+
+/* ---- Orthonormal columns ------------------------------------------------------------------------
+ *
+ * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
+ *
+ *   gram      a block sums G over a share of the rows that depends on rows and columns alone
+ *   factor    one block adds up the shares in order, then Cholesky and the inverse
+ *   recombine X = X R^-1, row by row
+ *
+ * A thread of gram has 4 by 4 elements of G, and a part of the block's rows when the elements are few.
+ * Bytes: 12 rows columns, twice. Work: rows columns^2 multiply-adds in double for gram, half of it for
+ * recombine: bound by memory up to some 16 columns. */
+
+enum {
+    DTRAIN_CUDA_BASIS_THREADS = 256,
+    DTRAIN_CUDA_BASIS_SIDE = DTRAIN_ORTHOGONALIZE_COLUMNS,
+    DTRAIN_CUDA_BASIS_FLOATS = 4096, /* of a tile of rows in shared memory */
+    DTRAIN_CUDA_BASIS_BLOCKS = 256   /* of gram, at most */
+};
+
+struct dtrain_cuda_basis {
+    float *x;
+    int64_t rows, share; /* rows of a block of gram: a multiple of tile */
+    int columns, padded; /* padded: to a multiple of 4 */
+    int tile;            /* rows in shared memory */
+    int blocks;
+    double *sums;   /* (blocks, columns, columns) upper triangles */
+    double *factor; /* (columns, columns) */
+};
+
+/* Rows [row, row + count) as they are, zeros behind the last column. */
+static __device__ __forceinline__ void dtrain_cuda_basis_load(const dtrain_cuda_basis &basis,
+                                                              int64_t row, int count, float *tile)
+{
+    for (int at = threadIdx.x; at < count * basis.padded; at += DTRAIN_CUDA_BASIS_THREADS) {
+        const int i = at / basis.padded, j = at % basis.padded;
+        tile[at] = j < basis.columns ? basis.x[(row + i) * basis.columns + j] : 0;
+    }
+    __syncthreads();
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_THREADS)
+    dtrain_cuda_gram_kernel(dtrain_cuda_basis basis)
+{
+    __shared__ float tile[DTRAIN_CUDA_BASIS_FLOATS];
+    __shared__ double parts[DTRAIN_CUDA_BASIS_THREADS];
+    const int side = basis.padded / 4, squares = side * side;
+    const int groups = DTRAIN_CUDA_BASIS_THREADS / squares; /* each takes every groups-th row */
+    const int square = threadIdx.x % squares, group = threadIdx.x / squares;
+    const int i = 4 * (square / side), j = 4 * (square % side);
+    const int64_t begin = blockIdx.x * basis.share,
+                  left = basis.rows - begin < basis.share ? basis.rows - begin : basis.share;
+    double sum[4][4] = {};
+    for (int64_t row = 0; row < left; row += basis.tile) {
+        const int count = left - row < basis.tile ? (int)(left - row) : basis.tile;
+        dtrain_cuda_basis_load(basis, begin + row, count, tile);
+        for (int r = group; r < count && group < groups && i <= j; r += groups) {
+            const float *const x = tile + r * basis.padded;
+            DTRAIN_CUDA_UNROLL
+            for (int a = 0; a < 4; a++) {
+                DTRAIN_CUDA_UNROLL
+                for (int b = 0; b < 4; b++) sum[a][b] += (double)x[i + a] * (double)x[j + b];
+            }
+        }
+        __syncthreads();
+    }
+    double *const out = basis.sums + (int64_t)blockIdx.x * basis.columns * basis.columns;
+    DTRAIN_CUDA_UNROLL
+    for (int a = 0; a < 4; a++) {
+        DTRAIN_CUDA_UNROLL
+        for (int b = 0; b < 4; b++) {
+            parts[threadIdx.x] = sum[a][b];
+            __syncthreads();
+            if (group == 0 && i + a < basis.columns && j + b < basis.columns && i <= j) {
+                double total = 0;
+                for (int g = 0; g < groups; g++) total += parts[g * squares + square];
+                out[(i + a) * basis.columns + j + b] = total;
+            }
+            __syncthreads();
+        }
+    }
+}
+
+/* Row j of R from the rows before; a thread has a column. A column of which less than 1e-6 is left, in
+ * length, is one that those before it span: its inverse is 0. Of a matrix that is not finite all
+ * becomes NaN. */
+static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_SIDE)
+    dtrain_cuda_basis_factor_kernel(dtrain_cuda_basis basis)
+{
+    __shared__ double r[DTRAIN_CUDA_BASIS_SIDE][DTRAIN_CUDA_BASIS_SIDE],
+        inverse[DTRAIN_CUDA_BASIS_SIDE];
+    const int n = basis.columns, k = threadIdx.x;
+    for (int i = 0; i < n && k < n; i++) {
+        double sum = 0;
+        for (int b = 0; b < basis.blocks && k >= i; b++)
+            sum += basis.sums[((int64_t)b * n + i) * n + k];
+        r[i][k] = sum;
+    }
+    __syncthreads();
+    bool finite = true;
+    for (int i = 0; i < n; i++) finite = finite && r[i][i] <= 1.7976931348623157e308;
+    __syncthreads();
+    for (int j = 0; j < n; j++) {
+        double value = 0;
+        if (k >= j && k < n) {
+            value = r[j][k];
+            for (int i = 0; i < j; i++) value -= r[i][j] * r[i][k];
+        }
+        if (k == j) inverse[j] = value > 1e-12 * r[j][j] ? 1 / sqrt(value) : 0;
+        __syncthreads();
+        if (k >= j && k < n) r[j][k] = value * inverse[j];
+        __syncthreads();
+    }
+    for (int i = n - 1; i >= 0 && k < n; i--) {
+        double value = i == k ? inverse[k] : 0;
+        if (i < k && inverse[k] > 0) {
+            for (int l = i + 1; l <= k; l++) value += r[i][l] * basis.factor[l * n + k];
+            value *= -inverse[i];
+        }
+        basis.factor[i * n + k] = finite ? value : __longlong_as_double(0x7ff8000000000000ll);
+    }
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_THREADS)
+    dtrain_cuda_recombine_kernel(dtrain_cuda_basis basis)
+{
+    __shared__ float tile[DTRAIN_CUDA_BASIS_FLOATS];
+    for (int64_t row = (int64_t)blockIdx.x * basis.tile; row < basis.rows;
+         row += (int64_t)gridDim.x * basis.tile) {
+        const int count = basis.rows - row < basis.tile ? (int)(basis.rows - row) : basis.tile;
+        dtrain_cuda_basis_load(basis, row, count, tile);
+        for (int at = threadIdx.x; at < count * basis.columns; at += DTRAIN_CUDA_BASIS_THREADS) {
+            const int i = at / basis.columns, k = at % basis.columns;
+            double sum = 0;
+            for (int l = 0; l <= k; l++)
+                sum += (double)tile[i * basis.padded + l] * basis.factor[l * basis.columns + k];
+            basis.x[row * basis.columns + at] = (float)sum;
+        }
+        __syncthreads();
+    }
+}
+
+static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
+                                               const dtrain_orthogonalize_args *args)
+{
+    if (args->rows < 0 || args->columns < 1 || args->columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
+                           (long long)args->rows, (long long)args->columns,
+                           DTRAIN_ORTHOGONALIZE_COLUMNS);
+    if (args->rows == 0) return DTRAIN_OK;
+    dtrain_cuda_basis basis = {};
+    basis.x = args->x;
+    basis.rows = args->rows;
+    basis.columns = (int)args->columns;
+    basis.padded = (basis.columns + 3) / 4 * 4;
+    const int most = DTRAIN_CUDA_BASIS_FLOATS / basis.padded;
+    basis.tile = most < 256 ? most : 256;
+    const int64_t tiles = (args->rows + basis.tile - 1) / basis.tile;
+    basis.share = (tiles + DTRAIN_CUDA_BASIS_BLOCKS - 1) / DTRAIN_CUDA_BASIS_BLOCKS * basis.tile;
+    basis.blocks = (int)((args->rows + basis.share - 1) / basis.share);
+    const size_t square = (size_t)basis.columns * basis.columns;
+    void *scratch;
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_scratch(device, (basis.blocks + 1) * square * sizeof(double), &scratch));
+    basis.factor = (double *)scratch;
+    basis.sums = basis.factor + square;
+    const int64_t full = (int64_t)dtrain_cuda_state_of(device)->multiprocessors * 8;
+    for (int round = 0; round < 2; round++) {
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "orthogonalize, gram", dtrain_cuda_gram_kernel,
+                                        basis.blocks, DTRAIN_CUDA_BASIS_THREADS, 0, basis));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "orthogonalize, factor",
+                                        dtrain_cuda_basis_factor_kernel, 1, DTRAIN_CUDA_BASIS_SIDE,
+                                        0, basis));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "orthogonalize, recombine",
+                                        dtrain_cuda_recombine_kernel, tiles < full ? tiles : full,
+                                        DTRAIN_CUDA_BASIS_THREADS, 0, basis));
+    }
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
  * [C12] Table
  * ==============================================================================================*/
 
-static_assert(DTRAIN_DEVICE_ABI == 2, "the table below is that of ABI 2: compare with [S04]");
+static_assert(DTRAIN_DEVICE_ABI == 3, "the table below is that of ABI 3: compare with [S04]");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -5810,6 +6009,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_adamw,
                                           dtrain_cuda_sgd,
                                           dtrain_cuda_topk,
-                                          dtrain_cuda_scatter_add};
+                                          dtrain_cuda_scatter_add,
+                                          dtrain_cuda_orthogonalize};
     return &ops;
 }

@@ -35,7 +35,8 @@
                  memory and waiting for them stops the host: meant for small records and initial
                  values. Memory from dtrain_comm_alloc is fastest.
        Mistakes  Operations are not compared across ranks in advance: a difference shows as a
-                 timeout, and the error names the collective on both sides.
+                 timeout, and the error names the collective on both sides. In an all-to-all, which
+                 is sends and receives, NCCL itself does not look at counts: they must agree.
 
    Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here nothing
    waits without looking at (1) the world's deadline, (2) NCCL's asynchronous error, (3) the control
@@ -415,7 +416,8 @@ static const char *const dtrain_nccl__calls[] = {"?",
                                                  "dtrain_barrier",
                                                  "dtrain_send",
                                                  "dtrain_recv",
-                                                 "dtrain_comm_split"};
+                                                 "dtrain_comm_split",
+                                                 "dtrain_all_to_all"};
 
 static bool dtrain_nccl__is_point_to_point(uint32_t kind)
 {
@@ -428,13 +430,13 @@ static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nc
 {
     static const char *const names[] = {"?",         "all-reduce", "reduce-scatter", "all-gather",
                                         "broadcast", "reduce",     "barrier",        "send",
-                                        "recv",      "split"};
+                                        "recv",      "split",      "all-to-all"};
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     const dtrain_collective *what = &record->what;
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
     int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
                         (unsigned long long)record->number, comm->name,
-                        names[what->kind <= DTRAIN_SPLIT ? what->kind : 0],
+                        names[what->kind <= DTRAIN_ALL_TO_ALL ? what->kind : 0],
                         ops[what->op <= DTRAIN_PROD ? what->op : 0]);
     if (what->dtype != DTRAIN_DTYPE_NONE && used >= 0 && (size_t)used < room)
         used += snprintf(text + used, room - (size_t)used, " %s count %zu",
@@ -823,16 +825,18 @@ static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 2
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool cuts = what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_TO_ALL;
     if (what->kind == DTRAIN_RECV) return 0;
     if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return 0;
-    return what->count * unit * (what->kind == DTRAIN_REDUCE_SCATTER ? (size_t)comm->base.size : 1);
+    return what->count * unit * (cuts ? (size_t)comm->base.size : 1);
 }
 
 static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool root = what->root == comm->base.rank;
-    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT;
+    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT ||
+                       what->kind == DTRAIN_ALL_TO_ALL;
     if (what->kind == DTRAIN_SEND) return 0;
     if ((what->kind == DTRAIN_BROADCAST && root) || (what->kind == DTRAIN_REDUCE && !root))
         return 0;
@@ -1003,6 +1007,29 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     }
 }
 
+/* A group of a send to and a receive from every rank. The own slice travels in it too: NCCL makes it
+ * a copy on the device, in the order of the stream. */
+static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+{
+    const dtrain_nccl__library *nccl = &comm->hub->nccl;
+    const cudaStream_t stream = comm->hub->native;
+    const ncclDataType_t type = dtrain_nccl__type(work->what.dtype);
+    const size_t count = work->what.count, bytes = count * dtrain_dtype_bytes(work->what.dtype);
+    const char *send = (const char *)work->send;
+    char *recv = (char *)work->recv;
+    ncclResult_t result = ncclSuccess;
+    nccl->GroupStart();
+    for (int r = 0; r < comm->base.size; r++) {
+        const size_t at = (size_t)r * bytes;
+        result = nccl->Send(send + at, count, type, r, comm->nccl, stream);
+        if (result == ncclSuccess || result == ncclInProgress)
+            result = nccl->Recv(recv + at, count, type, r, comm->nccl, stream);
+        if (result != ncclSuccess && result != ncclInProgress) break;
+    }
+    const ncclResult_t end = nccl->GroupEnd();
+    return result == ncclSuccess || result == ncclInProgress ? end : result;
+}
+
 static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
@@ -1023,6 +1050,7 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
         return nccl->Broadcast(send, recv, count, type, what->root, comm->nccl, stream);
     case DTRAIN_REDUCE:
         return nccl->Reduce(send, recv, count, type, op, what->root, comm->nccl, stream);
+    case DTRAIN_ALL_TO_ALL: return dtrain_nccl__all_to_all(comm, work);
     case DTRAIN_SEND: return nccl->Send(send, count, type, what->root, comm->nccl, stream);
     case DTRAIN_RECV: return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
     default: return ncclInvalidArgument;
@@ -1783,11 +1811,17 @@ static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
 
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
 {
-    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,          "nccl",
-                                        dtrain_nccl__create,      dtrain_nccl__start,
-                                        dtrain_nccl__test,        dtrain_nccl__wait,
-                                        dtrain_nccl__alloc_entry, dtrain_nccl__free_entry,
-                                        dtrain_nccl__split,       dtrain_nccl__fail_entry,
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
+                                        true,
+                                        "nccl",
+                                        dtrain_nccl__create,
+                                        dtrain_nccl__start,
+                                        dtrain_nccl__test,
+                                        dtrain_nccl__wait,
+                                        dtrain_nccl__alloc_entry,
+                                        dtrain_nccl__free_entry,
+                                        dtrain_nccl__split,
+                                        dtrain_nccl__fail_entry,
                                         dtrain_nccl__destroy};
     return &ops;
 }

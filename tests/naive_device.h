@@ -464,7 +464,12 @@ static dtrain_result naive_topk(dtrain_device *device, const dtrain_topk_args *a
     bool *taken = (bool *)calloc((size_t)a->count, sizeof *taken);
     (void)device;
     for (int64_t i = 0; i < a->count; i++) {
-        if (a->residual) a->residual[i] += a->x[i];
+        volatile float step = a->x[i]; /* each operation is rounded */
+        if (a->velocity) {
+            volatile float product = a->momentum * a->velocity[i];
+            step = a->velocity[i] = product + step;
+        }
+        if (a->residual) a->residual[i] += step;
         x[i] = a->residual ? a->residual[i] : a->x[i];
     }
     for (int64_t j = 0; j < a->k; j++) {
@@ -485,6 +490,7 @@ static dtrain_result naive_topk(dtrain_device *device, const dtrain_topk_args *a
         a->indices[j] = (int32_t)i;
         a->values[j++] = x[i];
         if (a->residual) a->residual[i] = 0;
+        if (a->velocity) a->velocity[i] = 0;
     }
     free(x), free(taken);
     return DTRAIN_OK;
@@ -496,6 +502,30 @@ static dtrain_result naive_scatter_add(dtrain_device *device, const dtrain_scatt
         if (a->indices[i] < 0 || a->indices[i] >= a->count) return DTRAIN_ERROR_DATA;
         a->out[a->indices[i]] += a->scale * a->values[i];
     }
+    return DTRAIN_OK;
+}
+
+/* Modified Gram-Schmidt, column by column, in double. */
+static dtrain_result naive_orthogonalize(dtrain_device *device, const dtrain_orthogonalize_args *a)
+{
+    const int64_t n = a->columns;
+    double *q = (double *)malloc((size_t)(a->rows * n + 1) * sizeof *q);
+    (void)device;
+    for (int64_t i = 0; i < a->rows * n; i++) q[i] = (double)a->x[i];
+    for (int64_t j = 0; j < n; j++) {
+        double before = 0, after = 0;
+        for (int64_t r = 0; r < a->rows; r++) before += q[r * n + j] * q[r * n + j];
+        for (int64_t turn = 0; turn < 2 * j; turn++) {
+            double dot = 0;
+            for (int64_t r = 0; r < a->rows; r++) dot += q[r * n + j] * q[r * n + turn % j];
+            for (int64_t r = 0; r < a->rows; r++) q[r * n + j] -= dot * q[r * n + turn % j];
+        }
+        for (int64_t r = 0; r < a->rows; r++) after += q[r * n + j] * q[r * n + j];
+        for (int64_t r = 0; r < a->rows; r++)
+            q[r * n + j] *= after > 1e-12 * before ? 1 / sqrt(after) : 0;
+    }
+    for (int64_t i = 0; i < a->rows * n; i++) a->x[i] = (float)q[i];
+    free(q);
     return DTRAIN_OK;
 }
 
@@ -534,6 +564,7 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.sgd = naive_sgd;
     ops.topk = naive_topk;
     ops.scatter_add = naive_scatter_add;
+    ops.orthogonalize = naive_orthogonalize;
     return &ops;
 }
 

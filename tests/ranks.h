@@ -102,9 +102,9 @@ static inline ranks_holdings ranks_look(void)
 static inline void ranks_check_holdings(const ranks_holdings *before, const char *what)
 {
     ranks_holdings now = ranks_look();
+    const int looks = RANKS_SANITIZED ? 50 : 1000;
     int look;
-    for (look = 0; look < 50; look++) {
-        if (now.threads <= before->threads) break;
+    for (look = 0; look < looks && now.threads > before->threads; look++) {
         ranks_sleep_us(4000);
         now = ranks_look();
     }
@@ -116,6 +116,22 @@ static inline void ranks_check_holdings(const ranks_holdings *before, const char
               before->shm, now.shm);
     CHECK_MSG(now.children <= before->children, "%s: a child process is left", what);
 }
+
+/* ---- time ---- */
+
+/* A machine that is shared may stand still for a second at any moment: what must come "at once" has this many
+ * seconds, half of a deadline; and a rank that must come after another one waits for it, not for a while. */
+#define RANKS_SOON 10.0
+
+/* Waits until others have counted to `wanted`. */
+static inline bool ranks_await(const int32_t *count, int32_t wanted)
+{
+    const double end = test_seconds() + RANKS_SOON;
+    while (__atomic_load_n(count, __ATOMIC_ACQUIRE) < wanted && test_seconds() < end)
+        ranks_sleep_us(1000);
+    return CHECK_MSG(__atomic_load_n(count, __ATOMIC_ACQUIRE) >= wanted, "the others do not come");
+}
+static inline void ranks_count(int32_t *count) { __atomic_fetch_add(count, 1, __ATOMIC_RELEASE); }
 
 /* ---- launching ---- */
 

@@ -72,7 +72,7 @@ typedef struct strategy_case {
     uint32_t model, kind, accumulation, micro, node_size;
     uint32_t tape_flags, checkpoint_every, param_dtype, reduce_dtype, optimizer;
     int64_t whole_below;
-    bool keep_all, keep_one, no_overlap;
+    bool keep_all, keep_one, no_overlap, hierarchical;
     int batch, steps; /* of all ranks and micro-batches together; 0 = the most */
 } strategy_case;
 
@@ -121,11 +121,12 @@ static inline strategy_name strategy_case_name(const strategy_case *c, int ranks
     strategy_name name;
     snprintf(name.text, sizeof name.text,
              "%s, %d ranks (node size %u), %u micro-batches (accumulation %u), tape %u, "
-             "params %u, reduce %u%s%s%s%s",
+             "params %u, reduce %u%s%s%s%s%s",
              strategy_kind_name(c->kind), ranks, c->node_size, c->micro, c->accumulation,
              c->tape_flags, c->param_dtype, c->reduce_dtype,
              c->checkpoint_every ? ", checkpoints" : "", c->keep_all ? ", kept" : "",
-             c->keep_one ? ", some kept" : "", c->no_overlap ? ", no overlap" : "");
+             c->keep_one ? ", some kept" : "", c->no_overlap ? ", no overlap" : "",
+             c->hierarchical ? ", hierarchical" : "");
     return name;
 }
 
@@ -286,6 +287,7 @@ static inline dtrain_strategy_desc strategy_case_desc(const strategy_case *c)
     if (c->reduce_dtype) desc.reduce_dtype = c->reduce_dtype;
     desc.whole_below = c->whole_below;
     desc.no_overlap = c->no_overlap;
+    desc.hierarchical = c->hierarchical;
     if (c->keep_all) desc.reshard_after_forward = false;
     if (c->keep_one) desc.kept_units = middle, desc.kept_unit_count = 2;
     desc.first_bucket_bytes = 500; /* several buckets for a model this small */
@@ -361,6 +363,15 @@ static inline dtrain_result strategy_step(strategy_job *job, int step)
     return result;
 }
 
+/* FNV-1a, 64 bits. */
+static uint64_t strategy_hash(const void *data, size_t bytes)
+{
+    uint64_t hash = 14695981039346656037u;
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ ((const unsigned char *)data)[i]) * 1099511628211u;
+    return hash;
+}
+
 /* Every rank reads every parameter, as it must; rank 0 keeps them, the others a hash. */
 static inline dtrain_result strategy_job_read(strategy_job *job)
 {
@@ -373,8 +384,7 @@ static inline dtrain_result strategy_job_read(strategy_job *job)
         if (result != DTRAIN_OK) return result;
         at += p->count;
     }
-    job->out->read_hash[job->rank] =
-        dtrain__fnv1a(DTRAIN__FNV_BASIS, values, (size_t)at * sizeof *values);
+    job->out->read_hash[job->rank] = strategy_hash(values, (size_t)at * sizeof *values);
     if (job->rank == 0) {
         job->out->value_count = at;
         memcpy(job->out->values, values, (size_t)at * sizeof *values);

@@ -10,11 +10,12 @@
  *     }
  *
  * RUN forks: a test that crashes, hangs or exits is one failed test, and the next one starts from
- * a clean process. Every test has a deadline (60 s, DTRAIN_TEST_TIMEOUT seconds); what it leaves
+ * a clean process. Every test has a deadline (240 s, DTRAIN_TEST_TIMEOUT seconds); what it leaves
  * behind in its process group is killed and counts as a failure. The counters are in shared
  * memory, so that CHECK works in ranks that are processes and in ranks that are threads.
  *
- * Include it after dtrain.h (whose implementation sets the feature macros) or first of all. */
+ * A program that uses what dtrain.h declares includes this first of all and is linked with dtrain.a; one
+ * that looks inside defines DTRAIN_IMPLEMENTATION, and includes this behind it. */
 #ifndef DTRAIN_TEST_H
 #define DTRAIN_TEST_H
 
@@ -60,6 +61,13 @@ static inline int test_close(double a, double b, double tolerance)
     double size = fabs(b) > 1 ? fabs(b) : 1;
     return a == b || fabs(a - b) <= tolerance * size;
 }
+
+/* In a function that returns a dtrain_result: hands on a failure. */
+#define TRY(call)                                         \
+    do {                                                  \
+        dtrain_result test_result = (call);               \
+        if (test_result != DTRAIN_OK) return test_result; \
+    } while (0)
 
 /* Prints at most 20 failures a test: a broken kernel fails everywhere. */
 #if defined(__GNUC__)
@@ -134,7 +142,7 @@ static inline int test_wait(pid_t child, double limit, int *status)
 static inline int test_sweep(pid_t group)
 {
     int look, status;
-    for (look = 0; look < 100; look++) {
+    for (look = 0; look < 1000; look++) {
         struct timespec nap = {0, 3000000};
         while (waitpid(-group, &status, WNOHANG) > 0) {}
         if (kill(-group, 0) != 0) return 0;
@@ -171,7 +179,7 @@ static inline const char *test_verdict(int ended, int status, int leftover)
 static inline void test_run(const char *name, void (*test)(void))
 {
     const char *limit_text = getenv("DTRAIN_TEST_TIMEOUT");
-    double limit = limit_text ? atof(limit_text) : 60, start = test_seconds();
+    double limit = limit_text ? atof(limit_text) : 240, start = test_seconds();
     int status = 0, ended, leftover;
     const char *verdict;
     pid_t child;

@@ -2,11 +2,8 @@
  * meets depends on its head size, dtype, alignment and the device's math; every case is run aligned
  * (the tiles of [C10], where they take the head size) and one element further (the products of [C09]).
  * The oracle is the definition, in double. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};

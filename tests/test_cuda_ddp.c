@@ -1,9 +1,8 @@
 /* test_cuda_ddp.c: training on the CUDA device: collectives on device buffers, DDP, autocast, replayed
  * steps, host arrays, and what happens when the device fails. The CPU device is the reference; the
  * ranks of this machine share one GPU, so their communicator is the staged one. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
 #include "test.h"
+#include "dtrain.h"
 #include "ranks.h"
 #ifdef DTRAIN_CUDA_EMULATION
 #include "cuda_emulation.h"
@@ -121,7 +120,7 @@ static void buffers_close(buffers *b)
 
 static dtrain_result move(buffers *b, void *to, const void *from, size_t bytes)
 {
-    return dtrain__copy_any(b->device, to, from, bytes);
+    return dtrain_device_copy(b->device, to, from, bytes);
 }
 
 /* One collective with its input written by this rank and its output compared. */
@@ -131,9 +130,11 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
     const int ranks = dtrain_comm_size(b->comm), rank = dtrain_comm_rank(b->comm), root = ranks - 1;
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool scatter = kind == DTRAIN_REDUCE_SCATTER, gather = kind == DTRAIN_ALL_GATHER;
-    const int64_t sent = scatter ? count * ranks : count, got = gather ? count * ranks : count;
+    const bool exchange = kind == DTRAIN_ALL_TO_ALL;
+    const int64_t sent = scatter || exchange ? count * ranks : count;
+    const int64_t got = gather || exchange ? count * ranks : count;
     char *send = (char *)b->memory[0][from], *recv = (char *)b->memory[1][to];
-    if (in_place || kind == DTRAIN_BROADCAST) {
+    if ((in_place && !exchange) || kind == DTRAIN_BROADCAST) {
         if (gather) send = recv + (size_t)(rank * count) * unit;
         else if (scatter) recv = send + (size_t)(rank * count) * unit;
         else recv = send;
@@ -146,6 +147,7 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
     if (scatter)
         result = dtrain_reduce_scatter(b->comm, send, recv, (size_t)count, dtype, op, NULL);
     if (gather) result = dtrain_all_gather(b->comm, send, recv, (size_t)count, dtype, NULL);
+    if (exchange) result = dtrain_all_to_all(b->comm, send, recv, (size_t)count, dtype, NULL);
     if (kind == DTRAIN_BROADCAST)
         result = dtrain_broadcast(b->comm, send, (size_t)count, dtype, root, NULL);
     if (kind == DTRAIN_REDUCE)
@@ -154,7 +156,8 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
     if (kind == DTRAIN_REDUCE && rank != root) return 0;
     RANKS_TRY(move(b, b->host, recv, (size_t)got * unit));
     for (int64_t i = 0; i < got; i++) {
-        double want = gather ? input_at((int)(i / count), i % count)
+        double want = gather || exchange
+                          ? input_at((int)(i / count), (exchange ? rank * count : 0) + i % count)
                       : kind == DTRAIN_BROADCAST
                           ? input_at(root, i)
                           : reduced(ranks, scatter ? rank * count + i : i, op);
@@ -181,7 +184,8 @@ static int collectives_main(dtrain_world *world, void *user)
     buffers b;
     int failed = buffers_open(&b, world), turn = 0;
     (void)user;
-    for (uint32_t kind = DTRAIN_ALL_REDUCE; kind <= DTRAIN_REDUCE && !failed; kind++)
+    for (uint32_t kind = DTRAIN_ALL_REDUCE; kind <= DTRAIN_ALL_TO_ALL && !failed; kind++) {
+        if (kind > DTRAIN_REDUCE && kind < DTRAIN_ALL_TO_ALL) continue; /* no data, or for pairs */
         for (int d = 0; d < 5 && !failed; d++)
             for (int op = DTRAIN_SUM; op <= DTRAIN_PROD && !failed; op++) {
                 const bool whole = dtypes[d] == DTRAIN_I32 || dtypes[d] == DTRAIN_I64;
@@ -190,6 +194,7 @@ static int collectives_main(dtrain_world *world, void *user)
                     failed = try_collective(&b, kind, dtypes[d], (dtrain_reduce_op)op, counts[c],
                                             turn % 3, turn / 3 % 3, turn % 2 == 1);
             }
+    }
     dtrain_comm_info info;
     dtrain_comm_query(b.comm, &info);
     CHECK(strcmp(info.backend, "staged") == 0);
@@ -246,6 +251,58 @@ static int async_main(dtrain_world *world, void *user)
     }
     return 0;
 }
+/* An all-to-all takes its place between kernels like any other: written by one that is queued, read
+ * by one that comes after; from twin to twin, which nothing but the images need, and from memory of
+ * the device that gets an image of its own, larger from round to round. */
+static int exchange_main(dtrain_world *world, void *user)
+{
+    enum { ROUNDS = 6, LARGEST = 4096 };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    dtrain_device *device = dtrain_world_device(world);
+    const int ranks = dtrain_world_size(world), rank = dtrain_world_rank(world);
+    const size_t bytes = (size_t)ranks * LARGEST * sizeof(float);
+    float *host = (float *)malloc(bytes);
+    void *memory[4];
+    (void)user;
+    for (int i = 0; i < 2; i++) {
+        RANKS_TRY(dtrain_comm_alloc(comm, bytes, &memory[i]));
+        RANKS_TRY(device->ops->alloc(device, bytes, &memory[2 + i]));
+    }
+    for (int round = 0; round < ROUNDS; round++) {
+        const int64_t count = LARGEST >> (ROUNDS - 1 - round), all = count * ranks;
+        dtrain_work *work[2];
+        for (int64_t i = 0; i < all; i++) host[i] = (float)(rank * all + i);
+        for (int pair = 0; pair < 2; pair++) {
+            float *send = (float *)memory[2 * pair];
+            RANKS_TRY(dtrain_device_copy(device, send, host, (size_t)all * sizeof *host));
+            dtrain_axpby_args twice = {all, false, 2, 0, send, send, false, DTRAIN_F32};
+            RANKS_TRY(device->ops->axpby(device, &twice));
+            RANKS_TRY(dtrain_all_to_all(comm, send, memory[2 * pair + 1], (size_t)count, DTRAIN_F32,
+                                        &work[pair]));
+        }
+        for (int pair = 1; pair >= 0; pair--) {
+            float *recv = (float *)memory[2 * pair + 1];
+            dtrain_axpby_args half = {all, false, 0.5f, 0, recv, recv, false, DTRAIN_F32};
+            RANKS_TRY(dtrain_work_wait(work[pair]));
+            RANKS_TRY(device->ops->axpby(device, &half));
+            RANKS_TRY(dtrain_device_copy(device, host, recv, (size_t)all * sizeof *host));
+            for (int64_t i = 0; i < all; i++)
+                CHECK_CLOSE(host[i], (float)(i / count * all + rank * count + i % count), 0);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        dtrain_comm_free(comm, memory[i], bytes);
+        device->ops->free(device, memory[2 + i], bytes);
+    }
+    free(host);
+    return 0;
+}
+static void test_exchange(void)
+{
+    for (int ranks = 1; ranks <= 4; ranks++)
+        cuda_run(ranks, DTRAIN_LAUNCH_PROCESSES, exchange_main, NULL);
+}
+
 static void test_async(void)
 {
     cuda_run(2, DTRAIN_LAUNCH_PROCESSES, async_main, NULL);
@@ -414,13 +471,13 @@ static int train_main(dtrain_world *world, void *user)
             model held_out = m;
             held_out.step = 1000;
             RANKS_TRY(dtrain_trainer_evaluate(trainer, next_batch, &held_out, 2, &val));
-            result->val_loss = val;
+            if (m.rank == 0) result->val_loss = val;
         }
 #ifdef DTRAIN_CUDA_EMULATION
         dtrain_emulation_counters now;
         dtrain_emulation_get_counters(&now);
-        if (step == 2) result->late_allocations = -now.allocations;
-        if (step == how->steps - 1) result->late_allocations += now.allocations;
+        if (m.rank == 0 && step == 2) result->late_allocations = -now.allocations;
+        if (m.rank == 0 && step == how->steps - 1) result->late_allocations += now.allocations;
 #endif
     }
     uint64_t hash;
@@ -590,17 +647,17 @@ static int arrays_main(dtrain_world *world, void *user)
     if (which >= 1) grad = (float *)memory[1];
     for (int i = 0; i < N; i++) expected[i] = (float)i; /* rank 0's values reach everybody */
     for (int i = 0; i < N; i++) host[i] = (float)(i + rank);
-    RANKS_TRY(dtrain__copy_any(device, value, host, sizeof host));
+    RANKS_TRY(dtrain_device_copy(device, value, host, sizeof host));
     dtrain_param p = ranks_param("x", value, grad, N, 0);
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &ddp));
     for (int step = 0; step < STEPS; step++) {
         float local[N];
         for (int i = 0; i < N; i++) local[i] = (float)(rank + step * i);
-        RANKS_TRY(dtrain__copy_any(device, grad, local, sizeof local));
+        RANKS_TRY(dtrain_device_copy(device, grad, local, sizeof local));
         RANKS_TRY(dtrain_strategy_ready(ddp, 0));
         RANKS_TRY(dtrain_strategy_finish(ddp));
-        RANKS_TRY(dtrain__copy_any(device, local, grad, sizeof local));
-        RANKS_TRY(dtrain__copy_any(device, host, value, sizeof host));
+        RANKS_TRY(dtrain_device_copy(device, local, grad, sizeof local));
+        RANKS_TRY(dtrain_device_copy(device, host, value, sizeof host));
         bool same = true;
         for (int i = 0; i < N; i++) {
             const float mean = (float)(step * i) + (float)(ranks - 1) / 2;
@@ -610,7 +667,7 @@ static int arrays_main(dtrain_world *world, void *user)
             same = same && fabsf(host[i] - expected[i]) < 1e-3f;
         }
         CHECK_MSG(same, "arrays %d, step %d", which, step);
-        RANKS_TRY(dtrain__copy_any(device, value, host, sizeof host));
+        RANKS_TRY(dtrain_device_copy(device, value, host, sizeof host));
     }
     RANKS_TRY(dtrain_strategy_verify(ddp, NULL));
     dtrain_strategy_destroy(ddp);
@@ -825,6 +882,7 @@ int main(int argc, char **argv)
     if (UNDER_TSAN) return test_summary(); /* it takes ten seconds to start a process */
     RUN(test_collectives);
     RUN(test_async);
+    RUN(test_exchange);
     RUN(test_pairs_and_groups);
     RUN(test_as_on_the_cpu);
     RUN(test_same_bits);

@@ -1,10 +1,7 @@
 /* Tests of [C02] of dtrain_cuda.cu: the CUDA device's memory, streams, events, graphs, faults and
  * errors, through the public table. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 static bool says(const char *words) { return strstr(dtrain_last_error(), words) != NULL; }

@@ -1,10 +1,7 @@
 /* Tests of [C03] and [C04] of dtrain_cuda.cu: elementwise kernels and reductions against plain loops
  * in double, for every dtype, for aligned and for shifted pointers, in every thread order. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};

@@ -1,10 +1,7 @@
 /* Tests of [C10] of dtrain_cuda.cu: attention on tensor cores, forward and backward, against loops in
  * double that say how far rounding may take each element. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 enum { GUARD = 64 }; /* elements behind each output that must stay as they are */

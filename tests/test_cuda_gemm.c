@@ -4,11 +4,8 @@
  *
  * Gaps between rows hold NaN before and must hold it afterwards; outputs end where their last element
  * does, so that a sanitizer sees what goes further. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};

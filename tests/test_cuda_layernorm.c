@@ -1,10 +1,7 @@
 /* Tests of [C07] of dtrain_cuda.cu: layer norm with and without residual, and its gradients, against
  * loops in double precision. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 typedef struct norm_case {

@@ -2,9 +2,8 @@
  * strategy with every class it can offload against the same without; the CPU's update bit by bit; memory as
  * planned; refusals; allocations that fail. On the emulated device streams run late: a copy that nobody
  * waits for shows as a wrong number. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
 #include "test.h"
+#include "dtrain.h"
 #include "ranks.h"
 #ifdef DTRAIN_CUDA_EMULATION
 #include "cuda_emulation.h"

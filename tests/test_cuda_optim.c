@@ -1,10 +1,7 @@
 /* Tests of [C05] of dtrain_cuda.cu: AdamW and SGD over many tensors against loops in double and
  * against the CPU device; low copies, stochastic rounding, the scalars of a step. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 enum { MOST = 130 };

@@ -1,9 +1,7 @@
-/* Tests of [C11] of dtrain_cuda.cu: top-k against a sort, bit for bit, and scatter-add. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
+/* Tests of [C11] of dtrain_cuda.cu: top-k against a sort, bit for bit, and, with velocity and for
+ * orthonormal columns, against the CPU device; scatter-add. */
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 /* What the elements look like: the histogram of magnitudes, and with it the way of the selection. */
@@ -101,7 +99,7 @@ static void run_topk(const topk_case *c, const float *x, const float *old, const
                      const float *left, const int32_t *indices, const float *picked, int order)
 {
     const size_t bytes = (size_t)c->count * sizeof(float), k_bytes = (size_t)c->k * sizeof(float);
-    dtrain_topk_args args = {c->count, c->k, NULL, NULL, NULL, NULL};
+    dtrain_topk_args args = {c->count, c->k, NULL, NULL, NULL, NULL, NULL, 0};
     char what[128];
     snprintf(what, sizeof what, "count %d, k %d, kind %d, residual %d, shift %d, order %d",
              (int)c->count, (int)c->k, (int)c->kind, (int)c->residual, (int)c->shift, order);
@@ -196,7 +194,7 @@ static void test_topk_scratch(void)
     dtrain_device_info before, between, after;
     float *x = (float *)gpu_noise(COUNT, DTRAIN_F32, 1, 1);
     gpu_open();
-    dtrain_topk_args args = {COUNT, K, NULL, NULL, NULL, NULL};
+    dtrain_topk_args args = {COUNT, K, NULL, NULL, NULL, NULL, NULL, 0};
     args.x = (float *)gpu_give(x, COUNT * sizeof *x, 0);
     args.values = (float *)gpu_take(K * 4, 0);
     args.indices = (int32_t *)gpu_take(K * 4, 0);
@@ -219,7 +217,7 @@ static void test_topk_graph(void)
     int32_t indices[K];
     dtrain_graph *graph = NULL;
     gpu_open();
-    dtrain_topk_args args = {COUNT, K, NULL, NULL, NULL, NULL};
+    dtrain_topk_args args = {COUNT, K, NULL, NULL, NULL, NULL, NULL, 0};
     float *input = (float *)gpu_take(COUNT * sizeof *x, 0);
     args.x = input;
     args.values = (float *)gpu_take(sizeof picked, 0);
@@ -244,21 +242,69 @@ static void test_topk_graph(void)
     free(x);
 }
 
+/* Momentum and its residual over some steps: the bits of the CPU, also at the tail and unaligned. */
+static void test_topk_velocity(void)
+{
+    enum { STEPS = 4, MOST = 9001 };
+    static float x[MOST], residual[MOST], velocity[MOST], values[MOST];
+    static int32_t indices[MOST];
+    const int64_t counts[] = {7, 4096, MOST};
+    const dtrain_device_desc desc = {0};
+    dtrain_device *cpu;
+    gpu_open();
+    CHECK(dtrain_device_create(NULL, &desc, &cpu) == DTRAIN_OK);
+    EACH(n, counts) for (int wild = 0; wild < 2; wild++)
+    {
+        const int64_t count = counts[n], k = (count + 19) / 20;
+        const size_t bytes = (size_t)count * sizeof *x, shift = n == 2 ? 4 : 0;
+        memset(residual, 0, sizeof residual);
+        memset(velocity, 0, sizeof velocity);
+        dtrain_topk_args own = {count, k, x, residual, values, indices, velocity, 0.9f};
+        dtrain_topk_args args = own;
+        float *input = (float *)gpu_take(bytes, shift);
+        args.x = input;
+        args.residual = (float *)gpu_give(residual, bytes, shift);
+        args.velocity = (float *)gpu_give(velocity, bytes, shift);
+        args.values = (float *)gpu_take((size_t)k * 4, 0);
+        args.indices = (int32_t *)gpu_take((size_t)k * 4, 0);
+        for (int step = 0; step < STEPS; step++) {
+            gpu_order(step % GPU_ORDERS);
+            for (int64_t i = 0; i < count; i++)
+                x[i] = value_of(wild ? WILD : NORMAL, i + step * count);
+            gpu_write(input, x, bytes);
+            CHECK(cpu->ops->topk(cpu, &own) == DTRAIN_OK);
+            CHECK_MSG(gpu->ops->topk(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
+            CHECK_MSG(holds_indices(args.indices, indices, k), "step %d: indices", step);
+            CHECK_MSG(holds(args.values, values, k), "step %d: values", step);
+            CHECK_MSG(holds(args.residual, residual, count), "step %d: residual", step);
+            CHECK_MSG(holds(args.velocity, velocity, count), "step %d: velocity", step);
+        }
+        gpu_order(0);
+        gpu_release();
+    }
+    dtrain_device_destroy(cpu);
+    gpu_close();
+}
+
 static void test_topk_errors(void)
 {
     gpu_open();
-    dtrain_topk_args args = {10, 0, NULL, NULL, NULL, NULL};
+    dtrain_topk_args args = {10, 0, NULL, NULL, NULL, NULL, NULL, 0};
     CHECK(gpu->ops->topk(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     args.k = 11;
     CHECK(gpu->ops->topk(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    CHECK_MSG(strstr(dtrain_last_error(), "10, found 11") != NULL, "%s", dtrain_last_error());
+    CHECK_MSG(strstr(dtrain_last_error(), "11 of 10") != NULL, "%s", dtrain_last_error());
     args.count = (int64_t)1 << 31;
     CHECK(gpu->ops->topk(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     args.count = -1;
     CHECK(gpu->ops->topk(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    args.count = 0;
-    CHECK(gpu->ops->topk(gpu, &args) == DTRAIN_OK);
+    args.count = args.k = 0;
+    CHECK(gpu->ops->topk(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
+    float *memory = (float *)gpu_take(64, 0);
+    const dtrain_topk_args lone = {4, 1, memory, NULL, memory, NULL, memory, 0.5f};
+    CHECK(gpu->ops->topk(gpu, &lone) == DTRAIN_ERROR_ARGUMENT);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
+    gpu_release();
     gpu_close();
 }
 
@@ -286,6 +332,8 @@ static void test_scatter_add(void)
         args.out = (float *)gpu_give(out, sizeof want, 4);
         CHECK_MSG(gpu->ops->scatter_add(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK(holds(args.out, want, (int64_t)(sizeof want / sizeof *want)));
+        args.k = -1;
+        CHECK(gpu->ops->scatter_add(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
         args.k = 0;
         CHECK(gpu->ops->scatter_add(gpu, &args) == DTRAIN_OK);
         CHECK(holds(args.out, want, (int64_t)(sizeof want / sizeof *want)));
@@ -317,6 +365,90 @@ static void test_scatter_add_bad_index(void)
     gpu_close();
 }
 
+/* ---- Orthonormal columns ---- */
+
+/* Like the CPU's to rounding, the same bits in every order of the threads, and orthonormal. */
+static void check_orthogonalize(dtrain_device *cpu, const float *x, int64_t rows, int64_t columns)
+{
+    const size_t bytes = (size_t)(rows * columns) * sizeof *x;
+    float *want = (float *)malloc(bytes), *got = (float *)malloc(bytes), *first = NULL;
+    double far = 0, off = 0;
+    memcpy(want, x, bytes);
+    const dtrain_orthogonalize_args own = {rows, columns, want};
+    CHECK(cpu->ops->orthogonalize(cpu, &own) == DTRAIN_OK);
+    EACH_ORDER(order)
+    {
+        dtrain_orthogonalize_args args = {rows, columns, NULL};
+        args.x = (float *)gpu_give(x, bytes, 4);
+        CHECK_MSG(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
+        gpu_read(got, args.x, bytes);
+        if (first) CHECK(memcmp(first, got, bytes) == 0);
+        else {
+            first = (float *)malloc(bytes);
+            memcpy(first, got, bytes);
+        }
+        gpu_release();
+    }
+    for (int64_t i = 0; i < rows * columns; i++)
+        far = fmax(far, fabs((double)got[i] - (double)want[i]));
+    for (int64_t i = 0; i < columns; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            double sum = 0;
+            for (int64_t r = 0; r < rows; r++)
+                sum += (double)got[r * columns + i] * (double)got[r * columns + j];
+            if (i == j && sum > 0) sum -= 1;
+            off = fmax(off, fabs(sum));
+        }
+    CHECK_MSG(far < 1e-5 && off < 1e-6, "%d x %d: %g from the CPU, Q^T Q off by %g", (int)rows,
+              (int)columns, far, off);
+    free(want), free(got), free(first);
+}
+
+static void test_orthogonalize(void)
+{
+    const int64_t shapes[][2] = {{1, 1},   {5, 3},   {700, 1}, {3001, 4},
+                                 {300, 7}, {90, 33}, {129, 64}};
+    const dtrain_device_desc desc = {0};
+    dtrain_device *cpu;
+    gpu_open();
+    CHECK(dtrain_device_create(NULL, &desc, &cpu) == DTRAIN_OK);
+    EACH(s, shapes)
+    {
+        const int64_t rows = shapes[s][0], columns = shapes[s][1];
+        float *x = (float *)gpu_noise(rows * columns, DTRAIN_F32, 1, 1);
+        check_orthogonalize(cpu, x, rows, columns);
+        for (int64_t r = 0; r < rows && columns > 3; r++) { /* zero, and spanned by others */
+            x[r * columns] = 0;
+            x[r * columns + 3] = x[r * columns + 2] - 2 * x[r * columns + 1];
+        }
+        if (columns > 3) check_orthogonalize(cpu, x, rows, columns);
+        free(x);
+    }
+    dtrain_device_destroy(cpu);
+    gpu_close();
+}
+
+static void test_orthogonalize_edges(void)
+{
+    const float x[4] = {1, INFINITY, 2, 3};
+    float got[4];
+    gpu_open();
+    dtrain_orthogonalize_args args = {2, 2, NULL};
+    args.x = (float *)gpu_give(x, sizeof x, 0);
+    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_OK);
+    gpu_read(got, args.x, sizeof got);
+    for (int i = 0; i < 4; i++) CHECK(!dtrain_is_finite(got[i]));
+    args.rows = 0;
+    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_OK);
+    args.rows = -1;
+    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
+    args.rows = 1;
+    args.columns = 65;
+    CHECK(gpu->ops->orthogonalize(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
+    gpu_release();
+    gpu_close();
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -329,8 +461,11 @@ int main(int argc, char **argv)
     RUN(test_topk_large);
     RUN(test_topk_scratch);
     RUN(test_topk_graph);
+    RUN(test_topk_velocity);
     RUN(test_topk_errors);
     RUN(test_scatter_add);
     RUN(test_scatter_add_bad_index);
+    RUN(test_orthogonalize);
+    RUN(test_orthogonalize_edges);
     return test_summary();
 }

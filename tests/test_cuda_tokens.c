@@ -1,10 +1,7 @@
 /* Tests of [C08] of dtrain_cuda.cu: embedding and its gradient, which have the bits of a loop over rows,
  * and cross-entropy, against double precision. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
-
+#include "dtrain.h"
 #include "cuda_testing.h"
 
 static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};

@@ -1,10 +1,12 @@
 /* test_data.c: [S16] samplers, datasets, loaders: golden numbers of PyTorch, the same samples for
  * every number of ranks, and one sentence for every file that is not what it should be.
  *
- *     cc -std=c99 -O2 -I.. test_data.c -o test_data -lm -pthread && ./test_data */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
+ *     make build/tests/test_data && build/tests/test_data */
 #include "test.h"
+#include "dtrain.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
 
 static char folder[64]; /* of this test's files; main makes it and removes it */
 

@@ -671,7 +671,7 @@ static int one_bad_main(dtrain_world *world, void *user)
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "77 is not a dtrain_strategy_kind"), "%s",
               dtrain_last_error());
-    CHECK(dtrain_seconds() - start < 10);
+    CHECK(dtrain_seconds() - start < RANKS_SOON);
     free(m);
     return 0;
 }
@@ -1059,24 +1059,25 @@ static int abandon_main(dtrain_world *world, void *user)
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     double start = dtrain_seconds();
     model *m = (model *)malloc(sizeof *m);
-    (void)user;
+    int32_t *done = (int32_t *)user;
     desc.first_bucket_bytes = desc.bucket_bytes = 64;
     model_init(m, &c, 0);
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
     if (dtrain_world_rank(world) == 1) {
-        ranks_sleep_us(100000); /* all have left creation */
+        ranks_await(done, dtrain_world_size(world) - 1);
         RANKS_TRY(dtrain_strategy_ready(ddp, B2));
         RANKS_TRY(dtrain_strategy_ready(ddp, BIGP));
         RANKS_TRY(dtrain_strategy_ready(ddp, SIGMA));
     } else {
         CHECK(backward(m, ddp, false, 0) == DTRAIN_OK);
+        ranks_count(done);
         CHECK(dtrain_strategy_finish(ddp) == DTRAIN_ERROR_PEER);
         CHECK_MSG(strstr(dtrain_last_error(), "rank 1") &&
                       strstr(dtrain_last_error(), "between ready and finish"),
                   "%s", dtrain_last_error());
     }
     dtrain_strategy_destroy(ddp);
-    CHECK(dtrain_seconds() - start < 10);
+    CHECK(dtrain_seconds() - start < RANKS_SOON);
     free(m);
     return 0;
 }
@@ -1112,19 +1113,20 @@ static int broken_main(dtrain_world *world, void *user)
     double start = dtrain_seconds();
     bool mine = dtrain_world_rank(world) == 1;
     model *m = (model *)malloc(sizeof *m);
-    (void)user;
+    int32_t *met = (int32_t *)user;
     c.copying = 2;
     model_init(m, &c, dtrain_world_rank(world));
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, NULL, &ddp));
     RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
-    if (mine) ranks_sleep_us(50000); /* all are out of the barrier */
+    if (mine) ranks_await(met, dtrain_world_size(world) - 1);
+    else ranks_count(met); /* out of the barrier */
     result = backward(m, ddp, false, 0);
     if (result == DTRAIN_OK) result = dtrain_strategy_finish(ddp);
     CHECK_MSG(result == (mine ? DTRAIN_ERROR_SYSTEM : DTRAIN_ERROR_PEER), "%s",
               dtrain_result_name(result));
     CHECK_MSG(strstr(dtrain_last_error(), "on fire"), "%s", dtrain_last_error());
     CHECK(dtrain_strategy_finish(ddp) == result && strstr(dtrain_last_error(), "on fire"));
-    CHECK(dtrain_seconds() - start < 10);
+    CHECK(dtrain_seconds() - start < RANKS_SOON);
     dtrain_strategy_destroy(ddp);
     free(m);
     return 0;
@@ -1137,7 +1139,8 @@ static void test_broken_device(void)
     ops = *dtrain_cpu_device_ops();
     ops.copy = broken_copy;
     desc.device_ops = &ops;
-    CHECK_MSG(ranks_launch(&desc, broken_main, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    CHECK_MSG(ranks_launch(&desc, broken_main, ranks_shared(64), NULL) == DTRAIN_OK, "%s",
+              dtrain_last_error());
 }
 
 typedef struct tracker {
@@ -1208,7 +1211,7 @@ static void test_allocation_failures(void)
         result = dtrain_launch(&desc, tracked_main, NULL, NULL);
         CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n,
                   t.live, t.live_bytes);
-        CHECK_MSG(dtrain_seconds() - start < 5, "call %d fails: %.1f s", n,
+        CHECK_MSG(dtrain_seconds() - start < RANKS_SOON, "call %d fails: %.1f s", n,
                   dtrain_seconds() - start);
         CHECK_MSG((result == DTRAIN_OK) == (t.calls < n), "call %d of %ld fails: %s", n, t.calls,
                   dtrain_result_name(result));
@@ -1263,7 +1266,7 @@ static void test_steady_state(void)
 
 static void test_abandoned_backward(void)
 {
-    ranks_run(3, DTRAIN_LAUNCH_THREADS, abandon_main, NULL);
+    ranks_run(3, DTRAIN_LAUNCH_THREADS, abandon_main, ranks_shared(64));
 }
 
 /* ---- Subgroups, the plan ---- */
@@ -1316,7 +1319,7 @@ static void test_bucket_plan(void)
             p[i].count = counts[i];
         }
         p[3].flags = DTRAIN_PARAM_FROZEN;
-        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0) == DTRAIN_OK);
+        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0, 1, 0) == DTRAIN_OK);
         for (size_t i = N; i-- > 0;) {
             const dtrain__entry *entry = &layout.entries[i];
             if (i == 3) continue;

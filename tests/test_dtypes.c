@@ -544,7 +544,8 @@ static void test_sparse(void)
                 for (int64_t i = 0; i < n; i++)
                     f32(x, side)[i] = i % 7 == 3 ? NAN : i % 2 ? 1.0f : -1.0f;
             ON_BOTH(topk, args,
-                    {n, k, f32(x, side), f32(residual, side), f32(values, side), indices[side]})
+                    {n, k, f32(x, side), f32(residual, side), f32(values, side), indices[side],
+                     NULL, 0})
             CHECK(memcmp(indices[0], indices[1], (size_t)k * 4) == 0);
             CHECK(memcmp(f32(values, 0), f32(values, 1), (size_t)k * 4) == 0);
             if (residual) CHECK(memcmp(f32(residual, 0), f32(residual, 1), (size_t)n * 4) == 0);
@@ -554,9 +555,13 @@ static void test_sparse(void)
             free(indices[0]), free(indices[1]);
             release();
         }
+    pair *q = noise(300 * 6, DTRAIN_F32, 1);
+    ON_BOTH(orthogonalize, basis, {300, 6, f32(q, side)})
+    same(q, 1e-5, "orthonormal columns");
+    release();
     float x[4] = {1, 2, 3, 4};
     int32_t at[4] = {0, 4, 1, -1};
-    dtrain_topk_args none = {4, 0, x, NULL, x, at}, more = {4, 5, x, NULL, x, at};
+    dtrain_topk_args none = {4, 0, x, NULL, x, at, NULL, 0}, more = {4, 5, x, NULL, x, at, NULL, 0};
     dtrain_scatter_add_args outside = {4, 4, 1, x, at, x};
     CHECK(cpu->ops->topk(cpu, &none) == DTRAIN_ERROR_ARGUMENT &&
           cpu->ops->topk(cpu, &more) == DTRAIN_ERROR_ARGUMENT);

@@ -3,9 +3,8 @@
  *
  * Numbers in comments are the cases of the fault table in the project's notes (1 = a rank is killed
  * inside an all-reduce, ...). DTRAIN_TEST_FULL=1 runs more seeds and the whole mismatch matrix. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
 #include "test.h"
+#include "dtrain.h"
 #include "ranks.h"
 
 #include <sched.h>
@@ -102,7 +101,7 @@ static dtrain_result busy(dtrain_comm *comm, uint64_t seed, int mixture, float *
         int n = dtrain_comm_size(comm), rank = dtrain_comm_rank(comm);
         dtrain_work *works[3] = {NULL, NULL, NULL};
         int i;
-        switch (mixture ? ranks_random(&state, 6) : 0) {
+        switch (mixture ? ranks_random(&state, 7) : 0) {
         default: result = dtrain_all_reduce(comm, x, x, count, DTRAIN_F32, DTRAIN_MAX, NULL); break;
         case 1: result = dtrain_barrier(comm); break;
         case 2: result = dtrain_broadcast(comm, x, count, DTRAIN_F32, n - 1, NULL); break;
@@ -132,6 +131,9 @@ static dtrain_result busy(dtrain_comm *comm, uint64_t seed, int mixture, float *
             if (half) dtrain_comm_destroy(half);
             break;
         }
+        case 6:
+            result = dtrain_all_to_all(comm, x, x + most, count / (size_t)n, DTRAIN_F32, NULL);
+            break;
         }
     }
     return result;
@@ -185,8 +187,8 @@ static void check_death(int ranks, death *d)
         CHECK_MSG(names_rank(text, dead0) || (dead1 >= 0 && names_rank(text, dead1)),
                   "seed %llu: rank %d was not told who died: %s", (unsigned long long)d->seed, r,
                   text);
-        CHECK_MSG(d->told->when[r] - d->told->happened < 2, "rank %d heard %.2f s later", r,
-                  d->told->when[r] - d->told->happened);
+        CHECK_MSG(d->told->when[r] - d->told->happened < RANKS_SOON, "rank %d heard %.2f s later",
+                  r, d->told->when[r] - d->told->happened);
     }
     munmap(d->told, sizeof *d->told);
 }
@@ -308,7 +310,7 @@ static void test_leaving(void)
                       "a rank that left is not told from one that died: %s", l.told->text[0]);
             CHECK_MSG(!contains(l.told->text[0], "died") && !contains(l.told->text[0], "killed"),
                       "%s", l.told->text[0]);
-            CHECK_MSG(l.told->when[0] - l.told->happened < 2, "heard %.2f s later",
+            CHECK_MSG(l.told->when[0] - l.told->happened < RANKS_SOON, "heard %.2f s later",
                       l.told->when[0] - l.told->happened);
             munmap(l.told, sizeof *l.told);
         }
@@ -373,12 +375,10 @@ static void test_stopped_rank(void)
     stopping st;
     dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
     dtrain_launch_info info;
-    double begin = dtrain_seconds(), took;
+    double took;
     st.told = new_story();
     desc.timeout_ms = 700;
-    desc.grace_ms = 300;
     CHECK(ranks_launch(&desc, rank_stops, &st, &info) == DTRAIN_ERROR_RANK_FAILED);
-    CHECK_MSG(dtrain_seconds() - begin < 6, "took %.1f s", dtrain_seconds() - begin);
     took = st.told->when[0] - st.told->happened;
     CHECK_MSG(st.told->result[0] == DTRAIN_ERROR_TIMEOUT ||
                   st.told->result[2] == DTRAIN_ERROR_TIMEOUT,
@@ -389,7 +389,7 @@ static void test_stopped_rank(void)
               st.told->text[0]);
     CHECK_MSG(names_rank(st.told->text[2], 1), "the absent rank is not named: %s",
               st.told->text[2]);
-    CHECK_MSG(took > 0.6 && took < 2.5, "a deadline of 0.7 s came after %.2f s", took);
+    CHECK_MSG(took > 0.6 && took < RANKS_SOON, "a deadline of 0.7 s came after %.2f s", took);
 }
 static void test_stopped_and_continued(void)
 {
@@ -410,17 +410,18 @@ static void test_stopped_and_continued(void)
     CHECK_MSG(dtrain_seconds() - begin > 0.19, "nobody slept");
     waitpid(helper, NULL, 0);
 }
-/* An endless loop in a rank is the same to the others (threads: it ends by itself in this test). */
+/* An endless loop in a rank is the same to the others (here it ends when they have given up). */
 static int rank_lingers(dtrain_world *world, void *user)
 {
     story *s = (story *)user;
     int rank = dtrain_world_rank(world);
     if (rank == 1) {
-        ranks_sleep_us(1500000);
+        ranks_await(&s->ready, 1);
         return 0;
     }
     s->happened = dtrain_seconds();
     tell(s, rank, dtrain_barrier(dtrain_world_comm(world)));
+    ranks_count(&s->ready);
     return 40;
 }
 static void test_deadline(void)
@@ -433,8 +434,8 @@ static void test_deadline(void)
         CHECK(ranks_launch(&desc, rank_lingers, s, NULL) == DTRAIN_ERROR_RANK_FAILED);
         CHECK_MSG(s->result[0] == DTRAIN_ERROR_TIMEOUT, "%s", s->text[0]);
         CHECK_MSG(names_rank(s->text[0], 1) && contains(s->text[0], "barrier"), "%s", s->text[0]);
-        CHECK_MSG(s->when[0] - s->happened > 0.45 && s->when[0] - s->happened < 1.4, "%.2f s",
-                  s->when[0] - s->happened);
+        CHECK_MSG(s->when[0] - s->happened > 0.45 && s->when[0] - s->happened < RANKS_SOON,
+                  "%.2f s", s->when[0] - s->happened);
         munmap(s, sizeof *s);
     }
 }
@@ -466,6 +467,7 @@ static dtrain_result make_demand(dtrain_comm *comm, const demand *d, void *a, vo
     case DTRAIN_REDUCE_SCATTER:
         return dtrain_reduce_scatter(comm, a, b, d->count, d->dtype, d->op, work);
     case DTRAIN_ALL_GATHER: return dtrain_all_gather(comm, a, b, d->count, d->dtype, work);
+    case DTRAIN_ALL_TO_ALL: return dtrain_all_to_all(comm, a, b, d->count, d->dtype, work);
     case DTRAIN_BROADCAST: return dtrain_broadcast(comm, a, d->count, d->dtype, d->root, work);
     case DTRAIN_REDUCE: return dtrain_reduce(comm, a, b, d->count, d->dtype, d->op, d->root, work);
     case DTRAIN_SEND: return dtrain_send(comm, a, d->count, d->dtype, d->root, work);
@@ -497,7 +499,7 @@ static int check_stays_failed(dtrain_comm *comm, dtrain_result first)
         CHECK_MSG(later == first, "after %s a call of kind %u gave %s", dtrain_result_name(first),
                   list[i], dtrain_result_name(later));
     }
-    return CHECK_MSG(dtrain_seconds() - begin < 0.5, "calls after a failure took %.2f s",
+    return CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "calls after a failure took %.2f s",
                      dtrain_seconds() - begin);
 }
 
@@ -539,7 +541,6 @@ static void check_dispute(int ranks, uint32_t mode, dispute *q, const char *what
     dtrain_launch_desc desc = ranks_desc(ranks, mode);
     int r;
     q->told = new_story();
-    desc.timeout_ms = 3000;
     CHECK(ranks_launch(&desc, rank_disputes, q, NULL) == DTRAIN_ERROR_RANK_FAILED);
     for (r = 0; r < ranks; r++) {
         const char *text = q->told->text[r];
@@ -644,6 +645,21 @@ static void test_mismatch(void)
          {DTRAIN_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 64, 1},
          "0",
          "1"},
+        {"all-to-all or reduce-scatter",
+         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 100, 0},
+         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0},
+         "all-to-all",
+         "scatter"},
+        {"count of all-to-all",
+         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 20001, 0},
+         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 7, 0},
+         "20001",
+         "7"},
+        {"dtype of all-to-all",
+         {DTRAIN_ALL_TO_ALL, DTRAIN_I32, DTRAIN_SUM, 12, 0},
+         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 12, 0},
+         "i32",
+         "f32"},
         {"root of reduce",
          {DTRAIN_REDUCE, DTRAIN_F32, DTRAIN_SUM, 90000, 1},
          {DTRAIN_REDUCE, DTRAIN_F32, DTRAIN_SUM, 90000, 0},
@@ -709,7 +725,6 @@ static void test_mismatched_messages(void)
             q.odd.count = rows[i].recv_count;
             q.odd.dtype = rows[i].recv_dtype;
             q.told = new_story();
-            desc.timeout_ms = 3000;
             CHECK(ranks_launch(&desc, rank_wrong_message, &q, NULL) == DTRAIN_ERROR_RANK_FAILED);
             CHECK_MSG(q.told->result[1] == DTRAIN_ERROR_MISMATCH, "row %d, receiver: %s: %s",
                       (int)i, dtrain_result_name((dtrain_result)q.told->result[1]),
@@ -758,7 +773,6 @@ static void test_works_after_failure(void)
         story *s = new_story();
         dtrain_launch_desc desc = ranks_desc(3, mode);
         int r;
-        desc.timeout_ms = 3000;
         CHECK(ranks_launch(&desc, rank_fails_with_works, s, NULL) == DTRAIN_ERROR_RANK_FAILED);
         for (r = 0; r < 3; r++)
             CHECK_MSG(s->result[r] == DTRAIN_ERROR_MISMATCH, "rank %d: %s", r, s->text[r]);
@@ -830,11 +844,17 @@ static dtrain_result wrong_call(dtrain_comm *comm, int row, const char **what)
         WRONG("async, dtype 0",
               dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_SUM, &work));
     case 30: WRONG("test of nothing", dtrain_work_test(NULL, NULL));
+    case 31: WRONG("all-to-all in place", dtrain_all_to_all(comm, x, x, 2, DTRAIN_F32, NULL));
+    case 32: WRONG("all-to-all, overlap", dtrain_all_to_all(comm, x, x + 3, 2, DTRAIN_F32, NULL));
+    case 33: WRONG("all-to-all of NULL", dtrain_all_to_all(comm, NULL, x, 2, DTRAIN_F32, NULL));
+    case 34:
+        WRONG("all-to-all overflows",
+              dtrain_all_to_all(comm, x, x + 4, SIZE_MAX / 8 + 1, DTRAIN_F32, NULL));
     default: return DTRAIN_RESULT_FORCE_INT;
     }
 #undef WRONG
 }
-enum { WRONG_ROWS = 31 };
+enum { WRONG_ROWS = 35 };
 
 typedef struct wrong {
     int row;
@@ -874,9 +894,8 @@ static void test_wrong_arguments(void)
             double begin = dtrain_seconds();
             w.alone = alone != 0;
             w.told = new_story();
-            desc.timeout_ms = 3000;
             CHECK(ranks_launch(&desc, rank_is_wrong, &w, NULL) == DTRAIN_ERROR_RANK_FAILED);
-            CHECK_MSG(dtrain_seconds() - begin < 2.5, "row %d: took %.1f s", w.row,
+            CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "row %d: took %.1f s", w.row,
                       dtrain_seconds() - begin);
             CHECK_MSG(is_argument_error(w.told->result[1]) || is_argument_error(w.told->result[0]),
                       "row %d: nobody heard of a wrong argument", w.row);

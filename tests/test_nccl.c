@@ -3,13 +3,12 @@
  * (rank, index); all values are small integers, so sums are exact in every data type.
  *
  * Built once for each NCCL_MOCK_VERSION that has a gate: tests/test_nccl.sh. */
-#define DTRAIN_IMPLEMENTATION
+#include "test.h"
 #include "dtrain.h"
 #define DTRAIN_NCCL_LINKED
 #define DTRAIN_NCCL_IMPLEMENTATION
 #include "dtrain_nccl.h"
 
-#include "test.h"
 #include "ranks.h"
 #include "nccl_mock/nccl_mock.c"
 #include "nccl_mock/late_device.h"
@@ -217,6 +216,7 @@ static dtrain_result start_case(dtrain_comm *comm, const one_case *c, const void
     case DTRAIN_REDUCE_SCATTER:
         return dtrain_reduce_scatter(comm, send, recv, c->count, c->dtype, c->op, work);
     case DTRAIN_ALL_GATHER: return dtrain_all_gather(comm, send, recv, c->count, c->dtype, work);
+    case DTRAIN_ALL_TO_ALL: return dtrain_all_to_all(comm, send, recv, c->count, c->dtype, work);
     case DTRAIN_BROADCAST: return dtrain_broadcast(comm, recv, c->count, c->dtype, c->root, work);
     default: return dtrain_reduce(comm, send, recv, c->count, c->dtype, c->op, c->root, work);
     }
@@ -226,6 +226,8 @@ static double expected_of(const one_case *c, int rank, int size, size_t i)
 {
     switch (c->kind) {
     case DTRAIN_ALL_GATHER: return value_of((int)(i / c->count), i % c->count);
+    case DTRAIN_ALL_TO_ALL:
+        return value_of((int)(i / c->count), (size_t)rank * c->count + i % c->count);
     case DTRAIN_BROADCAST: return value_of(c->root, i);
     case DTRAIN_REDUCE_SCATTER: return reduced(size, (size_t)rank * c->count + i, c->dtype, c->op);
     default: return reduced(size, i, c->dtype, c->op);
@@ -237,8 +239,10 @@ static void run_case(dtrain_comm *comm, const one_case *c)
     static char host[LONGEST * 8 * MOST];
     const int rank = dtrain_comm_rank(comm), size = dtrain_comm_size(comm);
     const size_t unit = dtrain_dtype_bytes(c->dtype);
-    const size_t send_count = c->kind == DTRAIN_REDUCE_SCATTER ? c->count * (size_t)size : c->count;
-    const size_t recv_count = c->kind == DTRAIN_ALL_GATHER ? c->count * (size_t)size : c->count;
+    const size_t all = c->count * (size_t)size;
+    const bool exchanges = c->kind == DTRAIN_ALL_TO_ALL;
+    const size_t send_count = c->kind == DTRAIN_REDUCE_SCATTER || exchanges ? all : c->count;
+    const size_t recv_count = c->kind == DTRAIN_ALL_GATHER || exchanges ? all : c->count;
     const size_t slice = (size_t)rank * c->count * unit;
     const bool shared = c->in_place || c->kind == DTRAIN_BROADCAST;
     const size_t most = send_count > recv_count ? send_count : recv_count;
@@ -282,16 +286,17 @@ static void run_all_cases(dtrain_comm *comm, int step)
 {
     static const size_t counts[] = {1, 7, 64, 1000};
     static const uint32_t kinds[] = {DTRAIN_ALL_REDUCE, DTRAIN_REDUCE_SCATTER, DTRAIN_ALL_GATHER,
-                                     DTRAIN_BROADCAST, DTRAIN_REDUCE};
+                                     DTRAIN_BROADCAST,  DTRAIN_REDUCE,         DTRAIN_ALL_TO_ALL};
     int at = 0;
-    for (size_t k = 0; k < 5; k++)
+    for (size_t k = 0; k < 6; k++)
         for (size_t t = 0; t < 5; t++)
             for (size_t o = 0; o < 5; o++)
                 for (int place = 0; place < PLACES * 2; place++) {
                     one_case c;
                     const bool integer = dtypes[t] == DTRAIN_I32 || dtypes[t] == DTRAIN_I64;
+                    const bool exchanges = kinds[k] == DTRAIN_ALL_TO_ALL;
                     const bool reduces =
-                        kinds[k] != DTRAIN_ALL_GATHER && kinds[k] != DTRAIN_BROADCAST;
+                        kinds[k] != DTRAIN_ALL_GATHER && kinds[k] != DTRAIN_BROADCAST && !exchanges;
                     if ((ops[o] == DTRAIN_MEAN && integer) || (!reduces && o)) continue;
                     at++;
                     if (step ? at % step : (size_t)place != (k + t + o) % (PLACES * 2)) continue;
@@ -300,7 +305,7 @@ static void run_all_cases(dtrain_comm *comm, int step)
                     c.op = ops[o];
                     c.root = at % dtrain_comm_size(comm);
                     c.count = counts[at % 4];
-                    c.in_place = place >= PLACES;
+                    c.in_place = place >= PLACES && !exchanges;
                     c.recv_place = (place_id)(place % PLACES);
                     c.send_place = c.in_place ? c.recv_place : (place_id)(at % PLACES);
                     c.blocking = at % 3 == 0;
@@ -422,7 +427,8 @@ static int rank_test_and_barrier(dtrain_world *world, void *user)
     }
     buffer_write(&b, &one, sizeof one);
     RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 1, DTRAIN_F32, DTRAIN_SUM, &work));
-    for (int i = 0; i < 1000000 && !done; i++) RANKS_TRY(dtrain_work_test(work, &done));
+    for (double end = test_seconds() + RANKS_SOON; !done && test_seconds() < end;)
+        RANKS_TRY(dtrain_work_test(work, &done));
     CHECK(done && comm->in_flight == 0 && comm->outstanding == 1);
     RANKS_TRY(dtrain_work_wait(work));
     buffer_read(&b, &one, sizeof one);
@@ -497,6 +503,77 @@ static void test_point_to_point(void)
     nccl_run(4, rank_chain, NULL);
     rank_controls[1].progress_polls = 2;
     nccl_run(3, rank_exchange, NULL);
+}
+
+/* ---- all-to-all ---- */
+
+/* One group of NCCL, in its place between kernels and between transfers, waited for or not. */
+static int rank_all_to_all(dtrain_world *world, void *user)
+{
+    enum { COUNT = 90 };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    const int next = (rank + 1) % size, last = (rank + size - 1) % size;
+    const size_t bytes = (size_t)size * COUNT * sizeof(float);
+    buffer out = buffer_make(comm, IN_COMM, bytes), in = buffer_make(comm, ON_DEVICE, bytes);
+    buffer token = buffer_make(comm, ON_DEVICE, sizeof(float));
+    float host[MOST * COUNT], one = (float)rank, got = -1;
+    dtrain_work *sent, *work, *received;
+    (void)user;
+    for (int i = 0; i < size * COUNT; i++) host[i] = (float)(rank * 10000 + i);
+    buffer_write(&out, host, bytes);
+    buffer_write(&token, &one, sizeof one);
+    RANKS_TRY(dtrain_barrier(comm));
+    const int groups = nccl_mock_count.groups;
+    RANKS_TRY(scale(device_of(comm), (float *)out.memory, (size_t)(size * COUNT), 2));
+    RANKS_TRY(dtrain_send(comm, token.memory, 1, DTRAIN_F32, next, &sent));
+    RANKS_TRY(dtrain_recv(comm, &got, 1, DTRAIN_F32, last, &received));
+    RANKS_TRY(dtrain_all_to_all(comm, out.memory, in.memory, COUNT, DTRAIN_F32, &work));
+    CHECK_MSG(nccl_mock_count.groups == groups + 2, "%d launches, expected the transfers' and one",
+              nccl_mock_count.groups - groups);
+    RANKS_TRY(dtrain_work_wait(work));
+    RANKS_TRY(scale(device_of(comm), (float *)in.memory, (size_t)(size * COUNT), 0.5f));
+    buffer_read(&in, host, bytes);
+    for (int i = 0; i < size * COUNT; i++)
+        CHECK_CLOSE(host[i], (float)(i / COUNT * 10000 + rank * COUNT + i % COUNT), 0);
+    RANKS_TRY(dtrain_work_wait(sent));
+    RANKS_TRY(dtrain_work_wait(received));
+    CHECK_CLOSE(got, last, 0);
+    RANKS_TRY(dtrain_all_to_all(comm, NULL, NULL, 0, DTRAIN_BF16, NULL));
+    buffer_free(&out);
+    buffer_free(&in);
+    buffer_free(&token);
+    return 0;
+}
+
+/* NCCL refuses a call in the middle of the group: it is closed all the same, and the rank says so. */
+static int rank_refused_exchange(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float from[8] = {0}, to[8];
+    (void)user;
+    const dtrain_result result = dtrain_all_to_all(comm, from, to, 2, DTRAIN_F32, NULL);
+    CHECK_MSG(group_depth == 0, "an NCCL group is left open");
+    CHECK_MSG(result != DTRAIN_OK && (dtrain_world_rank(world) != 2 ||
+                                      strstr(dtrain_last_error(), "dtrain_all_to_all: NCCL")),
+              "%s: %s", dtrain_result_name(result), dtrain_last_error());
+    return 0;
+}
+
+static void test_all_to_all(void)
+{
+    dtrain_launch_desc desc = nccl_desc(4, 1500);
+    for (int ranks = 2; ranks <= MOST; ranks *= 2) nccl_run(ranks, rank_all_to_all, NULL);
+    for (int r = 0; r < MOST; r++) {
+        rank_controls[r].progress_polls = r % 3;
+        rank_controls[r].delay_steps = 1 + r % 2;
+    }
+    nccl_run(3, rank_all_to_all, NULL);
+    memset(rank_controls, 0, sizeof rank_controls);
+    rank_controls[2].refuse_at = 4; /* of 4 sends and 4 receives */
+    rank_controls[2].error = ncclInvalidArgument;
+    CHECK(ranks_launch(&desc, rank_refused_exchange, NULL, NULL) == DTRAIN_OK);
+    memset(rank_controls, 0, sizeof rank_controls);
 }
 
 /* ---- split ---- */
@@ -626,6 +703,7 @@ static int rank_graph(dtrain_world *world, void *user)
     dtrain_device *device = dtrain_world_device(world);
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
     buffer b = buffer_make(comm, IN_COMM, 400), c = buffer_make(comm, IN_COMM, 400);
+    buffer d = buffer_make(comm, IN_COMM, 400);
     dtrain_graph *graph;
     dtrain_work *work, *sent, *got;
     float host[100], expected = 0;
@@ -643,6 +721,8 @@ static int rank_graph(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_recv(comm, c.memory, 100, DTRAIN_F32, (rank + size - 1) % size, &got));
     RANKS_TRY(dtrain_work_wait(sent));
     RANKS_TRY(dtrain_work_wait(got));
+    RANKS_TRY(dtrain_all_to_all(comm, c.memory, d.memory, 100 / (size_t)size, DTRAIN_F32, &work));
+    RANKS_TRY(dtrain_work_wait(work));
     CHECK(done && late_count.queries == queries);
     RANKS_TRY(device->ops->graph_end(device, &graph));
     for (int i = 0; i < 100; i++) host[i] = (float)rank;
@@ -655,10 +735,14 @@ static int rank_graph(dtrain_world *world, void *user)
         buffer_read(&c, host, sizeof host);
         CHECK_CLOSE(host[0], expected * (float)(1 << launch), 0);
         CHECK_CLOSE(host[99], expected * (float)(1 << launch), 0);
+        buffer_read(&d, host, sizeof host);
+        CHECK_CLOSE(host[0], expected * (float)(1 << launch), 0);
+        CHECK_CLOSE(host[99], expected * (float)(1 << launch), 0);
     }
     device->ops->graph_destroy(device, graph);
     buffer_free(&b);
     buffer_free(&c);
+    buffer_free(&d);
     RANKS_TRY(device->ops->graph_begin(device)); /* what makes the host wait is refused */
     CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_SUM, NULL) !=
           DTRAIN_OK); /* or a peer's was */
@@ -736,6 +820,7 @@ static void test_newer_library(void)
 typedef struct fault_case {
     bool blocking;           /* the host waits in the call; otherwise it waits for the device */
     bool wrong_count;        /* rank 1 asks for something else */
+    bool wrong_kind;         /* rank 1 calls another collective */
     bool absent;             /* rank 1 does not come at all */
     dtrain_result *results;  /* (ranks), shared */
     char (*sentences)[1024]; /* (ranks), shared */
@@ -753,13 +838,15 @@ static int rank_fault(dtrain_world *world, void *user)
     dtrain_device *device = dtrain_world_device(world);
     const int rank = dtrain_world_rank(world);
     buffer b = buffer_make(comm, IN_COMM, 400);
-    float host[100] = {0};
+    float host[100] = {0}, other[100];
     dtrain_result result = dtrain_comm_split(comm, rank % 2, 0, &half);
     const double begin = dtrain_seconds();
     for (int i = 0; result == DTRAIN_OK && i < 8; i++) {
         const size_t count = f->wrong_count && rank == 1 && i == 2 ? 50 : 100;
         if (f->absent && rank == 1 && i == 2) ranks_sleep_us(4000000);
-        if (f->blocking)
+        if (f->wrong_kind && rank == 1 && i == 2)
+            result = dtrain_all_to_all(comm, host, other, 25, DTRAIN_F32, NULL);
+        else if (f->blocking)
             result = dtrain_all_reduce(comm, host, host, count, DTRAIN_F32, DTRAIN_SUM, NULL);
         else
             result =
@@ -793,11 +880,12 @@ static void run_fault(const char *name, fault_case f, const char *words, int dea
     const dtrain_result result = ranks_launch(&desc, rank_fault, &f, NULL);
     CHECK_MSG(dead < 0 || result == DTRAIN_ERROR_RANK_FAILED, "%s: %s", name,
               dtrain_result_name(result));
-    CHECK_MSG(dtrain_seconds() - begin < 12, "%s took %.1f s", name, dtrain_seconds() - begin);
+    CHECK_MSG(dtrain_seconds() - begin < 2 * RANKS_SOON, "%s took %.1f s", name,
+              dtrain_seconds() - begin);
     for (int r = 0; r < RANKS; r++) {
         if (r == dead) continue;
         CHECK_MSG(f.results[r] != DTRAIN_OK, "%s: rank %d saw no error", name, r);
-        CHECK_MSG(f.seconds[r] < 6, "%s: rank %d needed %.1f s", name, r, f.seconds[r]);
+        CHECK_MSG(f.seconds[r] < RANKS_SOON, "%s: rank %d needed %.1f s", name, r, f.seconds[r]);
         CHECK_MSG(f.aborts[r] == 2, "%s: rank %d aborted %d communicators, expected 2", name, r,
                   f.aborts[r]);
         CHECK_MSG(strncmp(f.sentences[r], "rank ", 5) == 0, "%s: %s", name, f.sentences[r]);
@@ -845,6 +933,8 @@ static void test_disagreement(void)
     fault_case host = {.blocking = true, .wrong_count = true}, late = {.wrong_count = true};
     run_fault("wrong count, host waits", host, "ranks disagree: this rank called collective", -1);
     run_fault("wrong count, device waits", late, "ranks disagree: this rank called collective", -1);
+    fault_case kind = {.wrong_kind = true};
+    run_fault("another collective", kind, "[all-to-all f32 count 25]", -1);
 }
 
 static void test_absent(void)
@@ -880,7 +970,7 @@ static int rank_bad_argument(dtrain_world *world, void *user)
     if (kind == 2) {
         expected = DTRAIN_ERROR_TIMEOUT;
         if (rank == 0) result = dtrain_comm_split(comm, 0, 0, &half);
-        else ranks_sleep_us(2500000);
+        else ranks_sleep_us(4000000);
     }
     if (rank) result = dtrain_barrier(comm);
     if (rank && kind == 2) expected = DTRAIN_ERROR_PEER;
@@ -922,7 +1012,7 @@ static void test_stuck_ends(void)
         }
         CHECK_MSG(ranks_launch(&desc, rank_stuck, NULL, NULL) == DTRAIN_OK, "%s",
                   dtrain_last_error());
-        CHECK_MSG(dtrain_seconds() - begin < 8, "took %.1f s", dtrain_seconds() - begin);
+        CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "took %.1f s", dtrain_seconds() - begin);
     }
 }
 
@@ -931,6 +1021,7 @@ static void test_stuck_ends(void)
 /* The program's own way to talk among survivors: here a page of shared memory, one column for each generation. */
 typedef struct meeting_place {
     uint64_t posted[MOST];
+    int32_t have_sums; /* before the first death */
     char data[16][MOST][512];
 } meeting_place;
 typedef struct meeting {
@@ -982,9 +1073,10 @@ static int rank_recreate(dtrain_world *world, void *user)
           DTRAIN_ERROR_USAGE); /* nothing has failed */
     if (check_sum(comm, &b, 4)) return 1;
     if (rank == 2) {
-        ranks_sleep_us(200000); /* the others have their sums */
+        ranks_await(&m.place->have_sums, 3);
         raise(SIGKILL);
     }
+    ranks_count(&m.place->have_sums);
     CHECK(dtrain_barrier(comm) == DTRAIN_ERROR_PEER);
     group.rank_count = 0;
     CHECK(dtrain_nccl_recreate(comm, &group, &fewer) == DTRAIN_ERROR_ARGUMENT);
@@ -1043,6 +1135,7 @@ int main(int argc, char **argv)
     RUN(test_order);
     RUN(test_test_and_barrier);
     RUN(test_point_to_point);
+    RUN(test_all_to_all);
     RUN(test_split);
     RUN(test_memory);
     RUN(test_steady_state);

@@ -5,7 +5,9 @@
 cc=${CC:-cc}
 build=${BUILD:-build}/nccl
 versions=${NCCL_VERSIONS:-21501 21801 21901 22203 22703} # test_nccl itself is 22809
+library=${BUILD:-build}/dtrain.a
 mkdir -p "$build"
+make -s BUILD="${BUILD:-build}" CC="$cc" "$library" || exit 1
 passed=0 failed=0 skipped=0
 
 ok() { passed=$((passed + 1)); printf '  ok   %s\n' "$1"; }
@@ -25,7 +27,7 @@ strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
 mock="-I. -Itests -Itests/nccl_mock"
 for version in $versions; do
     flags="${CFLAGS:--O1 -g} -DNCCL_MOCK_VERSION=$version"
-    try "NCCL $version compiles" $cc $strict $flags $mock tests/test_nccl.c -o "$build/test_nccl_$version" -lm -lpthread
+    try "NCCL $version compiles" $cc $strict $flags $mock tests/test_nccl.c "$library" -o "$build/test_nccl_$version" -lm -lpthread
 done
 for version in $versions; do # together: they mostly wait for deadlines
     "$build/test_nccl_$version" >"$build/log_$version" 2>&1 &
@@ -51,7 +53,6 @@ done
 
 # A program that has it in a file of its own asks for the version, then for two ranks.
 cat >"$build/ask.c" <<'END'
-#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "dtrain_nccl.h"
 #include <stdio.h>
@@ -77,7 +78,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
 }
 const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "an error"; }
 END
-try "a program of two files, no library" $cc -std=c99 $mock "$missing" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" -o "$build/ask" -lm -lpthread -ldl
+try "a program of two files, no library" $cc -std=c99 $mock "$missing" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" "$library" -o "$build/ask" -lm -lpthread -ldl
 if [ -x "$build/ask" ]; then
     "$build/ask" >"$build/log" 2>&1
     if [ $? -eq 1 ] && grep -q 'NCCL could not be opened (libnccl-that-is-not-there' "$build/log"; then ok "a missing library is a sentence"
@@ -101,7 +102,7 @@ opened() { # opened NAME VERSION STATUS WORDS
     "$build/ask_mock" >"$build/log" 2>&1
     if [ $? -eq "$3" ] && grep -q "$4" "$build/log"; then ok "$1"; else fail "$1"; fi
 }
-try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$build/libmock.so\"" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" -o "$build/ask_mock" -lm -lpthread -ldl
+try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$build/libmock.so\"" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" "$library" -o "$build/ask_mock" -lm -lpthread -ldl
 opened "the library that was compiled for" 22809 0 "header 22809, library 22809"
 opened "an older library lacks functions: its version is named" 21501 1 "is version 2.15.1, but"
 
@@ -125,8 +126,8 @@ else skip "the real header, MPI" "mpicc is not installed"; fi
 
 # The library says "no device" in its own words, through the same calls that a world makes.
 cat >"$build/alone.c" <<'END'
-#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include <string.h>
 #define DTRAIN_NCCL_IMPLEMENTATION
 #include "dtrain_nccl.h"
 int main(void)
@@ -154,7 +155,7 @@ int main(void)
 END
 lib=$cuda/lib64; [ -e "$lib/libnccl.so" ] || lib=$cuda/lib
 for mode in "opened|-ldl" "linked|-DDTRAIN_NCCL_LINKED -L$lib -lnccl -Wl,-rpath,$lib"; do
-    try "a program with the real NCCL, ${mode%%|*}" $cc -std=c99 $real "-DDTRAIN_NCCL_LIBRARY=\"$lib/libnccl.so.2\"" "$build/alone.c" -o "$build/alone" ${mode#*|} -L"$lib" -lcudart -Wl,-rpath,"$lib" -lm -lpthread
+    try "a program with the real NCCL, ${mode%%|*}" $cc -std=c99 $real "-DDTRAIN_NCCL_LIBRARY=\"$lib/libnccl.so.2\"" "$build/alone.c" "$library" -o "$build/alone" ${mode#*|} -L"$lib" -lcudart -Wl,-rpath,"$lib" -lm -lpthread
     [ -x "$build/alone" ] || continue
     CUDA_VISIBLE_DEVICES= timeout 60 "$build/alone" >"$build/log" 2>&1
     if [ $? -eq 1 ] && grep -q 'NCCL reports "unhandled cuda error' "$build/log"; then ok "no device, ${mode%%|*}: $(cut -c 1-90 "$build/log" | head -n 1)"

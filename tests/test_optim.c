@@ -1,9 +1,7 @@
 /* test_optim.c: [S34] clipping and [S35] optimizers and schedules, against PyTorch's numbers
  * (reference/op_golden.h) and loops in double. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
+#include "dtrain.h"
 #include "ranks.h"
 #include "reference/op_golden.h"
 
@@ -92,6 +90,7 @@ typedef struct reference {
 static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_param *p, int step,
                            double lr, double scale)
 {
+    const int last = (int)h->variance_steps, estimated = last && step > last ? last : step;
     int i;
     int64_t k;
     for (i = 0; i < SHARDS; i++) {
@@ -107,9 +106,9 @@ static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_
                 continue;
             }
             *m = (double)h->beta1 * *m + (1 - (double)h->beta1) * g;
-            *v = (double)h->beta2 * *v + (1 - (double)h->beta2) * g * g;
+            if (step <= estimated) *v = (double)h->beta2 * *v + (1 - (double)h->beta2) * g * g;
             *w -= lr * (*m / (1 - pow((double)h->beta1, step))) /
-                  (sqrt(*v / (1 - pow((double)h->beta2, step))) + (double)h->epsilon);
+                  (sqrt(*v / (1 - pow((double)h->beta2, estimated))) + (double)h->epsilon);
         }
     }
 }
@@ -168,6 +167,8 @@ static void test_long_runs(void)
     dtrain_optimizer_desc hyper = dtrain_adamw_defaults();
     hyper.weight_decay = 0.3f;
     ranks_run(1, DTRAIN_LAUNCH_THREADS, long_main, &hyper);
+    for (hyper.variance_steps = 1; hyper.variance_steps < 100; hyper.variance_steps *= 8)
+        ranks_run(1, DTRAIN_LAUNCH_THREADS, long_main, &hyper); /* 1, 8, and 64: not reached */
     hyper = dtrain_sgd_defaults();
     hyper.weight_decay = 0.3f;
     ranks_run(1, DTRAIN_LAUNCH_THREADS, long_main, &hyper);
@@ -256,7 +257,7 @@ static int arguments_main(dtrain_world *world, void *user)
     int i;
     (void)user;
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &strategy));
-    for (i = 0; i < 12; i++) {
+    for (i = 0; i < 13; i++) {
         dtrain_optimizer_desc hyper = i < 8 ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
         if (i == 0) hyper.kind = 0;
         if (i == 1) hyper.kind = 3;
@@ -270,6 +271,7 @@ static int arguments_main(dtrain_world *world, void *user)
         if (i == 9) hyper.nesterov = true;
         if (i == 10) hyper.momentum = nan;
         if (i == 11) hyper.weight_decay = 1 / zero;
+        if (i == 12) hyper.variance_steps = 5;
         CHECK_MSG(dtrain_optimizer_create(world, strategy, &hyper, &optimizer) ==
                           DTRAIN_ERROR_ARGUMENT &&
                       !optimizer,

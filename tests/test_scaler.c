@@ -680,9 +680,56 @@ static int trainer_arguments_main(dtrain_world *world, void *user)
     return 0;
 }
 
+/* What a compressing strategy keeps between steps would be of another scale. */
+static int compression_main(dtrain_world *world, void *user)
+{
+    rank_state s;
+    dtrain_strategy *strategy;
+    dtrain_trainer *trainer;
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    dtrain_strategy_desc lossy = dtrain_strategy_defaults();
+    dtrain_scaler scaler;
+    float norm, factor;
+    bool found_inf;
+    memset(&s, 0, sizeof s);
+    s.r = (run *)user;
+    s.batch = 4;
+    for (lossy.compression = DTRAIN_TOPK; lossy.compression <= DTRAIN_POWERSGD;
+         lossy.compression++) {
+        fill_params(s.params);
+        RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &lossy, &strategy));
+        RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
+        dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
+        desc.tape_flags = DTRAIN_TAPE_F16;
+        CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
+        CHECK_MSG(!trainer && strstr(dtrain_last_error(), "DTRAIN_TAPE_F16 with a strategy that"),
+                  "%s", dtrain_last_error());
+        desc.loss_scaling = dtrain_scaler_defaults();
+        desc.tape_flags = 0;
+        CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
+        CHECK_MSG(!trainer && strstr(dtrain_last_error(), "loss_scaling with a strategy that"),
+                  "%s", dtrain_last_error());
+        memset(&desc.loss_scaling, 0, sizeof desc.loss_scaling);
+        desc.tape_flags = DTRAIN_TAPE_BF16;
+        RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
+        RANKS_TRY(dtrain_trainer_step(trainer, NULL));
+        dtrain_trainer_destroy(trainer);
+        RANKS_TRY(dtrain_scaler_init(&scaler, NULL));
+        CHECK(dtrain_scaler_unscale(&scaler, strategy, 0, &norm, &factor, &found_inf) ==
+              DTRAIN_ERROR_UNSUPPORTED);
+        CHECK_MSG(strstr(dtrain_last_error(), "a loss scale with a strategy that"), "%s",
+                  dtrain_last_error());
+        dtrain_optimizer_destroy(optimizer);
+        dtrain_strategy_destroy(strategy);
+    }
+    return 0;
+}
+
 static void test_trainer_arguments(void)
 {
     ranks_run(1, DTRAIN_LAUNCH_THREADS, trainer_arguments_main, run_create(1, 1));
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, compression_main, run_create(2, 1));
 }
 
 static int lines_with(const char *path, const char *text)

@@ -469,9 +469,15 @@ static void test_straggler_is_named_once(void)
         run_well(r);
         CHECK_MSG(r->warnings == 1, "%d warnings", r->warnings);
         CHECK_MSG(strstr(r->warning, "rank 1 is a straggler") != NULL, "%s", r->warning);
-        CHECK(r->records[0][20].slowest_rank == 1 && r->records[0][20].straggler_score > 2);
-        CHECK(r->records[0][20].step_ms >= 10);
-        CHECK(r->records[0][20].exposed_comm_ms >= 3); /* the others wait: mean over ranks */
+        int named = 0, waited = 0; /* in a busy machine one step says little */
+        for (int i = 0; i < 30; i++) {
+            const dtrain_step_record *record = &r->records[0][i];
+            named += record->slowest_rank == 1 && record->straggler_score > 2;
+            waited += record->exposed_comm_ms >= 3; /* the others: mean over ranks */
+            CHECK(record->step_ms >= 10);
+        }
+        CHECK_MSG(named > 15 && waited > 15, "%d steps named it, in %d the others waited", named,
+                  waited);
     }
 }
 
