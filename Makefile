@@ -2,7 +2,8 @@
 #   make run      trains a GPT on real text, two ranks of this machine's CPU, about a minute
 #   make test     builds and runs all tests, those of the GPU kernels on the CPU
 #   make cuda     the examples for NVIDIA GPUs
-# Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), NVCC,
+#   make mpi      the examples for CPUs of several hosts
+# Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,
 # CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90).
 
 CC      ?= cc
@@ -19,7 +20,7 @@ endif
 
 GPU_TESTS := $(wildcard tests/test_cuda_*.c)
 EXAMPLES  := $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
-TESTS     := $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out $(GPU_TESTS),$(wildcard tests/test_*.c)))
+TESTS     := $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out $(GPU_TESTS) tests/test_mpi.c,$(wildcard tests/test_*.c)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
@@ -28,11 +29,15 @@ help:
 	@echo "make            the examples, in $(BUILD)/"
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
+	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 	@echo "make test       all tests; prints what was skipped for want of an optional tool"
 	@echo "make bench      GEMM, collectives and training, beside their rivals where installed"
 	@echo "make bench-strategies  speed, memory and bytes of every strategy (ARGS=\"--help\")"
+	@echo "make bench-comm        exchanges of gradients over slow links, and what helps (ARGS=\"--help\")"
+	@echo "make bench-scaling     1 to 8 ranks of this machine, then 64 and 256 (ARGS=\"--help\")"
+	@echo "make check-simulator   build/simulate's predictions beside published scaling"
 	@echo "make gpu-check  with an NVIDIA GPU: tests, sanitizers, NCCL, benchmarks; 9 minutes"
-	@echo "make asan ubsan tsan    the tests under a sanitizer"
+	@echo "make asan tsan  the tests under the address and undefined behaviour sanitizers, or that of threads"
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
@@ -52,38 +57,49 @@ endif
 EMULATION := -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda_emulation
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/%.c,$(BUILD)/emu/%,$(GPU_TESTS)) $(BUILD)/emu/test_emulation
+# These start ranks, on every core; the others are one thread each.
+WITH_RANKS := %_ddp %_nccl %_strategies %_compression %_offload
 EMU_BENCH := $(BUILD)/emu/bench_kernels $(BUILD)/emu/bench_train $(BUILD)/emu/train_gpt
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
 endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
-SCRIPTS ?= tests/test_examples.sh tests/test_bench.sh tests/test_compile.sh tests/test_launchers.sh \
-           tests/test_nccl.sh tests/cuda_build.sh
+SCRIPTS ?= tests/test_examples.sh tests/test_bench.sh tests/test_launchers.sh \
+           tests/test_nccl.sh tests/test_mpi.sh tests/test_slurm.sh tests/test_simulator.sh
+COMPILING ?= tests/cuda_build.sh tests/test_compile.sh
 test: $(EXAMPLES) $(TESTS) $(BENCHES) $(filter $(BUILD)/%,$(EMU_TESTS)) $(EMU_BENCH)
-	@BUILD=$(BUILD) CC="$(CC)" sh tests/run.sh $(TESTS) $(EMU_TESTS) $(SCRIPTS)
+	@BUILD=$(BUILD) CC="$(CC)" sh tests/run.sh $(TESTS) $(filter $(WITH_RANKS),$(EMU_TESTS)) $(SCRIPTS) \
+	  --beside $(COMPILING) $(filter-out $(WITH_RANKS),$(EMU_TESTS))
 
+LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES)
-	@for b in $(filter-out %/bench_strategies,$(BENCHES)); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
+	@for b in $(filter-out $(LONG_BENCHES),$(BENCHES)); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
+check-simulator: $(BUILD)/simulate
+	$(BUILD)/simulate --check bench/published.txt
 bench-strategies: $(BUILD)/train_gpt $(BUILD)/bench/bench_strategies
 	$(BUILD)/bench/bench_strategies $(ARGS)
+bench-comm: $(BUILD)/train_gpt $(BUILD)/bench/bench_comm
+	$(BUILD)/bench/bench_comm --program $(BUILD)/train_gpt $(ARGS)
+bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
+	$(BUILD)/bench/bench_scaling --program $(BUILD)/train_gpt $(ARGS)
 
 # A sanitizer build is the same tests in a folder of its own; benchmarks would measure the sanitizer.
 # Kernel threads are fibers: what a sanitizer knows of a stack must not move to its own heap.
-asan ubsan tsan: export SCRIPTS = tests/test_examples.sh
+asan: export SCRIPTS = tests/test_examples.sh
+tsan: export SCRIPTS =
+asan tsan: export COMPILING =
 NO_BENCH := BENCHES= EMU_BENCH=
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test BUILD=build/asan CFLAGS="-O1 -g -fsanitize=address -fno-omit-frame-pointer" $(NO_BENCH)
-# What the other GPU programs add is shared by these: every kernel once, and a training.
-ubsan:
-	$(MAKE) test BUILD=build/ubsan CFLAGS="-O1 -g -fsanitize=undefined -fno-sanitize-recover=all" $(NO_BENCH) \
-	  EMU_TESTS="$(addprefix build/ubsan/emu/test_,emulation cuda_elementwise cuda_optim cuda_tokens cuda_sparse \
-	    cuda_layernorm cuda_gemm cuda_flash cuda_ddp cuda_offload)"
-# Kernels run on one thread; ranks that are threads are what there is to look at.
+	$(MAKE) test BUILD=build/asan $(NO_BENCH) \
+	  CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+# Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test BUILD=build/tsan CFLAGS="-O1 -g -fsanitize=thread" $(NO_BENCH) \
-	  EMU_TESTS="$(addprefix build/tsan/emu/,test_cuda_ddp test_cuda_nccl)"
+	$(MAKE) test BUILD=build/tsan CFLAGS="-O1 -g -fsanitize=thread" $(NO_BENCH) EXAMPLES= \
+	  EMU_TESTS="$(addprefix build/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
+	  TESTS="$(addprefix build/tsan/tests/test_,comm faults launch links nccl ddp strategies compression \
+	    trainer gemm device sparse)"
 valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/valgrind.sh
 
@@ -119,33 +135,52 @@ gpu-programs: cuda $(patsubst tests/%.c,$(BUILD)/cuda/%,$(filter-out tests/test_
 gpu-check:
 	@BUILD=$(BUILD) bash tests/gpu_check.sh
 
+# ---- MPI ------------------------------------------------------------------------------------------
+MPICC ?= mpicc
+mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
+
 # ---- Rules ----------------------------------------------------------------------------------------
 vpath %.c   examples tests bench
 vpath %.cpp tests tests/cuda_emulation
-HEADERS := $(wildcard dtrain*.h tests/*.h tests/*/*.h bench/*.h) tests/nccl_mock/nccl_mock.c
+HEADERS := $(wildcard dtrain*.h examples/*.h tests/*.h tests/*/*.h bench/*.h examples/*.h) tests/nccl_mock/nccl_mock.c
 
-$(BUILD)/%: examples/%.c dtrain.h
+# The implementation, compiled once for the tests and benchmarks that use what the header declares. From
+# an archive: a program that has it within itself, to look inside, takes none of this.
+IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(CFLAGS) -I. -x c -c -
+$(BUILD)/dtrain.a: dtrain.h
+	@mkdir -p $(@D)
+	$(IMPLEMENTATION) -o $(@:.a=.o)
+	rm -f $@ && $(AR) rc $@ $(@:.a=.o)
+
+$(BUILD)/%: examples/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(CFLAGS) -I. $< -o $@ $(LIBS)
-$(BUILD)/tests/%: tests/%.c $(HEADERS)
+$(BUILD)/tests/%: tests/%.c $(BUILD)/dtrain.a $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) -I. -Itests $< -o $@ $(LIBS)
+	$(CC) $(STRICT) $(CFLAGS) -I. -Itests $< $(BUILD)/dtrain.a -o $@ $(LIBS)
 $(BUILD)/tests/test_nccl: CFLAGS += -Itests/nccl_mock
-$(BUILD)/bench/%: bench/%.c $(HEADERS)
+$(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) -I. -Ibench $< -o $@ $(LIBS) -ldl
+	$(CC) $(STRICT) $(CFLAGS) -I. -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
+
+$(BUILD)/mpi/%: examples/%.c dtrain.h
+	@mkdir -p $(@D)
+	$(MPICC) $(STRICT) $(CFLAGS) -DDTRAIN_USE_MPI -I. $< -o $@ $(LIBS)
 
 $(BUILD)/emu/dtrain_cuda.o: dtrain_cuda.cu $(HEADERS)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CFLAGS) $(EMULATION) -I. -x c++ -c $< -o $@
+$(BUILD)/emu/dtrain.o: dtrain.h
+	@mkdir -p $(@D)
+	$(IMPLEMENTATION) $(EMULATION) -o $@
 $(BUILD)/emu/%.o: %.cpp $(HEADERS)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CFLAGS) $(EMULATION) -I. -Itests -c $< -o $@
 $(BUILD)/emu/%.o: %.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(CFLAGS) $(EMULATION) -I. -Itests -c $< -o $@
-$(BUILD)/emu/test_cuda_nccl.o: EMULATION += -Itests/nccl_mock
-$(BUILD)/emu/emulated.a: $(addprefix $(BUILD)/emu/,dtrain_cuda.o cuda_emulation.o)
+$(BUILD)/emu/test_cuda_nccl.o $(BUILD)/emu/test_cuda_compression.o: EMULATION += -Itests/nccl_mock
+$(BUILD)/emu/emulated.a: $(addprefix $(BUILD)/emu/,dtrain.o dtrain_cuda.o cuda_emulation.o)
 	rm -f $@ && $(AR) rc $@ $^
 $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
 	$(CXX) $(CFLAGS) $^ -o $@ $(LIBS)
@@ -153,9 +188,14 @@ $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
 $(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu dtrain.h
 	@mkdir -p $(@D)
 	$(NVCC) -O3 -std=c++17 $(ARCH) -I. -c $< -o $@
-$(BUILD)/cuda/%: %.c $(BUILD)/cuda/dtrain_cuda.o $(HEADERS)
-	$(NVCC) -O3 $(ARCH) -DDTRAIN_USE_CUDA -I. -Itests $< $(BUILD)/cuda/dtrain_cuda.o -o $@ -lcublasLt $(LIBS) $(NCCL)
+$(BUILD)/cuda/dtrain.o: dtrain.h
+	@mkdir -p $(@D)
+	$(IMPLEMENTATION) -DDTRAIN_USE_CUDA -o $@
+$(BUILD)/cuda/dtrain.a: $(addprefix $(BUILD)/cuda/,dtrain.o dtrain_cuda.o)
+	rm -f $@ && $(AR) rc $@ $^
+$(BUILD)/cuda/%: %.c $(BUILD)/cuda/dtrain.a $(HEADERS)
+	$(NVCC) -O3 $(ARCH) -DDTRAIN_USE_CUDA -I. -Itests $< $(BUILD)/cuda/dtrain.a -o $@ -lcublasLt $(LIBS) $(NCCL)
 
-.PHONY: examples help run cuda gpu-programs gpu-check test bench bench-strategies asan ubsan tsan valgrind fuzz mutate golden lint clean
+.PHONY: examples help run cuda mpi gpu-programs gpu-check test bench bench-strategies bench-comm bench-scaling check-simulator asan tsan valgrind fuzz mutate golden lint clean
 .SECONDARY:
 .DELETE_ON_ERROR:

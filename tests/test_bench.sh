@@ -20,13 +20,26 @@ check "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train"
 few="--program $build/train_gpt --models tiny --ranks 2,4 --steps 5"
 check "bench_strategies" "ranks: bf16 gives" "$build/bench/bench_strategies" $few --flags "--layers 2 --batch 1"
 check "bench_strategies --json" '^\{.*"HYBRID_SHARD, 2".*"correct": true' "$build/bench/bench_strategies" $few --json
+small="--program $build/train_gpt --model tiny --nodes 2 --gbps 10,100 --latency 5 --reps 1 --steps 12 --rounds 1 --train-models tiny"
+trainer="--layers 1 --channels 32 --seq 16 --batch 2"
+check "bench_comm" "target: no collective copies .* met" "$build/bench/bench_comm" $small --parts copies,links,overlap --svg "$build/bench/comm.svg"
+check "bench_comm draws" "</svg>" cat "$build/bench/comm.svg"
+check "bench_comm --json" '^\{.*"hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' "$build/bench/bench_comm" $small --parts links --node-ranks 2 --shrink 2 --json
+check "bench_comm, training" '^PowerSGD, rank 4 .* %' "$build/bench/bench_comm" $small --parts train,loss --flags "$trainer"
+few="--program $build/train_gpt --model tiny --ranks 1,2 --batch-sizes 2 --steps 5 --rounds 1 --many 12"
+check "bench_scaling" "12 +full_shard .* same +yes" "$build/bench/bench_scaling" $few --flags "$trainer"
+check "bench_scaling --json" '^\{.*"full_shard".*"ranks": 2.*"correct": true' "$build/bench/bench_scaling" $few --flags "$trainer" --json
+check "bench_links" "4 nodes, 2 Gb/s" "$build/bench/bench_links" --quick --nodes 2,4 --gbit 2 --sizes 1 --reps 2
+check "bench_links --json" '^\{.*"emulated_s": 0' "$build/bench/bench_links" --quick --json --nodes 3 --gbit 2 --sizes 1 --reps 2
 check "bench_kernels" "attention_backward .* yes" "$build/bench/bench_kernels" --quick
+check "bench_sparse" "topk .* velocity .* yes" "$build/bench/bench_sparse" --quick
+check "bench_sparse --json" '^\{.*"kernel": "orthogonalize".*"correct": true' "$build/bench/bench_sparse" --quick --json
 if [ -x "$build/emu/bench_kernels" ]; then
     check "bench_kernels, emulated GPU" "attention_backward .* yes" "$build/emu/bench_kernels" --quick
     check "bench_kernels, emulated GPU, --json" '^\{.*"kernel": "topk".*"correct": true' "$build/emu/bench_kernels" --quick --json
     tiny="--device cuda --program $build/emu/train_gpt --model tiny --layers 1 --heads 2 --channels 32 --seq 16 --batch 2 --steps 20 --rounds 1 --gemm 64"
     for precision in fp32 bf16; do
-        check "bench_train, emulated GPU, $precision" "1 GPU, $precision .* yes" "$build/emu/bench_train" $tiny --precision $precision
+        check "bench_train, emulated GPU, $precision" "1 GPU, $precision .* yes" "$build/emu/bench_train" $tiny --precision $precision --flags "--lr 1e-2"
     done
 else echo "  skip GPU benchmarks: no emulated GPU"; skipped=1; fi
 [ -z "$skipped" ] || { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; exit; }

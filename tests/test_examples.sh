@@ -94,6 +94,33 @@ if ! $gpt --steps 4 | grep -q "cblas kernels"; then
     [ -n "$hash" ] && [ "$hash" = "$(hash_of $nodes)" ]
     result "same parameters: hybrid_shard, a second run" $?
 fi
+# Compression: the bits depend on what is selected and in which order it is added, on nothing else.
+topk="--compression topk --topk-ratio 0.05 --dense-below 100 --dense-steps 1"
+if ! $gpt --steps 4 | grep -q "cblas kernels"; then
+    for flags in "$topk" "$topk --sparse-exchange balanced --reduce-dtype bf16" "$topk --hierarchical --node-size 2" \
+                 "--compression powersgd --dense-below 100 --dense-steps 1" "--hierarchical --node-size 2 --strategy full_shard"; do
+        plain=$(hash_of $small $flags)
+        for variant in "" "--no-overlap" "--thread-ranks" "--threads 2"; do
+            hash=$(hash_of $small $flags $variant)
+            echo "$hash, before: $plain, uncompressed: $ddp" >"$tmp/other"
+            [ -n "$plain" ] && [ "$hash" = "$plain" ] && [ "$hash" != "$ddp" ] || break
+        done
+        [ "$hash" = "$plain" ] && [ -n "$plain" ] && [ "$plain" != "$ddp" ]
+        result "same parameters: $flags" $? "$tmp/other"
+    done
+fi
+good "compression is shown" "reduce +top-k 0.05 \(balanced\), hierarchical, after 1 dense steps and 2 of warm-up; in force" \
+    $gpt $topk --sparse-exchange balanced --compression-warmup 2 --warmup-ratio 0.2 --hierarchical --ranks 4 --node-size 2
+grep -q -E "compression  +[0-9.]+x  fewer bytes than fp32 gradients.*top-k 0.05" "$tmp/out"
+result "what compression saved is in the table" $? "$tmp/out"
+good "momentum in the compressor" "top-k 0.05 .*" $gpt $topk --topk-momentum 0.9
+good "no error feedback" "without error feedback" $gpt $topk --no-error-feedback
+good "PowerSGD" "reduce +PowerSGD rank 2" $gpt --compression powersgd --powersgd-rank 2 --dense-below 100 --dense-steps 0
+good "an emulated cluster" "cluster emulated: 2 nodes x 2 ranks, 10 Gb/s and 20 us" $gpt --emulate 2x2:10:20
+grep -q "cluster  *2   emulated nodes of 2 ranks, 10 Gb/s" "$tmp/out"
+result "the emulated cluster is in the table" $? "$tmp/out"
+good "an emulated cluster's nodes" "HYBRID_SHARD: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
+good "--comm local" "validation loss" $gpt --comm local
 good "strategy, memory and bytes are shown" "FULL_SHARD: 2 shards x 2 replicas|HYBRID_SHARD: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
 good "auto says why" "auto +DTRAIN_ZERO1: .* MiB a rank" $gpt --strategy auto
 good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2
@@ -162,6 +189,26 @@ bad "a model larger than the limit" "needs .* MiB a rank" $wide --layers 8 --ran
 bad "activations larger than the limit" "memory limit" $wide --batch 64 --memory-limit 4
 bad "auto, and nothing fits" "missing" $wide --batch 64 --strategy auto --memory-limit 4
 bad "not even one sample fits" "not even one sample" $gpt --seq 2048 --auto-batch --memory-limit 4
+bad "compression of a strategy that shards" "--strategy ddp" $gpt $topk --strategy zero1
+bad "compression that the library would have to choose" "--strategy ddp" $gpt $topk --strategy auto
+bad "a share above 1" "--topk-ratio" $gpt --compression topk --topk-ratio 1.5
+bad "a warm-up that grows" "a warm-up begins at topk_ratio" $gpt $topk --compression-warmup 5 --warmup-ratio 0.01
+bad "a setting without its warm-up" "--compression-warmup" $gpt $topk --warmup-ratio 0.5
+bad "a setting without compression" "--dense-steps does nothing without" $gpt --dense-steps 5
+bad "a setting of another compression" "--powersgd-rank does nothing without" $gpt $topk --powersgd-rank 2
+bad "compression and loss scaling" "bf16" $gpt $topk --precision fp16
+bad "PowerSGD node by node" "whole matrices" $gpt --compression powersgd --hierarchical
+bad "PowerSGD as bf16" "fp32" $gpt --compression powersgd --reduce-dtype bf16
+bad "momentum without a residual" "topk_momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
+bad "compression of every micro-batch" "DTRAIN_ACCUMULATE_LAST" $gpt $topk --accum 2 --accum-mode every
+bad "nodes for a strategy of owners" "ZERO3" $gpt --strategy zero3 --hierarchical
+for text in 2x 2x2:10 2x2:10:5us 0x2:10:5 200x200:10:5 9999999999x9999999999:1:1; do
+    bad "--emulate $text" "--emulate" $gpt --emulate $text
+done
+bad "an emulated link without bandwidth" "GBPS must be positive" $gpt --emulate 2x2:0:5
+bad "another number of ranks than emulated" "--ranks is 3" $gpt --emulate 2x2:10:5 --ranks 3
+bad "an emulated cluster over MPI" "local communicator" $gpt --emulate 2x2:10:5 --comm mpi
+bad "unknown communicator" "\"tcp\" is not here" $gpt --comm tcp
 bad "unknown schedule" "sine" $gpt --schedule sine
 bad "impossible size" "GiB" $gpt --channels 1000000 --heads 1
 bad "log in a missing folder" "none/log" $gpt --log "$tmp/none/log"

@@ -1,0 +1,264 @@
+/* gpt.h: a GPT written with dtrain: sizes, parameters, forward function, loss, sampling.
+ *
+ * For train_gpt.c and other programs of this folder: include it after dtrain.h. Backward is the
+ * tape's. The pieces have the types that dtrain's callbacks have: gpt_set_batch and gpt_loss fit
+ * dtrain_auto_batch_desc and dtrain_trainer_desc, with a gpt_batch as user. */
+#ifndef GPT_H
+#define GPT_H
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct gpt_config {
+    long layers, heads, channels, seq, positions, vocab; /* seq: tokens of a sample, <= positions */
+    float dropout;                                       /* on the residual stream */
+} gpt_config;
+
+typedef struct gpt_preset {
+    const char *name;
+    gpt_config config; /* 0 positions: those of seq; 0 vocab: that of the data */
+    long batch, sample;
+    double lr;
+} gpt_preset;
+
+#define GPT_PRESETS "tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl"
+
+/* Number `index` of them, or NULL after the last. */
+static inline const gpt_preset *gpt_preset_at(size_t index)
+{
+    static const gpt_preset presets[] = {
+        /* 2 ranks x 6: nanoGPT's configuration for a CPU */
+        {"tiny", {4, 4, 128, 64, 0, 0, 0}, 6, 300, 2e-3},
+        {"baby", {6, 6, 384, 128, 0, 0, 0}, 8, 300, 1e-3},
+        {"gpt2", {12, 12, 768, 64, 1024, 50257, 0}, 4, 0, 6e-4},
+        {"gpt2_medium", {24, 16, 1024, 64, 1024, 50257, 0}, 4, 0, 3e-4},
+        {"gpt2_large", {36, 20, 1280, 64, 1024, 50257, 0}, 4, 0, 2.5e-4},
+        {"gpt2_xl", {48, 25, 1600, 64, 1024, 50257, 0}, 4, 0, 2e-4},
+    };
+    return index < sizeof presets / sizeof presets[0] ? &presets[index] : NULL;
+}
+
+/* NULL: there is none of that name. */
+static inline const gpt_preset *gpt_preset_find(const char *name)
+{
+    const gpt_preset *preset = gpt_preset_at(0);
+    for (size_t i = 1; preset && strcmp(preset->name, name) != 0; i++) preset = gpt_preset_at(i);
+    return preset;
+}
+
+/* ---- parameters ----------------------------------------------------------------------------- */
+
+typedef struct gpt_block {
+    dtrain_param *ln1_weight, *ln1_bias, *qkv_weight, *qkv_bias, *proj_weight, *proj_bias;
+    dtrain_param *ln2_weight, *ln2_bias, *fc_weight, *fc_bias, *fcproj_weight, *fcproj_bias;
+} gpt_block;
+
+typedef struct gpt {
+    gpt_config config;
+    dtrain_param *params;
+    size_t param_count;
+    char (*names)[32];
+    dtrain_param *wte, *wpe, *lnf_weight, *lnf_bias, *head;
+    gpt_block *blocks;
+} gpt;
+
+/* Adds the next parameter: shape (rows, columns), or (rows) when columns is 0. */
+static inline dtrain_param *gpt__declare(gpt *m, uint32_t unit, const char *name, int64_t rows,
+                                         int64_t columns, uint32_t init, float scale)
+{
+    dtrain_param *p = &m->params[m->param_count];
+    char *full = m->names[m->param_count++];
+    if (unit > 0 && unit <= (uint32_t)m->config.layers)
+        snprintf(full, 32, "h.%u.%s", unit - 1, name);
+    else snprintf(full, 32, "%s", name);
+    p->name = full;
+    p->shape[0] = rows;
+    p->shape[1] = columns;
+    p->unit = unit;
+    p->init = init;
+    p->init_scale = scale;
+    return p;
+}
+
+/* GPT-2's initialisation: N(0, 0.02), projections into the residual stream by 1/sqrt(2 layers) less. */
+static inline void gpt__declare_block(gpt *m, gpt_block *b, uint32_t unit)
+{
+    const int64_t c = m->config.channels;
+    const uint32_t normal = DTRAIN_INIT_NORMAL, constant = DTRAIN_INIT_CONSTANT;
+    const uint32_t zero = DTRAIN_INIT_ZERO;
+    const float residual = 0.02f / sqrtf(2.0f * (float)m->config.layers);
+    b->ln1_weight = gpt__declare(m, unit, "ln_1.weight", c, 0, constant, 1);
+    b->ln1_bias = gpt__declare(m, unit, "ln_1.bias", c, 0, zero, 0);
+    b->qkv_weight = gpt__declare(m, unit, "attn.c_attn.weight", 3 * c, c, normal, 0.02f);
+    b->qkv_bias = gpt__declare(m, unit, "attn.c_attn.bias", 3 * c, 0, zero, 0);
+    b->proj_weight = gpt__declare(m, unit, "attn.c_proj.weight", c, c, normal, residual);
+    b->proj_bias = gpt__declare(m, unit, "attn.c_proj.bias", c, 0, zero, 0);
+    b->ln2_weight = gpt__declare(m, unit, "ln_2.weight", c, 0, constant, 1);
+    b->ln2_bias = gpt__declare(m, unit, "ln_2.bias", c, 0, zero, 0);
+    b->fc_weight = gpt__declare(m, unit, "mlp.c_fc.weight", 4 * c, c, normal, 0.02f);
+    b->fc_bias = gpt__declare(m, unit, "mlp.c_fc.bias", 4 * c, 0, zero, 0);
+    b->fcproj_weight = gpt__declare(m, unit, "mlp.c_proj.weight", c, 4 * c, normal, residual);
+    b->fcproj_bias = gpt__declare(m, unit, "mlp.c_proj.bias", c, 0, zero, 0);
+}
+
+/* Fills params for a strategy: in forward order; one unit for the embedding, one a block, one for
+ * the end. The classifier is the token embedding under another name: a sharded strategy must know
+ * that two units use it. gpt_free frees the lists, also after a failure. */
+static inline dtrain_result gpt_create(gpt *m, const gpt_config *config)
+{
+    const size_t layers = (size_t)config->layers, count = 5 + 12 * layers;
+    const uint32_t end = (uint32_t)layers + 1;
+    const int64_t c = config->channels;
+    memset(m, 0, sizeof *m);
+    m->config = *config;
+    m->params = (dtrain_param *)calloc(count, sizeof *m->params);
+    m->names = (char(*)[32])calloc(count, sizeof *m->names);
+    m->blocks = (gpt_block *)calloc(layers, sizeof *m->blocks);
+    if (!m->params || !m->names || !m->blocks) return DTRAIN_ERROR_MEMORY;
+    m->wte = gpt__declare(m, 0, "wte.weight", config->vocab, c, DTRAIN_INIT_NORMAL, 0.02f);
+    m->wpe = gpt__declare(m, 0, "wpe.weight", config->positions, c, DTRAIN_INIT_NORMAL, 0.02f);
+    for (size_t l = 0; l < layers; l++) gpt__declare_block(m, &m->blocks[l], (uint32_t)l + 1);
+    m->lnf_weight = gpt__declare(m, end, "ln_f.weight", c, 0, DTRAIN_INIT_CONSTANT, 1);
+    m->lnf_bias = gpt__declare(m, end, "ln_f.bias", c, 0, DTRAIN_INIT_ZERO, 0);
+    m->head = gpt__declare(m, end, "lm_head.weight", 0, 0, DTRAIN_INIT_ZERO, 0);
+    m->head->alias_of = m->wte;
+    return DTRAIN_OK;
+}
+
+static inline void gpt_free(gpt *m)
+{
+    free(m->params);
+    free(m->names);
+    free(m->blocks);
+    memset(m, 0, sizeof *m);
+}
+
+/* ---- forward -------------------------------------------------------------------------------- */
+
+/* x += h, what the layer before has left to add (nothing at first), and its normalisation: one pass
+ * over memory for both. */
+static inline dtrain_tensor *gpt__norm(dtrain_tape *t, dtrain_tensor **x, dtrain_tensor *h,
+                                       dtrain_param *weight, dtrain_param *bias)
+{
+    if (!h) return dtrain_layernorm(t, *x, weight, bias);
+    return dtrain_add_layernorm(t, *x, h, weight, bias, x);
+}
+
+/* x (B*T, C) is the residual stream. Returns what is still to be added to it. */
+static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt_config *config,
+                                        const gpt_block *p, dtrain_tensor **x, dtrain_tensor *h)
+{
+    const float drop = config->dropout;
+    h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                    /* (B*T, C) */
+    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE);  /* (B*T, 3C) */
+    h = dtrain_attention(t, h, config->seq, config->heads, DTRAIN_CAUSAL); /* (B*T, C) */
+    h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACT_NONE);
+    h = gpt__norm(t, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
+    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACT_GELU);         /* (B*T, 4C) */
+    h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias, DTRAIN_ACT_NONE); /* (B*T, C) */
+    return dtrain_dropout(t, h, drop);
+}
+
+/* tokens (batch, seq) -> logits (batch*seq, vocab) */
+static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens,
+                                         int64_t batch)
+{
+    const int64_t shape[2] = {batch, m->config.seq};
+    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_I32, 2, shape, tokens, false), *x, *h = NULL;
+    dtrain_tape_unit(t, 0);
+    x = dtrain_dropout(t, dtrain_embedding(t, input, m->wte, m->wpe), m->config.dropout);
+    for (long l = 0; l < m->config.layers; l++) {
+        dtrain_tape_unit(t, (uint32_t)l + 1);
+        h = gpt__block(t, &m->config, &m->blocks[l], &x, h);
+    }
+    dtrain_tape_unit(t, (uint32_t)m->config.layers + 1);
+    h = gpt__norm(t, &x, h, m->lnf_weight, m->lnf_bias);
+    return dtrain_linear(t, h, m->head, NULL, DTRAIN_ACT_NONE);
+}
+
+/* ---- loss of a batch ------------------------------------------------------------------------ */
+
+typedef struct gpt_batch {
+    const gpt *model;
+    int64_t batch;
+    int32_t *inputs, *targets; /* (batch, seq) */
+} gpt_batch;
+
+/* Room for `batch` samples. user: gpt_batch. */
+static inline dtrain_result gpt_set_batch(void *user, uint32_t batch)
+{
+    gpt_batch *b = (gpt_batch *)user;
+    const size_t bytes = (size_t)batch * (size_t)b->model->config.seq * sizeof *b->inputs;
+    free(b->inputs);
+    free(b->targets);
+    b->batch = batch;
+    b->inputs = (int32_t *)calloc(1, bytes);
+    b->targets = (int32_t *)calloc(1, bytes);
+    return b->inputs && b->targets ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+static inline void gpt_batch_free(gpt_batch *b)
+{
+    free(b->inputs);
+    free(b->targets);
+    b->inputs = b->targets = NULL;
+}
+
+/* user: gpt_batch. */
+static inline dtrain_tensor *gpt_loss(dtrain_tape *t, void *user)
+{
+    const gpt_batch *b = (const gpt_batch *)user;
+    const int64_t rows = b->batch * b->model->config.seq;
+    dtrain_tensor *logits = gpt_forward(t, b->model, b->inputs, b->batch);
+    return dtrain_cross_entropy(t, logits,
+                                dtrain_tape_input(t, DTRAIN_I32, 1, &rows, b->targets, false));
+}
+
+/* ---- sampling ------------------------------------------------------------------------------- */
+
+/* Draws from softmax(logits / temperature). */
+static inline int32_t gpt__draw(const float *logits, long count, double temperature, uint64_t seed,
+                                uint64_t at)
+{
+    double sum = 0, best = -INFINITY, pick = dtrain_random_uniform(seed, 77, at);
+    for (long i = 0; i < count; i++) best = logits[i] > best ? logits[i] : best;
+    for (long i = 0; i < count; i++) sum += exp((logits[i] - best) / temperature);
+    for (long i = 0; i < count; i++) {
+        pick -= exp((logits[i] - best) / temperature) / sum;
+        if (pick < 0) return (int32_t)i;
+    }
+    return (int32_t)(count - 1);
+}
+
+/* Draws `count` tokens after a newline, each from a forward pass over the last seq - 1 or fewer.
+ * Collective where parameters have to be gathered: all ranks have the same values and draw the same
+ * tokens. show, where it is not NULL, is told each. */
+static inline dtrain_result gpt_generate(dtrain_tape *t, const gpt *m, uint32_t tape_flags,
+                                         long count, double temperature, uint64_t seed,
+                                         void (*show)(int32_t token))
+{
+    const int64_t seq = m->config.seq;
+    const long vocab = m->config.vocab;
+    int64_t length = 1;
+    int32_t *window = (int32_t *)calloc((size_t)seq, sizeof *window);
+    float *logits = (float *)calloc((size_t)(seq * vocab), sizeof *logits);
+    dtrain_result result = window && logits ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (window) window[0] = '\n';
+    for (long i = 0; i < count && result == DTRAIN_OK; i++) {
+        result = dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
+        if (result == DTRAIN_OK)
+            result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
+        if (result != DTRAIN_OK) break;
+        const float *last = logits + (length - 1) * vocab;
+        const int32_t token = gpt__draw(last, vocab, temperature, seed, (uint64_t)i);
+        if (show) show(token);
+        if (length == seq) memmove(window, window + 1, (size_t)(--length) * sizeof *window);
+        window[length++] = token;
+    }
+    free(window);
+    free(logits);
+    return result;
+}
+
+#endif /* GPT_H */

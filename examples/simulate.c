@@ -1,0 +1,893 @@
+/* simulate.c: how fast a model would train on 1 to 1024 GPUs, without one.
+ *
+ *   build:   cc -O2 -I. examples/simulate.c -o build/simulate -lm -lpthread
+ *   run:     build/simulate                                     (gpt2 on 8 to 1024 H100, ddp and full_shard)
+ *            build/simulate --model llama8b --cluster h100 --gpus 8,16,32,64,128,256,512,1024
+ *                 --strategies full_shard,hybrid_shard --batch-sizes 1,2 --precision bf16 --svg scaling.svg
+ *            build/simulate --cluster v100 --network-gbps 100 --strategies ddp --compression topk
+ *            build/simulate --check bench/published.txt         (predicted beside published)
+ *
+ * What to expect: a table of step time, throughput, scaling efficiency, exposed communication and memory;
+ * as JSON lines with --json, as a picture with --svg. --help lists flags, models and clusters.
+ *
+ * How it works: the library itself runs, as one rank of N, on a device without memory and with a
+ * communicator without peers. What would take time moves a virtual clock instead:
+ *
+ *     compute   a layer, an optimizer update, a conversion: max(flops / rate, bytes / bandwidth)
+ *     links     a collective begins when it was started, its links are free and those started before
+ *               it have begun; it ends after the time that the cluster's cost model gives it
+ *     wait      moves compute to the end of the collective: the exposed communication
+ *
+ * So buckets, units, what is sent and in which order, what overlaps, and the memory plan are the
+ * library's own, whatever the strategy; nothing here knows them. What is modelled: layers, their flops
+ * and activations; clusters, and the seconds of a collective.
+ *
+ * What it leaves out: the input pipeline, the host (a GPU's queue is assumed never to run dry), and
+ * congestion by other jobs. A prediction is as good as --efficiency, or better: as --measured-rate.
+ *
+ * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models, virtual device, virtual
+ * communicator) -> one step -> tables, JSON, SVG -> published figures -> main. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#include <ctype.h>
+
+/* One sentence about a bad request; the caller returns it as main's exit code. */
+#define BAD(...) (fprintf(stderr, "simulate: " __VA_ARGS__), fputc('\n', stderr), 2)
+
+enum { LIST = 32 };
+
+/* ---- flags: one table makes the parser and --help ------------------------------------------------- */
+
+typedef struct list {
+    long count, items[LIST];
+} list;
+
+/* -1 in a number of the cluster: as its preset says. */
+struct settings {
+    const char *model, *cluster, *json, *svg, *check, *measured;
+    list gpus, strategies, batches;
+    long precision, param_dtype, reduce_dtype, optimizer, compression, exchange, network;
+    long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
+    long no_overlap, hierarchical, help;
+    double efficiency, measured_rate, straggler, topk_ratio;
+    double tflops, hbm_gbs, memory_gib, nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
+};
+
+static const struct settings usual = {
+    .model = "gpt2",
+    .cluster = "h100",
+    .gpus = {8, {8, 16, 32, 64, 128, 256, 512, 1024}},
+    .strategies = {2, {DTRAIN_DDP - 1, DTRAIN_FULL_SHARD - 1}},
+    .batches = {1, {4}},
+    .precision = 1,
+    .accum = 1,
+    .bucket_mib = 25,
+    .reshard = 1,
+    .powersgd_rank = 1,
+    .straggler = 1,
+    .topk_ratio = 0.01,
+    .network = -1,
+    .gpus_per_node = -1,
+    .efficiency = -1,
+    .tflops = -1,
+    .hbm_gbs = -1,
+    .memory_gib = -1,
+    .nvlink_gbs = -1,
+    .nvls_gbs = -1,
+    .network_gbps = -1,
+    .latency_us = -1,
+    .slowdown = -1,
+};
+static struct settings flags;
+
+typedef const char *const words[8]; /* ended by NULL */
+static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
+                           "zero3", "hybrid_shard", "auto"};
+static words precisions = {"fp32", "bf16"};
+static words dtypes = {"fp32", "bf16", "fp16"};
+static words optimizers = {"adamw", "sgd"};
+static words compressions = {"none", "topk", "powersgd"};   /* dtrain_compression */
+static words exchanges = {"all_gather", "balanced"};        /* dtrain_sparse_exchange */
+static words networks = {"nccl", "alpha_beta", "emulated"}; /* enum below */
+
+static const struct flag {
+    const char *name;
+    char
+        kind; /* s string, w one of the words, W several, i integer, I several, f number, b switch */
+    void *value;
+    double low, high;
+    const char *help;
+    const char *const *words;
+} flag_table[] = {
+    {"--model", 's', &flags.model, 0, 0, "one of the models below", NULL},
+    {"--cluster", 's', &flags.cluster, 0, 0,
+     "one of the clusters below; the flags from --tflops on override it", NULL},
+    {"--gpus", 'I', &flags.gpus, 1, 65536, "how many; efficiency is relative to the first", NULL},
+    {"--strategies", 'W', &flags.strategies, 0, 0,
+     "where parameters, gradients and optimizer state live", strategies},
+    {"--batch-sizes", 'I', &flags.batches, 1, 1e6, "samples per GPU and micro-batch", NULL},
+    {"--accum", 'i', &flags.accum, 1, 1e6, "micro-batches per step", NULL},
+    {"--global-batch", 'i', &flags.global_batch, 1, 1e9,
+     "samples of all GPUs per step, cut in micro-batches of at most --batch-sizes: strong scaling",
+     NULL},
+    {"--seq", 'i', &flags.seq, 1, 1e6, "tokens per sample; default by model", NULL},
+    {"--precision", 'w', &flags.precision, 0, 0, "of matrix products and activations", precisions},
+    {"--param-dtype", 'w', &flags.param_dtype, 0, 0, "gathered parameters travel as", dtypes},
+    {"--reduce-dtype", 'w', &flags.reduce_dtype, 0, 0, "gradients travel as", dtypes},
+    {"--optimizer", 'w', &flags.optimizer, 0, 0, "sgd has momentum", optimizers},
+    {"--bucket-mib", 'i', &flags.bucket_mib, 1, 1e6, "gradient bucket size", NULL},
+    {"--no-overlap", 'b', &flags.no_overlap, 0, 0, "communicate after backward only", NULL},
+    {"--reshard-after-forward", 'i', &flags.reshard, 0, 1, "0: units stay whole until backward",
+     NULL},
+    {"--checkpointing", 'i', &flags.checkpointing, 0, 1e6,
+     "activations of every n-th block are dropped and made again in backward; 0 off", NULL},
+    {"--hierarchical", 'b', &flags.hierarchical, 0, 0, "reduce node by node", NULL},
+    {"--compression", 'w', &flags.compression, 0, 0, "of gradients, ddp only", compressions},
+    {"--topk-ratio", 'f', &flags.topk_ratio, 1e-6, 1, "share of the elements that are sent", NULL},
+    {"--sparse-exchange", 'w', &flags.exchange, 0, 0, "of top-k", exchanges},
+    {"--powersgd-rank", 'i', &flags.powersgd_rank, 1, DTRAIN_ORTHOGONALIZE_COLUMNS,
+     "columns of P and Q", NULL},
+    {"--measured-rate", 'f', &flags.measured_rate, 1e-6, 1e12,
+     "tokens (images) per second and GPU, measured at the first of --gpus: compute is scaled to "
+     "give that",
+     NULL},
+    {"--straggler", 'f', &flags.straggler, 0, 100,
+     "standard deviation of a GPU's compute time from step to step, per cent; a step takes as long "
+     "as the slowest",
+     NULL},
+    {"--json", 's', &flags.json, 0, 0, "one JSON object a row to this file", NULL},
+    {"--svg", 's', &flags.svg, 0, 0, "efficiency over GPUs to this file", NULL},
+    {"--check", 's', &flags.check, 0, 0,
+     "predicted beside the published figures of this file; fails when one is not as recorded",
+     NULL},
+    {"--measured", 's', &flags.measured, 0, 0,
+     "JSON lines {\"nodes\":, \"ranks\":, \"gbps\":, \"step_ms\":} of own runs, the first on one "
+     "node: predicted "
+     "beside them",
+     NULL},
+    {"--efficiency", 'f', &flags.efficiency, 0.001, 1, "share of --tflops that layers reach", NULL},
+    {"--tflops", 'f', &flags.tflops, 1e-6, 1e9, "peak of one GPU in --precision", NULL},
+    {"--hbm-gbs", 'f', &flags.hbm_gbs, 1e-3, 1e15, "memory bandwidth, 1e9 bytes a second", NULL},
+    {"--memory-gib", 'f', &flags.memory_gib, 1e-3, 1e9, "of one GPU", NULL},
+    {"--gpus-per-node", 'i', &flags.gpus_per_node, 1, 65536,
+     "more GPUs than that are several nodes", NULL},
+    {"--nvlink-gbs", 'f', &flags.nvlink_gbs, 1e-6, 1e15,
+     "bus bandwidth of a ring inside a node (NVLink or PCIe)", NULL},
+    {"--nvls-gbs", 'f', &flags.nvls_gbs, 0, 1e15,
+     "bus bandwidth of reductions in the switch; 0: it has none", NULL},
+    {"--network-gbps", 'f', &flags.network_gbps, 1e-6, 1e15,
+     "of a whole node, each way, 1e9 bits a second", NULL},
+    {"--latency-us", 'f', &flags.latency_us, 0, 1e6,
+     "of one hop between nodes; from 30 on it counts as sockets", NULL},
+    {"--slowdown", 'f', &flags.slowdown, 0, 0.9, "share of compute that a running collective takes",
+     NULL},
+    {"--network", 'w', &flags.network, 0, 0,
+     "cost model: NCCL's algorithms, a textbook ring, or the links of dtrain_emulation", networks},
+    {"--help", 'b', &flags.help, 0, 0, "this", NULL},
+};
+enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
+
+static int set_word(const struct flag *f, const char *text, size_t length, long *value)
+{
+    char choices[160] = "";
+    for (int i = 0; f->words[i]; i++) {
+        if (strlen(f->words[i]) == length && memcmp(text, f->words[i], length) == 0)
+            return *value = i, 0;
+        snprintf(choices + strlen(choices), sizeof choices - strlen(choices), " %s", f->words[i]);
+    }
+    return BAD("%s is \"%.*s\"; it takes%s:%s", f->name, (int)length, text,
+               f->kind == 'W' ? " several, with commas, of" : " one of", choices);
+}
+
+static int set_number(const struct flag *f, const char *text, size_t length, double *value)
+{
+    char *end = NULL;
+    *value = strtod(text, &end);
+    if (end == text || end != text + length || !(*value >= f->low && *value <= f->high))
+        return BAD("%s is \"%.*s\"; it takes a number from %g to %g", f->name, (int)length, text,
+                   f->low, f->high);
+    if (f->kind != 'f' && *value != floor(*value))
+        return BAD("%s is \"%.*s\"; it takes a whole number", f->name, (int)length, text);
+    return 0;
+}
+
+static int set_list(const struct flag *f, const char *text)
+{
+    list *all = (list *)f->value;
+    double number = 0;
+    for (all->count = 0; all->count < LIST; text++) {
+        const size_t length = strcspn(text, ",");
+        long *item = &all->items[all->count++];
+        if (f->kind == 'W' ? set_word(f, text, length, item) : set_number(f, text, length, &number))
+            return 2;
+        if (f->kind == 'I') *item = (long)number;
+        text += length;
+        if (!*text) return 0;
+    }
+    return BAD("%s has more than %d entries", f->name, LIST);
+}
+
+static int set_flag(const struct flag *f, const char *text)
+{
+    double number = 0;
+    if (f->kind == 's') return *(const char **)f->value = text, 0;
+    if (f->kind == 'w') return set_word(f, text, strlen(text), (long *)f->value);
+    if (f->kind == 'I' || f->kind == 'W') return set_list(f, text);
+    if (set_number(f, text, strlen(text), &number)) return 2;
+    if (f->kind == 'f') *(double *)f->value = number;
+    else *(long *)f->value = (long)number;
+    return 0;
+}
+
+static int parse_flags(int count, char **arguments)
+{
+    for (int a = 0; a < count; a++) {
+        const struct flag *f = NULL;
+        for (int i = 0; i < FLAG_COUNT && !f; i++)
+            if (strcmp(arguments[a], flag_table[i].name) == 0) f = &flag_table[i];
+        if (!f) return BAD("unknown flag \"%s\"; --help lists them", arguments[a]);
+        if (f->kind == 'b') *(long *)f->value = 1;
+        else if (a + 1 == count) return BAD("%s needs a value", f->name);
+        else if (set_flag(f, arguments[++a])) return 2;
+    }
+    return 0;
+}
+
+#include "simulate_models.h"
+#include "simulate_cluster.h"
+
+/* ---- the cluster that the flags ask for -------------------------------------------------------- */
+
+static double override(double preset, double flag) { return flag < 0 ? preset : flag; }
+
+static int make_cluster(cluster *c)
+{
+    int i = 0;
+    while (i < CLUSTERS && strcmp(flags.cluster, clusters[i].name) != 0) i++;
+    if (i == CLUSTERS) return BAD("\"%s\" is no cluster; --help lists them", flags.cluster);
+    *c = clusters[i];
+    c->tflops_bf16 = override(flags.precision ? c->tflops_bf16 : c->tflops_fp32, flags.tflops);
+    c->efficiency = override(c->efficiency, flags.efficiency);
+    c->hbm_gbs = override(c->hbm_gbs, flags.hbm_gbs);
+    c->memory_gib = override(c->memory_gib, flags.memory_gib);
+    c->nvlink_gbs = override(c->nvlink_gbs, flags.nvlink_gbs);
+    c->nvls_gbs = override(c->nvls_gbs, flags.nvls_gbs);
+    c->network_gbps = override(c->network_gbps, flags.network_gbps);
+    c->latency_us = override(c->latency_us, flags.latency_us);
+    c->slowdown = override(c->slowdown, flags.slowdown);
+    if (flags.gpus_per_node > 0) c->gpus_per_node = flags.gpus_per_node;
+    if (flags.network >= 0) c->network = flags.network;
+    return 0;
+}
+
+/* ---- one step --------------------------------------------------------------------------------------- */
+
+typedef struct row {
+    long gpus, nodes, strategy, batch, accum;
+    double step_ms, compute_ms, comm_ms, exposed_ms, straggler_ms, memory_gib;
+    double rate, efficiency; /* things a second and GPU; of the first row of the line, per cent */
+    uint64_t sent, planned;  /* bytes: counted, and dtrain_strategy_query's step_bytes */
+    bool fits;
+} row;
+
+/* The mean of the largest of n standard normal numbers (Blom's approximation). */
+static double expected_maximum(double n)
+{
+    const double share = (n - 0.375) / (n + 0.25);
+    double low = 0, high = 8;
+    for (int i = 0; i < 60; i++) {
+        const double middle = 0.5 * (low + high);
+        if (0.5 * erfc(-middle / sqrt(2)) < share) low = middle;
+        else high = middle;
+    }
+    return n > 1 ? low : 0;
+}
+
+/* Layer i for one micro-batch; passes: 1 forward, 2 backward. An embedding reads rows, not its table. */
+static void run_layer(const model *m, size_t i, long batch, double passes)
+{
+    const layer *l = &m->layers[i];
+    const double flops = l->flops * (double)batch,
+                 rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency;
+    const double weights = l->flops > 0 ? 4.0 * (double)m->params[i].count : 0;
+    const double bytes = weights + 2 * l->activation_bytes * (double)batch;
+    compute(passes / sim.rate_scale * most(flops / rate, bytes / (sim.machine.hbm_gbs * 1e9)));
+}
+
+static dtrain_result forward(dtrain_strategy *strategy, const model *m, long batch)
+{
+    for (size_t i = 0; i < m->count; i++) {
+        const uint32_t unit = m->params[i].unit;
+        if (i == 0 || m->params[i - 1].unit != unit)
+            DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
+        run_layer(m, i, batch, 1);
+        if (i + 1 == m->count || m->params[i + 1].unit != unit)
+            DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result backward(dtrain_strategy *strategy, const model *m, long batch)
+{
+    for (size_t i = m->count; i-- > 0;) {
+        const uint32_t unit = m->params[i].unit;
+        if (i + 1 == m->count || m->params[i + 1].unit != unit) {
+            DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
+            for (size_t k = i + 1; k-- > 0 && m->params[k].unit == unit;)
+                if (!m->layers[k].kept) run_layer(m, k, batch, 1); /* made again */
+        }
+        run_layer(m, i, batch, 2);
+        DTRAIN__TRY(dtrain_strategy_ready(strategy, i));
+        if (i == 0 || m->params[i - 1].unit != unit)
+            DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
+    }
+    return dtrain_strategy_finish(strategy);
+}
+
+static dtrain_result train_step(dtrain_strategy *strategy, dtrain_optimizer *optimizer,
+                                const model *m, long batch, long accum)
+{
+    for (long micro = 0; micro < accum; micro++) {
+        DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro + 1 < accum));
+        DTRAIN__TRY(forward(strategy, m, batch));
+        DTRAIN__TRY(backward(strategy, m, batch));
+    }
+    return dtrain_optimizer_step(optimizer, 1e-3f, 1);
+}
+
+static dtrain_strategy_desc describe(const row *r, double activations, dtrain_comm *comm)
+{
+    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    desc.kind = (uint32_t)(r->strategy + 1);
+    desc.comm = comm;
+    desc.param_dtype =
+        desc.kind >= DTRAIN_FULL_SHARD ? (uint32_t)(DTRAIN_F32 + flags.param_dtype) : 0;
+    desc.reduce_dtype = (uint32_t)(DTRAIN_F32 + flags.reduce_dtype);
+    desc.bucket_bytes = (size_t)flags.bucket_mib << 20;
+    if (desc.first_bucket_bytes > desc.bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes;
+    desc.no_overlap = flags.no_overlap != 0;
+    desc.reshard_after_forward = flags.reshard != 0;
+    desc.hierarchical = flags.hierarchical != 0;
+    desc.compression = (uint32_t)flags.compression;
+    desc.sparse_exchange = (uint32_t)flags.exchange;
+    desc.powersgd_rank = (uint32_t)flags.powersgd_rank;
+    desc.topk_ratio = (float)flags.topk_ratio;
+    desc.dense_steps = 0;
+    desc.optimizer_states = flags.optimizer ? 1 : 2;
+    desc.memory_limit = (uint64_t)(sim.machine.memory_gib * 1073741824.0);
+    desc.other_bytes = (uint64_t)activations;
+    if (desc.kind == DTRAIN_HYBRID_SHARD || flags.hierarchical)
+        desc.node_size = (uint32_t)(r->gpus / r->nodes);
+    return desc;
+}
+
+/* The second step is the one that is timed: it begins as every later one does. */
+static dtrain_result time_steps(dtrain_strategy *strategy, dtrain_optimizer *optimizer,
+                                const model *m, row *r)
+{
+    struct simulation before;
+    dtrain_strategy_info info;
+    DTRAIN__TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
+    before = sim;
+    DTRAIN__TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
+    dtrain_strategy_query(strategy, &info);
+    r->strategy = (long)info.desc.kind - 1;
+    r->planned = info.step_bytes;
+    r->sent = sim.sent - before.sent;
+    r->compute_ms = 1e3 * (sim.computed - before.computed);
+    r->comm_ms = 1e3 * (sim.communicated - before.communicated);
+    r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
+    r->straggler_ms = r->compute_ms * flags.straggler / 100 * expected_maximum((double)r->gpus);
+    r->step_ms = 1e3 * (sim.now - before.now) + r->straggler_ms;
+    r->rate = 1e3 * (double)(r->batch * r->accum) * m->samples / r->step_ms;
+    return DTRAIN_OK;
+}
+
+/* Fills the rest of r, whose gpus, strategy, batch and accum are given. */
+static dtrain_result simulate(dtrain_world *world, model *m, row *r)
+{
+    const long per_node = sim.machine.gpus_per_node;
+    const double activations = activation_bytes(m, r->batch), scale = sim.rate_scale;
+    const cluster machine = sim.machine;
+    dtrain_device *device = dtrain_world_device(world);
+    dtrain_optimizer_desc how = flags.optimizer ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    dtrain_strategy *strategy = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_comm *comm = NULL;
+    dtrain_memory memory;
+    if (flags.optimizer) how.momentum = 0.9f;
+    memset(&sim, 0, sizeof sim);
+    sim.machine = machine;
+    sim.rate_scale = scale;
+    r->nodes = (r->gpus + per_node - 1) / per_node;
+    if (r->gpus % r->nodes || (r->nodes > 1 && r->gpus % per_node))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
+                           per_node, per_node);
+    void *const first_address = device->state;
+    DTRAIN__TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes,
+                             sim_rank((int)r->gpus, (int)r->nodes), &comm));
+    dtrain_strategy_desc desc = describe(r, activations, comm);
+    dtrain_result result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);
+    if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, strategy, &how, &optimizer);
+    if (result == DTRAIN_OK) result = time_steps(strategy, optimizer, m, r);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    dtrain_comm_destroy(comm);
+    device->state =
+        first_address; /* everything is given back: the next model may have the addresses */
+    desc.kind = (uint32_t)(r->strategy + 1);
+    if (result == DTRAIN_OK)
+        result = dtrain_strategy_plan(m->params, m->count, &desc, (int)r->gpus, &memory);
+    if (result != DTRAIN_OK) return result;
+    r->memory_gib = ((double)memory.total + activations) / 1073741824.0;
+    r->fits = r->memory_gib <= sim.machine.memory_gib;
+    return DTRAIN_OK;
+}
+
+/* Finds the speed of compute with which r, a first row, has the rate that was measured. */
+static dtrain_result calibrate(dtrain_world *world, model *m, row r, double measured)
+{
+    double low = -10, high = 10; /* powers of two */
+    for (int i = 0; i < 32; i++) {
+        const double middle = 0.5 * (low + high);
+        sim.rate_scale = exp2(middle);
+        DTRAIN__TRY(simulate(world, m, &r));
+        if (r.rate < measured) low = middle;
+        else high = middle;
+    }
+    if (fabs(r.rate / measured - 1) < 1e-3) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "--measured-rate is %g a second, but what %ld GPUs communicate in a step "
+                       "leaves %g at most; "
+                       "see --nvlink-gbs and --network-gbps",
+                       measured, r.gpus, r.rate);
+}
+
+/* Micro-batches that give the global batch on so many GPUs: as few as --batch-sizes allows. */
+static dtrain_result share_global_batch(row *r)
+{
+    const long own = flags.global_batch / r->gpus;
+    if (flags.global_batch % r->gpus)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "--global-batch is %ld, which %ld GPUs do not divide",
+                           flags.global_batch, r->gpus);
+    if (r->batch > own) r->batch = own;
+    while (own % r->batch) r->batch--;
+    r->accum = own / r->batch;
+    return DTRAIN_OK;
+}
+
+/* All rows of one strategy and batch; *count is how many there are. */
+static dtrain_result simulate_line(dtrain_world *world, model *m, long strategy, long batch,
+                                   row *rows)
+{
+    const row *first = NULL;
+    for (long i = 0; i < flags.gpus.count; i++) {
+        row *r = &rows[i];
+        memset(r, 0, sizeof *r);
+        r->gpus = flags.gpus.items[i];
+        r->strategy = strategy;
+        r->batch = batch;
+        r->accum = flags.accum;
+        if (flags.global_batch) DTRAIN__TRY(share_global_batch(r));
+        if (i == 0 && flags.measured_rate > 0)
+            DTRAIN__TRY(calibrate(world, m, *r, flags.measured_rate));
+        DTRAIN__TRY(simulate(world, m, r));
+        if (!first && r->fits) first = r;
+        r->efficiency = first ? 100 * r->rate / first->rate : 0;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- tables, JSON, SVG ------------------------------------------------------------------------------ */
+
+static void print_head(const model *m)
+{
+    const cluster *c = &sim.machine;
+    uint64_t elements = 0;
+    for (size_t i = 0; i < m->count; i++)
+        if (!m->params[i].alias_of)
+            elements += (uint64_t)(m->params[i].shape[0] *
+                                   (m->params[i].shape[1] ? m->params[i].shape[1] : 1));
+    printf("model    %s, %.1f M parameters, %g %s a sample, %s\n", flags.model,
+           1e-6 * (double)elements, m->samples, m->things, precisions[flags.precision]);
+    printf("cluster  %s: %ld GPUs a node of %g TFLOPS x %g%%, memory %g GiB at %g GB/s; links %g "
+           "GB/s inside, %g Gb/s "
+           "a node; %g us\n",
+           flags.cluster, c->gpus_per_node, c->tflops_bf16, 100 * c->efficiency, c->memory_gib,
+           c->hbm_gbs, c->nvlink_gbs, c->network_gbps, c->latency_us);
+    printf("%6s %5s  %-13s %6s %6s %10s %12s %6s %10s %10s %9s %9s\n", "GPUs", "nodes", "strategy",
+           "batch", "accum", "step ms", m->samples > 1 ? "tokens/s" : "images/s", "eff %",
+           "comm ms", "exposed", "sent MiB", "mem GiB");
+}
+
+static void print_row(const row *r)
+{
+    printf("%6ld %5ld  %-13s %6ld %6ld ", r->gpus, r->nodes, strategies[r->strategy], r->batch,
+           r->accum);
+    if (r->fits)
+        printf("%10.2f %12.0f %6.1f %10.2f %10.2f %9.1f %9.2f\n", r->step_ms,
+               r->rate * (double)r->gpus, r->efficiency, r->comm_ms, r->exposed_ms,
+               (double)r->sent / 1048576, r->memory_gib);
+    else
+        printf("%10s %12s %6s %10s %10s %9s %9.2f  does not fit\n", "-", "-", "-", "-", "-", "-",
+               r->memory_gib);
+}
+
+static void write_json(FILE *file, const model *m, const row *r)
+{
+    fprintf(
+        file,
+        "{\"model\": \"%s\", \"cluster\": \"%s\", \"gpus\": %ld, \"nodes\": %ld, \"strategy\": "
+        "\"%s\", "
+        "\"batch\": %ld, \"accum\": %ld, \"fits\": %s, \"step_ms\": %.9g, \"compute_ms\": %.9g, "
+        "\"comm_ms\": %.9g, \"exposed_comm_ms\": %.9g, \"straggler_ms\": %.9g, \"%s_per_second\": "
+        "%.9g, "
+        "\"efficiency\": %.6g, \"comm_bytes\": %llu, \"plan_bytes\": %llu, \"memory_gib\": %.6g}\n",
+        flags.model, flags.cluster, r->gpus, r->nodes, strategies[r->strategy], r->batch, r->accum,
+        r->fits ? "true" : "false", r->step_ms, r->compute_ms, r->comm_ms, r->exposed_ms,
+        r->straggler_ms, m->things, r->rate * (double)r->gpus, r->efficiency,
+        (unsigned long long)r->sent, (unsigned long long)r->planned, r->memory_gib);
+}
+
+enum { WIDTH = 860, HEIGHT = 480, LEFT = 64, RIGHT = 220, TOP = 48, BOTTOM = 56 };
+
+static double svg_x(double gpus)
+{
+    double low = 1e30, high = 0;
+    for (long i = 0; i < flags.gpus.count; i++) {
+        low = least(low, log2((double)flags.gpus.items[i]));
+        high = most(high, log2((double)flags.gpus.items[i]));
+    }
+    return LEFT + (high > low ? (log2(gpus) - low) / (high - low) : 0.5) * (WIDTH - LEFT - RIGHT);
+}
+static double svg_y(double efficiency, double top)
+{
+    return HEIGHT - BOTTOM - efficiency / top * (HEIGHT - TOP - BOTTOM);
+}
+
+static void svg_axes(FILE *file, double top)
+{
+    fprintf(file,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d "
+            "%d\" "
+            "font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%%\" height=\"100%%\" "
+            "fill=\"white\"/>\n"
+            "<text x=\"%d\" y=\"26\" font-size=\"16\">%s on %s: predicted %s scaling</text>\n",
+            WIDTH, HEIGHT, WIDTH, HEIGHT, LEFT, flags.model, flags.cluster,
+            flags.global_batch ? "strong" : "weak");
+    for (int percent = 0; percent <= (int)top; percent += 20) {
+        const double y = svg_y(percent, top);
+        fprintf(file, "<line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>", LEFT,
+                WIDTH - RIGHT, y, y);
+        fprintf(file, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%d</text>\n", LEFT - 8, y + 4,
+                percent);
+    }
+    for (long i = 0; i < flags.gpus.count; i++) {
+        const double x = svg_x((double)flags.gpus.items[i]);
+        fprintf(file, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%d\" y2=\"%d\" stroke=\"#888\"/>", x, x,
+                HEIGHT - BOTTOM, HEIGHT - BOTTOM + 5);
+        fprintf(file, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%ld</text>\n", x,
+                HEIGHT - BOTTOM + 20, flags.gpus.items[i]);
+    }
+    fprintf(file, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">GPUs</text>\n",
+            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14);
+    fprintf(file,
+            "<text transform=\"translate(18 %d) rotate(-90)\" text-anchor=\"middle\">efficiency, "
+            "%% of %ld "
+            "GPU%s</text>\n",
+            (TOP + HEIGHT - BOTTOM) / 2, flags.gpus.items[0], flags.gpus.items[0] == 1 ? "" : "s");
+}
+
+/* One line a strategy and batch; colours that differ in print and for the colour-blind (Okabe, Ito). */
+static void write_svg(FILE *file, const row *rows, long lines)
+{
+    static const char *const colours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7",
+                                          "#e69f00", "#56b4e9", "#000000"};
+    static const char *const dashes[] = {"none", "8 4", "2 3", "10 3 2 3"};
+    double top = 100;
+    for (long i = 0; i < lines * flags.gpus.count; i++)
+        if (rows[i].fits) top = most(top, 20 * ceil(rows[i].efficiency / 20 - 0.05));
+    svg_axes(file, top);
+    for (long line = 0; line < lines; line++) {
+        const char *colour = colours[line / flags.batches.count % 7];
+        const char *dash = dashes[line % flags.batches.count % 4];
+        const row *first = &rows[line * flags.gpus.count];
+        const int y = TOP + 12 + 20 * (int)line;
+        bool any = false;
+        fprintf(file,
+                "<polyline fill=\"none\" stroke=\"%s\" stroke-width=\"2\" stroke-dasharray=\"%s\" "
+                "points=\"",
+                colour, dash);
+        for (long i = 0; i < flags.gpus.count; i++)
+            if (first[i].fits)
+                fprintf(file, "%.1f,%.1f ", svg_x((double)first[i].gpus),
+                        svg_y(first[i].efficiency, top)),
+                    any = true;
+        fprintf(file, "\"/>\n");
+        for (long i = 0; i < flags.gpus.count; i++)
+            if (first[i].fits)
+                fprintf(file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"%s\"/>",
+                        svg_x((double)first[i].gpus), svg_y(first[i].efficiency, top), colour);
+        fprintf(file,
+                "\n<line x1=\"%d\" x2=\"%d\" y1=\"%d\" y2=\"%d\" stroke=\"%s\" stroke-width=\"2\" "
+                "stroke-dasharray=\"%s\"/>",
+                WIDTH - RIGHT + 16, WIDTH - RIGHT + 44, y - 4, y - 4, colour, dash);
+        fprintf(file, "<text x=\"%d\" y=\"%d\">%s, batch %ld%s</text>\n", WIDTH - RIGHT + 50, y,
+                strategies[first->strategy], first->batch, any ? "" : " (does not fit)");
+    }
+    fprintf(file, "</svg>\n");
+}
+
+static FILE *open_output(const char *path)
+{
+    FILE *file = path ? fopen(path, "w") : NULL;
+    if (path && !file) (void)BAD("cannot write \"%s\": %s", path, strerror(errno));
+    return file;
+}
+
+static int write_files(const model *m, const row *rows, long lines)
+{
+    FILE *json = open_output(flags.json), *svg = open_output(flags.svg);
+    int bad = (flags.json && !json) || (flags.svg && !svg);
+    if (json)
+        for (long i = 0; i < lines * flags.gpus.count; i++) write_json(json, m, &rows[i]);
+    if (svg) write_svg(svg, rows, lines);
+    if (json && (fflush(json), ferror(json) | fclose(json)))
+        bad = BAD("cannot write \"%s\"", flags.json);
+    if (svg && (fflush(svg), ferror(svg) | fclose(svg)))
+        bad = BAD("cannot write \"%s\"", flags.svg);
+    return bad ? 2 : 0;
+}
+
+static int run_table(dtrain_world *world)
+{
+    const long lines = flags.strategies.count * flags.batches.count;
+    row *rows = (row *)calloc((size_t)(lines * flags.gpus.count), sizeof *rows);
+    model m;
+    int code = make_cluster(&sim.machine);
+    memset(&m, 0, sizeof m);
+    sim.rate_scale = 1;
+    if (!rows) code = BAD("no memory for %ld rows", lines * flags.gpus.count);
+    if (!code) code = make_model(&m);
+    if (!code) print_head(&m);
+    for (long line = 0; line < lines && !code; line++) {
+        row *first = rows + line * flags.gpus.count;
+        if (simulate_line(world, &m, flags.strategies.items[line / flags.batches.count],
+                          flags.batches.items[line % flags.batches.count], first) != DTRAIN_OK)
+            code = BAD("%s", dtrain__bare(dtrain_last_error()));
+        for (long i = 0; i < flags.gpus.count && !code; i++) print_row(&first[i]);
+    }
+    if (!code) code = write_files(&m, rows, lines);
+    free_model(&m);
+    free(rows);
+    return code;
+}
+
+static void print_help(void)
+{
+    printf("simulate: how fast a model would train on 1 to 1024 GPUs (dtrain %s)\n\n",
+           dtrain_version());
+    for (int i = 0; i < FLAG_COUNT; i++) {
+        const struct flag *f = &flag_table[i];
+        char preset[32] = "";
+        if (f->kind == 's' && *(const char **)f->value)
+            snprintf(preset, sizeof preset, "%s", *(const char **)f->value);
+        if (f->kind == 'w' && *(long *)f->value >= 0)
+            snprintf(preset, sizeof preset, "%s", f->words[*(long *)f->value]);
+        if (f->kind == 'i' && *(long *)f->value > 0)
+            snprintf(preset, sizeof preset, "%ld", *(long *)f->value);
+        if (f->kind == 'f' && *(double *)f->value > 0)
+            snprintf(preset, sizeof preset, "%g", *(double *)f->value);
+        printf("  %-24s %-6s %s", f->name, preset, f->help);
+        for (int k = 0; f->words && f->words[k]; k++) printf("%s%s", k ? ", " : ": ", f->words[k]);
+        putchar('\n');
+    }
+    printf("\nmodels\n");
+    for (int i = 0; i < TRANSFORMERS; i++)
+        printf("  %-14s %s\n", transformers[i].name, transformers[i].what);
+    printf("  %-14s convolutional networks\n\nclusters\n", "vgg16, resnet101, inception3");
+    for (int i = 0; i < CLUSTERS; i++) printf("  %-14s %s\n", clusters[i].name, clusters[i].what);
+}
+
+/* ---- predicted beside published, and beside own runs --------------------------------------------------
+ *
+ * A file of published figures (bench/published.txt) has a line each:
+ *
+ *     name | flags of both | flags of the base | flags of the target | scale | kind | published | recorded | remark
+ *
+ *     percent   scale x rate of a GPU in the target / in the base
+ *     limit     how many times faster the target is altogether; published is the most it may be, give or take 0.05
+ *
+ * Compute is calibrated with the base's --measured-rate and by nothing else. recorded is what this
+ * program predicted when the line was written: a prediction that moves by half a point fails the check. */
+
+enum { FIELDS = 9, POINTS = 5 };
+
+/* Adds the flags of one text, separated by blanks, which must stay: values are kept by pointer. */
+static int add_flags(char *text)
+{
+    char *arguments[64];
+    int count = 0;
+    for (char *at = strtok(text, " "); at && count < 64; at = strtok(NULL, " "))
+        arguments[count++] = at;
+    return parse_flags(count, arguments);
+}
+
+/* One figure with the flags as they are, on the first of --gpus. */
+static int one_row(dtrain_world *world, row *r)
+{
+    model m;
+    int code = make_cluster(&sim.machine);
+    memset(r, 0, sizeof *r);
+    r->gpus = flags.gpus.items[0];
+    r->strategy = flags.strategies.items[0];
+    r->batch = flags.batches.items[0];
+    r->accum = flags.accum;
+    if (!code) code = make_model(&m);
+    if (code) return code;
+    dtrain_result result = flags.global_batch ? share_global_batch(r) : DTRAIN_OK;
+    if (result == DTRAIN_OK && flags.measured_rate > 0)
+        result = calibrate(world, &m, *r, flags.measured_rate);
+    if (result == DTRAIN_OK) result = simulate(world, &m, r);
+    free_model(&m);
+    return result == DTRAIN_OK ? 0 : BAD("%s", dtrain__bare(dtrain_last_error()));
+}
+
+/* Cuts line at the bars, and blanks around them. Returns how many fields there are. */
+static int cut_fields(char *line, char **fields)
+{
+    int count = 0;
+    for (char *at = line; at && count < FIELDS;) {
+        char *bar = strchr(at, '|'), *end = bar ? bar : at + strlen(at);
+        while (at < end && isspace((unsigned char)*at)) at++;
+        while (end > at && isspace((unsigned char)end[-1])) end--;
+        fields[count++] = at;
+        at = bar ? bar + 1 : NULL;
+        *end = 0;
+    }
+    return count;
+}
+
+static int predict(dtrain_world *world, char **fields, double *predicted)
+{
+    char both[256], base[256], target[256], again[256];
+    row first, second;
+    snprintf(both, sizeof both, "%s", fields[1]);
+    snprintf(again, sizeof again, "%s", fields[1]);
+    snprintf(base, sizeof base, "%s", fields[2]);
+    snprintf(target, sizeof target, "%s", fields[3]);
+    flags = usual;
+    sim.rate_scale = 1;
+    if (add_flags(both) || add_flags(base) || one_row(world, &first)) return 2;
+    flags = usual;
+    if (add_flags(again) || add_flags(target) || one_row(world, &second)) return 2;
+    *predicted = strtod(fields[4], NULL) * second.rate / first.rate;
+    if (strcmp(fields[5], "limit") == 0) *predicted *= (double)second.gpus / (double)first.gpus;
+    return 0;
+}
+
+/* Prints a line's verdict; true when it is as recorded. */
+static bool judge(char **fields, double predicted)
+{
+    const double published = strtod(fields[6], NULL), recorded = strtod(fields[7], NULL);
+    const bool limit = strcmp(fields[5], "limit") == 0;
+    const double error = predicted - published, tolerance = limit ? 0.02 : 0.5;
+    const bool hit = limit ? error <= 0.05 : fabs(error) <= POINTS,
+               same = fabs(predicted - recorded) <= tolerance;
+    if (limit)
+        printf("%-46s %9s%.1fx %8.2fx %7s  %s", fields[0], "<= ", published, predicted, "",
+               hit ? "ok" : "misses");
+    else
+        printf("%-46s %11.1f %% %7.1f %% %+7.1f  %s", fields[0], published, predicted, error,
+               hit ? "ok" : "misses");
+    printf("%s%s%s\n", *fields[8] ? ": " : "", fields[8], same ? "" : "  <- NOT AS RECORDED");
+    if (!same) printf("%-46s recorded %s\n", "", fields[7]);
+    return same;
+}
+
+static int run_check(dtrain_world *world, const char *path)
+{
+    char line[1024], *fields[FIELDS];
+    int lines = 0, changed = 0, code = 0;
+    FILE *file = fopen(path, "r");
+    if (!file) return BAD("cannot read \"%s\": %s", path, strerror(errno));
+    printf("%-46s %13s %9s %7s\n", "", "published", "predicted", "error");
+    while (!code && fgets(line, sizeof line, file)) {
+        double predicted = 0;
+        if (*line == '#' && line[1] != '#') fputs(line[1] == ' ' ? line + 2 : line + 1, stdout);
+        if (*line == '#' || *line == '\n') continue;
+        if (cut_fields(line, fields) != FIELDS)
+            code = BAD("%s: \"%s\" has not %d fields", path, fields[0], FIELDS);
+        if (!code) code = predict(world, fields, &predicted);
+        if (code) break;
+        changed += !judge(fields, predicted);
+        lines++;
+    }
+    fclose(file);
+    if (!code) printf("%d figures, %d not as recorded\n", lines, changed);
+    return code ? code : changed || !lines;
+}
+
+/* The number behind "key": in a line of JSON. */
+static bool json_number(const char *line, const char *key, double *value)
+{
+    char quoted[32];
+    snprintf(quoted, sizeof quoted, "\"%s\":", key);
+    const char *at = strstr(line, quoted);
+    if (at) *value = strtod(at + strlen(quoted), NULL);
+    return at != NULL;
+}
+
+/* Own runs of --model, --strategies and --batch-sizes: the first line calibrates, the others are
+ * predicted from it. */
+static int run_measured(dtrain_world *world, const char *path)
+{
+    char line[4096];
+    int code = 0, lines = 0;
+    FILE *file = fopen(path, "r");
+    if (!file) return BAD("cannot read \"%s\": %s", path, strerror(errno));
+    printf("%5s %5s %8s %12s %12s %8s\n", "nodes", "ranks", "Gb/s", "measured ms", "predicted ms",
+           "error %");
+    for (sim.rate_scale = 1; !code && fgets(line, sizeof line, file); lines++) {
+        double nodes = 0, ranks = 0, gbps = 0, step_ms = 0;
+        row r;
+        if (!json_number(line, "nodes", &nodes) || !json_number(line, "ranks", &ranks) ||
+            !json_number(line, "gbps", &gbps) || !json_number(line, "step_ms", &step_ms) ||
+            !(nodes >= 1) || !(ranks >= nodes) || !(ranks <= 65536) || !(gbps > 0) ||
+            !(step_ms > 0))
+            code = BAD("%s, line %d: expected positive nodes, ranks, gbps and step_ms", path,
+                       lines + 1);
+        if (code) break;
+        flags.gpus.items[0] = (long)ranks;
+        flags.gpus_per_node = (long)(ranks / nodes);
+        flags.network_gbps = gbps;
+        flags.measured_rate = 0;
+        code = one_row(world, &r);
+        if (!code && lines == 0) {
+            flags.measured_rate = r.rate * r.step_ms / step_ms;
+            code = one_row(world, &r);
+        }
+        if (!code)
+            printf("%5.0f %5.0f %8g %12.2f %12.2f %+8.1f%s\n", nodes, ranks, gbps, step_ms,
+                   r.step_ms, 100 * (r.step_ms / step_ms - 1), lines ? "" : "  calibrates");
+    }
+    fclose(file);
+    if (!code && !lines) code = BAD("%s is empty", path);
+    return code;
+}
+
+/* ---- main -------------------------------------------------------------------------------------------- */
+
+static int rank_main(dtrain_world *world, void *user)
+{
+    (void)user;
+    if (flags.check) return run_check(world, flags.check);
+    if (flags.measured) return run_measured(world, flags.measured);
+    return run_table(world);
+}
+
+int main(int argc, char **argv)
+{
+    dtrain_launch_desc launch;
+    dtrain_launch_info info;
+    flags = usual;
+    if (parse_flags(argc - 1, argv + 1)) return 2;
+    if (flags.help) {
+        flags = usual;
+        print_help();
+        return 0;
+    }
+    setenv("DTRAIN_RANK", "0", 1); /* one rank, whatever launched this */
+    setenv("DTRAIN_WORLD_SIZE", "1", 1);
+    memset(&launch, 0, sizeof launch);
+    launch.rank_count = 1;
+    launch.mode = DTRAIN_LAUNCH_THREADS;
+    launch.device_ops = sim_device_ops();
+    launch.comm_ops = sim_comm_ops();
+    if (dtrain_launch(&launch, rank_main, NULL, &info) != DTRAIN_OK && info.exit_code == 0)
+        return BAD("%s", dtrain_last_error());
+    return info.exit_code;
+}

@@ -1,0 +1,517 @@
+/* simulate_cluster.h: the machine that simulate.c runs the library on: clusters, the seconds that a
+ * collective takes, a virtual device and a virtual communicator. Part of simulate.c.
+ *
+ * How to read it: presets -> three cost models (a textbook ring, the links of dtrain_emulation, NCCL's
+ * algorithms) -> the clock -> device: kernels that only take time -> communicator: one rank of N */
+#ifndef SIMULATE_CLUSTER_H
+#define SIMULATE_CLUSTER_H
+
+enum { NETWORK_NCCL, NETWORK_ALPHA_BETA, NETWORK_EMULATED };
+
+/* Peaks are data sheets' (dense); what is reached of them are measurements: efficiency and bus bandwidths
+ * of nccl-tests, 92 % of a network's line rate. */
+typedef struct cluster {
+    const char *name, *what;
+    long gpus_per_node;
+    double tflops_fp32, tflops_bf16, efficiency, hbm_gbs, memory_gib;
+    double nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
+    long network;
+} cluster;
+
+static const cluster clusters[] = {
+    {"h100", "8 x H100 SXM, NVLink 4, 8 x 400 Gb/s", 8, 495, 989, 0.45, 2900, 80, 370, 480, 3200,
+     14, 0.12, 0},
+    {"h200", "8 x H200 SXM, NVLink 4, 8 x 400 Gb/s", 8, 495, 989, 0.45, 4300, 141, 370, 480, 3200,
+     14, 0.12, 0},
+    {"a100", "8 x A100 SXM, NVLink 3, 8 x 200 Gb/s", 8, 156, 312, 0.55, 1750, 80, 230, 0, 1600, 14,
+     0.15, 0},
+    {"a100_pcie", "4 x A100 PCIe, 100 Gb/s a node", 4, 156, 312, 0.50, 1600, 80, 20, 0, 100, 14,
+     0.05, 0},
+    {"a100_tcp", "4 x A100 SXM, sockets of a cloud, 41 Gb/s a node", 4, 156, 312, 0.50, 1750, 80,
+     214, 0, 44, 50, 0.15, 0},
+    {"4090", "4 x RTX 4090, PCIe 4 through the host, 100 Gb/s", 4, 82, 165, 0.60, 920, 24, 10, 0,
+     100, 14, 0.05, 0},
+    {"l40s", "4 x L40S, PCIe 4, 200 Gb/s", 4, 91, 362, 0.35, 780, 48, 16, 0, 200, 14, 0.05, 0},
+    {"pro6000", "8 x RTX PRO 6000, PCIe 5, 400 Gb/s", 8, 126, 503, 0.45, 1600, 96, 35, 0, 400, 14,
+     0.05, 0},
+    {"v100", "DGX-2: 16 x V100, NVLink 2, 8 x 100 Gb/s", 16, 15.7, 125, 0.40, 800, 32, 130, 0, 800,
+     14, 0.10, 0},
+    {"p100", "4 x P100, PCIe 3, 25 Gb/s RoCE a node", 4, 10.6, 21, 0.50, 600, 16, 10, 0, 25, 14,
+     0.05, 0},
+    {"cpu", "dtrain's emulated links: 4 ranks a node, 1 Gb/s", 4, 0.1, 0.1, 0.5, 10, 16, 5, 0, 1,
+     50, 0, NETWORK_EMULATED},
+    {"custom", "a GPU of 100 TFLOPS and a ring of alpha and beta: set what matters", 8, 100, 100, 1,
+     1e9, 80, 1e9, 0, 100, 10, 0, NETWORK_ALPHA_BETA},
+};
+enum { CLUSTERS = sizeof clusters / sizeof clusters[0] };
+
+/* Who takes part: size ranks on so many nodes. */
+typedef struct group {
+    int size, nodes;
+} group;
+
+static double least(double a, double b) { return a < b ? a : b; }
+static double most(double a, double b) { return a > b ? a : b; }
+
+/* What a ring moves through the slowest link, in buffers (nccl-tests' bus factors). */
+static double ring_factor(uint32_t kind, int n)
+{
+    if (kind == DTRAIN_ALL_REDUCE) return 2.0 * (n - 1) / n;
+    if (kind == DTRAIN_BROADCAST || kind == DTRAIN_REDUCE || kind == DTRAIN_SEND) return 1;
+    return kind == DTRAIN_BARRIER ? 0 : (double)(n - 1) / n;
+}
+
+/* alpha * steps + beta * bytes: the textbook. */
+static double alpha_beta_seconds(const cluster *c, uint32_t kind, double bytes, group g)
+{
+    const double gbs = g.nodes > 1 ? c->network_gbps / 8 : c->nvlink_gbs;
+    double steps = g.size - 1;
+    if (kind == DTRAIN_ALL_REDUCE) steps *= 2;
+    if (kind == DTRAIN_BROADCAST || kind == DTRAIN_REDUCE || kind == DTRAIN_BARRIER)
+        steps = ceil(log2(g.size));
+    return steps * c->latency_us * 1e-6 + ring_factor(kind, g.size) * bytes / (gbs * 1e9);
+}
+
+/* What a collective costs: its links are busy for a time, the message takes another to arrive, and then
+ * the rank itself has work with it. */
+typedef struct cost {
+    double links, latency, own;
+} cost;
+
+/* Ranks of a node share one link, and a latency a round is added when the bytes are through: the table
+ * in dtrain.h [S26.2]. Other groups of the same node send at the same time. The rank itself reads and
+ * writes its share in memory. */
+static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g)
+{
+    const double local = (double)g.size / g.nodes, outside = g.size - local;
+    const double sharers = (double)c->gpus_per_node / local;
+    const bool small = bytes <= DTRAIN__SMALL_BYTES && bytes * g.size <= DTRAIN__SMALL_TOTAL;
+    double out = local * outside * bytes / g.size;
+    cost total = {0, 1e-6 * c->latency_us,
+                  ring_factor(kind, g.size) * bytes / (c->nvlink_gbs * 1e9)};
+    if (kind == DTRAIN_ALL_REDUCE) out *= small ? g.size : 2;
+    if (kind == DTRAIN_REDUCE) out = small ? outside * bytes : out + outside * bytes / g.size;
+    if (kind == DTRAIN_BROADCAST) out = bytes * (g.nodes - 1);
+    if ((kind == DTRAIN_ALL_REDUCE || kind == DTRAIN_REDUCE) && !small) total.latency *= 2;
+    total.links = sharers * out / (c->network_gbps / 8 * 1e9);
+    if (g.nodes == 1) total.links = total.latency = 0;
+    return total;
+}
+
+/* NCCL's own constants for Hopper (tuning.cc), microseconds, by protocol LL, LL128, Simple: what a call
+ * costs at all, and a hop inside a node (NVLink, PCIe) and between nodes, in rings and in trees; and the
+ * share of bandwidth that a protocol reaches. */
+static const double call_us[3] = {6.6, 14, 8.4};
+static const double nvlink_hop_us[2][3] = {{0.6, 1.9, 3.4}, {0.6, 1.25, 4.0}}; /* [tree] */
+static const double pcie_hop_us[3] = {1.0, 1.9, 5.7};
+static const double network_hop_us[2][3] = {{2.7, 4.0, 14}, {5.0, 8.5, 14}};
+static const double protocol_share[3] = {0.25, 0.92, 1};
+#define NVLS_CALL_US 25.0
+#define NVLS_HOP_US 20.9
+#define PCIE_GBS 60.0 /* a ring that is slower than this is not NVLink */
+
+/* Measured all-reduces of 1 to 8 nodes of 8 H100 (nccl-tests), over what the model below says: pipelines
+ * take time to fill, and eight nodes did not reach the bandwidth of four. */
+static double nvls_measured(double bytes, group g)
+{
+    static const double sizes[6] = {1e3, 1e6, 16e6, 128e6, 1e9, 8e9}; /* bytes */
+    static const double ratios[6][4] = {{1.00, 1.00, 1.00, 1.00}, {1.00, 1.50, 1.39, 1.70},
+                                        {1.15, 1.37, 1.53, 2.00}, {1.19, 1.22, 1.20, 1.32},
+                                        {1.03, 1.01, 1.00, 1.24}, {1.01, 1.00, 1.00, 1.13}};
+    const double up = least(log2(g.nodes), 3);
+    int r = 0, c = up >= 2 ? 2 : (int)up;
+    while (r < 4 && bytes > sizes[r + 1]) r++;
+    const double along = least(1, most(0, log2(bytes / sizes[r]) / log2(sizes[r + 1] / sizes[r])));
+    const double low = ratios[r][c] + (up - c) * (ratios[r][c + 1] - ratios[r][c]);
+    const double high = ratios[r + 1][c] + (up - c) * (ratios[r + 1][c + 1] - ratios[r + 1][c]);
+    return low + along * (high - low);
+}
+
+/* The best of rings and trees over all protocols, and reductions in the switch. Where a group has only
+ * some of a node's GPUs, the others' groups use the network at the same time. */
+static double nccl_seconds(const cluster *c, uint32_t kind, double bytes, group g)
+{
+    const int local = g.size / g.nodes;
+    const bool nvlink = c->nvlink_gbs > PCIE_GBS, sockets = c->latency_us >= 30,
+               reduces = kind == DTRAIN_ALL_REDUCE;
+    const double line = c->network_gbps / 8 * local / (double)c->gpus_per_node;
+    const double network = line * 0.92, inside = local > 1 ? c->nvlink_gbs : 1e30;
+    const double ring = g.nodes > 1 ? least(network, inside) : c->nvlink_gbs;
+    const double moved = ring_factor(kind, g.size) * bytes / 1e9;
+    const double steps = (reduces ? 2.0 : 1.0) * (g.size - 1);
+    const double crossings = g.nodes == 1 ? 0 : least(steps, reduces ? 2.0 * g.nodes : g.nodes - 1);
+    const double up = log2(g.nodes), scale = c->latency_us / 14;
+    double seconds = 1e30;
+    for (int p = 0; p < 3; p++) {
+        const double share = p == 1 && !nvlink ? 0.25 : protocol_share[p];
+        for (int tree = 0; tree < (g.nodes > 1 && reduces ? 2 : 1); tree++) {
+            const double hop = nvlink ? nvlink_hop_us[tree][p] : pcie_hop_us[p];
+            const double jump = sockets ? c->latency_us : scale * network_hop_us[tree][p];
+            const double us = tree ? 2 * ((local - 1) * hop + up * jump)
+                                   : (steps - crossings) * hop + crossings * jump;
+            const double gbs = ring * share * (tree ? 0.92 : 1);
+            seconds = least(seconds, 1e-6 * (call_us[p] + us) + moved / gbs);
+        }
+    }
+    if (reduces && c->nvls_gbs > 0 && local > 2) {
+        const double gbs =
+            g.nodes == 1 ? c->nvls_gbs : least(c->nvls_gbs, line * (g.nodes == 2 ? 1.154 : 0.91));
+        seconds =
+            least(seconds, 1e-6 * (NVLS_CALL_US + 2 * up * NVLS_HOP_US * scale) + moved / gbs);
+        seconds *= nvls_measured(bytes, g);
+    }
+    return seconds;
+}
+
+/* All pairs: what goes out of a GPU, over its share of the network and inside the node. */
+static double all_to_all_seconds(const cluster *c, double bytes, group g)
+{
+    const double local = (double)g.size / g.nodes, outside = (g.size - local) / g.size;
+    const double share = c->network_gbps / 8 * 0.92 / (double)c->gpus_per_node;
+    const double wire =
+        most(outside * bytes / share, (local - 1) / g.size * bytes / c->nvlink_gbs) / 1e9;
+    return 1e-6 * (call_us[2] + (g.nodes > 1 ? c->latency_us : pcie_hop_us[2]) + 0.5 * g.size) +
+           wire;
+}
+
+/* bytes: of the whole buffer, the larger of what a rank sends and receives. */
+static cost collective_cost(const cluster *c, uint32_t kind, double bytes, group g)
+{
+    cost total = {0, 0, 0};
+    if (g.size == 1) return total;
+    if (kind == DTRAIN_BARRIER) bytes = 4, kind = DTRAIN_ALL_REDUCE;
+    if (c->network == NETWORK_EMULATED) return emulated_cost(c, kind, bytes, g);
+    if (c->network == NETWORK_ALPHA_BETA) total.links = alpha_beta_seconds(c, kind, bytes, g);
+    else if (kind == DTRAIN_ALL_TO_ALL) total.links = all_to_all_seconds(c, bytes, g);
+    else total.links = nccl_seconds(c, kind, bytes, g);
+    return total;
+}
+
+/* ---- the virtual device: addresses without memory, kernels that only take time --------------------- */
+
+enum { INSIDE, BETWEEN, LINKS };
+
+static struct simulation {
+    cluster machine;
+    double rate_scale;              /* of compute, found by --measured-rate */
+    double now;                     /* of the compute stream */
+    double free_at[LINKS], started; /* when links are free; start of the last collective */
+    double computed, communicated, exposed;
+    uint64_t sent;
+} sim;
+
+/* Compute runs slower while a collective holds a part of the GPU. What is queued on the links runs
+ * without a gap from now on: everything in it was started before now. */
+static void compute(double seconds)
+{
+    const double speed = 1 - sim.machine.slowdown;
+    const double busy = most(0, most(sim.free_at[INSIDE], sim.free_at[BETWEEN]) - sim.now);
+    const double beside = least(seconds / speed, busy);
+    sim.now += beside + (seconds - beside * speed);
+    sim.computed += beside + (seconds - beside * speed);
+}
+
+static void work(double flops, double bytes)
+{
+    const double rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency;
+    compute(most(flops / rate, bytes / (sim.machine.hbm_gbs * 1e9)));
+}
+
+static bool is_virtual(const dtrain_device *device, const void *memory)
+{
+    return (uintptr_t)memory >= 4096 && (uintptr_t)memory < (uintptr_t)device->state;
+}
+
+static bool sim_is_device_memory(dtrain_device *device, const void *memory)
+{
+    return is_virtual(device, memory);
+}
+
+/* The host sees zeros. */
+static dtrain_result sim_copy(dtrain_device *device, void *to, const void *from, size_t bytes,
+                              dtrain_copy_kind kind)
+{
+    (void)from;
+    if (!is_virtual(device, to)) memset(to, 0, bytes);
+    if (kind == DTRAIN_COPY_DEVICE_TO_DEVICE) work(0, 2.0 * (double)bytes);
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    return work(0, (double)bytes), DTRAIN_OK;
+}
+
+static dtrain_result sim_add(dtrain_device *device, const dtrain_add_args *a)
+{
+    (void)device;
+    return work(0, (double)a->count * (double)(2 * dtrain_dtype_bytes(a->x_dtype) +
+                                               dtrain_dtype_bytes(a->y_dtype))),
+           DTRAIN_OK;
+}
+
+static dtrain_result sim_axpby(dtrain_device *device, const dtrain_axpby_args *a)
+{
+    (void)device;
+    return work(0, (double)a->count * 3 * (double)(a->dtype ? dtrain_dtype_bytes(a->dtype) : 4)),
+           DTRAIN_OK;
+}
+
+static dtrain_result sim_convert(dtrain_device *device, const dtrain_convert_args *a)
+{
+    (void)device;
+    return work(0, (double)a->count *
+                       (double)(dtrain_dtype_bytes(a->x_dtype) + dtrain_dtype_bytes(a->y_dtype))),
+           DTRAIN_OK;
+}
+
+static dtrain_result sim_sum(dtrain_device *device, const dtrain_sum_args *a)
+{
+    (void)device;
+    return work(0, (double)a->count * (double)(a->dtype ? dtrain_dtype_bytes(a->dtype) : 4)),
+           DTRAIN_OK;
+}
+
+static void update(const dtrain_optimizer_tensor *tensors, size_t count)
+{
+    double bytes = 0; /* value read and written, gradient read, moments read and written */
+    for (size_t i = 0; i < count; i++)
+        bytes += (double)tensors[i].count * (12 + (tensors[i].m ? 8 : 0) + (tensors[i].v ? 8 : 0));
+    work(0, bytes);
+}
+
+static dtrain_result sim_adamw(dtrain_device *device, const dtrain_adamw_args *a)
+{
+    (void)device;
+    return update(a->tensors, a->tensor_count), DTRAIN_OK;
+}
+
+static dtrain_result sim_sgd(dtrain_device *device, const dtrain_sgd_args *a)
+{
+    (void)device;
+    return update(a->tensors, a->tensor_count), DTRAIN_OK;
+}
+
+/* A histogram pass that also adds to what is kept, and a pass that takes the chosen out. */
+static dtrain_result sim_topk(dtrain_device *device, const dtrain_topk_args *a)
+{
+    (void)device;
+    const double kept = a->residual ? (a->velocity ? 16 : 8) : 0;
+    return work(0, (double)a->count * (4 + kept + 4) + (double)a->k * 16), DTRAIN_OK;
+}
+
+/* Every element touches a sector of 32 bytes, twice. */
+static dtrain_result sim_scatter_add(dtrain_device *device, const dtrain_scatter_add_args *a)
+{
+    (void)device;
+    return work(0, (double)a->k * (8 + 64)), DTRAIN_OK;
+}
+
+static dtrain_result sim_orthogonalize(dtrain_device *device, const dtrain_orthogonalize_args *a)
+{
+    (void)device;
+    return work(0, (double)a->rows * (double)(a->columns * a->columns) * 16), DTRAIN_OK;
+}
+
+static dtrain_result sim_gemm(dtrain_device *device, const dtrain_gemm_args *a)
+{
+    (void)device;
+    const double m = (double)a->m, n = (double)a->n, k = (double)a->k;
+    return work(2 * m * n * k, 4 * (m * k + k * n + m * n)), DTRAIN_OK;
+}
+
+/* The plan device, and time for what a strategy and an optimizer call. */
+static const dtrain_device_ops *sim_device_ops(void)
+{
+    static dtrain_device_ops ops;
+    ops = *dtrain_plan_device_ops();
+    ops.name = "simulated";
+    ops.is_device_memory = sim_is_device_memory;
+    ops.copy = sim_copy;
+    ops.zero = sim_zero;
+    ops.add = sim_add;
+    ops.axpby = sim_axpby;
+    ops.convert = sim_convert;
+    ops.sum = sim_sum;
+    ops.adamw = sim_adamw;
+    ops.sgd = sim_sgd;
+    ops.topk = sim_topk;
+    ops.scatter_add = sim_scatter_add;
+    ops.orthogonalize = sim_orthogonalize;
+    ops.gemm = sim_gemm;
+    return &ops;
+}
+
+/* ---- the virtual communicator: one rank of N, whose collectives only take time ----------------------
+ *
+ * This process is one rank of N; the others are assumed to do the same at the same time. So values stay
+ * what they are (means of equal values), and agreement is always reached. */
+
+typedef struct sim_comm {
+    dtrain_comm base;
+    group who;
+    bool links[LINKS], split_by_node;
+    uint64_t seen; /* of base.info.wire_bytes */
+} sim_comm;
+
+typedef struct sim_work {
+    dtrain_work base;
+    double end, own;
+} sim_work;
+
+static const dtrain_comm_ops *sim_comm_ops(void);
+
+static dtrain_result sim_comm_new(dtrain_world *world, int size, int nodes, int rank,
+                                  dtrain_comm **out)
+{
+    sim_comm *comm = (sim_comm *)calloc(1, sizeof *comm);
+    int *ranks = (int *)calloc((size_t)size, sizeof *ranks);
+    *out = NULL;
+    if (!comm || !ranks) {
+        free(comm);
+        free(ranks);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a communicator of %d ranks", size);
+    }
+    comm->base.ops = sim_comm_ops();
+    comm->base.world = world;
+    comm->base.rank = rank;
+    comm->base.size = size;
+    comm->base.world_ranks = ranks;
+    for (int i = 0; i < size; i++) ranks[i] = i;
+    comm->who.size = size;
+    comm->who.nodes = nodes;
+    comm->links[INSIDE] = size > nodes;
+    comm->links[BETWEEN] = nodes > 1;
+    *out = &comm->base;
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_create(dtrain_world *world, dtrain_comm **out)
+{
+    return sim_comm_new(world, 1, 1, 0, out);
+}
+
+/* What other ranks would send is what this one has; only host memory holds anything. */
+static void sim_deliver(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    const dtrain_device *device = dtrain_world_device(comm->world);
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const int copies = what->kind == DTRAIN_ALL_GATHER ? comm->size : 1;
+    if (!what->send || !what->recv || what->send == what->recv || what->kind == DTRAIN_ALL_TO_ALL)
+        return;
+    if (is_virtual(device, what->send) || is_virtual(device, what->recv)) return;
+    for (int i = 0; i < copies; i++)
+        memmove((char *)what->recv + (size_t)i * bytes, what->send, bytes);
+}
+
+/* In launch order, as NCCL runs them: when its links are free, and not before the one started last has
+ * begun. A group inside nodes and one between nodes have no link in common and overlap. */
+static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what, dtrain_work **out)
+{
+    sim_comm *self = (sim_comm *)(void *)comm;
+    sim_work *started = (sim_work *)calloc(1, sizeof *started);
+    const bool sliced = what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_GATHER ||
+                        what->kind == DTRAIN_ALL_TO_ALL;
+    const double elements = (double)what->count * (sliced ? comm->size : 1);
+    if (!started) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a collective");
+    const double bytes = elements * (double)dtrain_dtype_bytes(what->dtype);
+    const cost takes = collective_cost(&sim.machine, what->kind, bytes, self->who);
+    double begin = most(sim.now, sim.started);
+    for (int i = 0; i < LINKS; i++)
+        if (self->links[i]) begin = most(begin, sim.free_at[i]);
+    sim.started = begin;
+    for (int i = 0; i < LINKS; i++)
+        if (self->links[i]) sim.free_at[i] = begin + takes.links;
+    sim.communicated += takes.links + takes.latency + takes.own;
+    sim.sent += comm->info.wire_bytes - self->seen;
+    self->seen = comm->info.wire_bytes;
+    sim_deliver(comm, what);
+    started->base.comm = comm;
+    started->end = begin + takes.links + takes.latency;
+    started->own = takes.own;
+    comm->in_flight++;
+    comm->outstanding++;
+    *out = &started->base;
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_test(dtrain_work *one, bool *done)
+{
+    *done = ((sim_work *)(void *)one)->end <= sim.now;
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_wait(dtrain_work *one)
+{
+    sim_work *self = (sim_work *)(void *)one;
+    sim.exposed += most(0, self->end - sim.now) + self->own;
+    sim.now = most(sim.now, self->end) + self->own;
+    one->comm->in_flight--;
+    one->comm->outstanding--;
+    free(self);
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    dtrain_device *device = dtrain_world_device(comm->world);
+    return device->ops->alloc(device, bytes, out);
+}
+
+static void sim_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    dtrain_device *device = dtrain_world_device(comm->world);
+    device->ops->free(device, memory, bytes);
+}
+
+/* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by node (rank /
+ * G) and by place in the node (rank % G). sim_rank is a rank whose three colors differ; in 2 nodes of 2
+ * there is none, and nodes come first. */
+static dtrain_result sim_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
+{
+    sim_comm *self = (sim_comm *)(void *)comm;
+    const int nodes = self->who.nodes, local = self->who.size / nodes;
+    const int node = comm->rank / local, place = comm->rank % local;
+    (void)key;
+    if (color == 0) return sim_comm_new(comm->world, comm->size, nodes, comm->rank, out);
+    if (color == node && (color != place || !self->split_by_node)) {
+        self->split_by_node = true;
+        return sim_comm_new(comm->world, local, 1, place, out);
+    }
+    if (color == place) return sim_comm_new(comm->world, nodes, nodes, node, out);
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "rank %d of %d simulated nodes of %d has no group for color %d", comm->rank,
+                       nodes, local, color);
+}
+
+static int sim_rank(int size, int nodes)
+{
+    const int local = size / nodes;
+    if (nodes == 1 || local == 1) return size > 1;
+    return local > 2 ? local + 2 : nodes > 2 ? 2 * local + 1 : 3;
+}
+
+static dtrain_result sim_fail(dtrain_comm *comm, dtrain_result code, const char *text)
+{
+    (void)comm;
+    return dtrain_fail(code, "%s", text);
+}
+
+static dtrain_result sim_destroy(dtrain_comm *comm)
+{
+    free(comm->world_ranks);
+    free(comm);
+    return DTRAIN_OK;
+}
+
+static const dtrain_comm_ops *sim_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI, true,      "simulated", sim_create,
+                                        sim_start,       sim_test,  sim_wait,    sim_alloc,
+                                        sim_free,        sim_split, sim_fail,    sim_destroy};
+    return &ops;
+}
+
+#endif

@@ -1,0 +1,385 @@
+/* test_mpi.c: the communicator over MPI [S26.6]. tests/test_mpi.sh builds it with each MPI and starts it:
+ *
+ *     mpirun -n 4 test_mpi comm [part of a name]    what test_comm.c does with the local communicator
+ *     mpirun -n 4 test_mpi mismatch 3               one way to fail: each rank judges its own error
+ *                                                   and writes it to $DTRAIN_MPI_OUT.<rank>
+ *
+ * The oracles are those of test_comm.c: the same calls must give the same bits. */
+#define DTRAIN_IMPLEMENTATION
+#define main test_comm_main
+#include "test_comm.c"
+#undef main
+
+/* ---- what test_comm.c does ---- */
+
+static int rank_all_to_all(dtrain_world *world, void *user)
+{
+    static const size_t counts[] = {0, 1, 7, 300, 5000, 70001};
+    size_t i, t, j, e;
+    desk d;
+    (void)user;
+    if (open_desk(&d, world, 70001 * 8 * (size_t)dtrain_world_size(world))) return 1;
+    for (i = 0; i < sizeof counts / sizeof *counts; i++)
+        for (t = 0; t < 5; t++) {
+            const size_t n = (size_t)d.size, count = counts[i],
+                         item = dtrain_dtype_bytes(dtypes[t]);
+            unsigned char *send = d.send[t % 2] + GUARD + t, *recv = d.recv[i % 2] + GUARD + i;
+            dtrain_work *work = NULL;
+            unsigned char wanted[8];
+            guard(recv, n * count * item);
+            for (j = 0; j < n * count; j++) make_element(dtypes[t], i, d.rank, j, send + j * item);
+            RANKS_TRY(
+                dtrain_all_to_all(d.comm, send, recv, count, dtypes[t], t % 2 ? &work : NULL));
+            RANKS_TRY(dtrain_work_wait(work));
+            for (j = 0; j < n; j++)
+                for (e = 0; e < count; e++) {
+                    make_element(dtypes[t], i, (int)j, (size_t)d.rank * count + e, wanted);
+                    if (memcmp(recv + (j * count + e) * item, wanted, item) != 0)
+                        return !CHECK_MSG(0, "all-to-all of %zu: element %zu from %zu", count, e,
+                                          j);
+                }
+            CHECK_MSG(guarded(recv, n * count * item), "all-to-all of %zu: beyond recv", count);
+        }
+    close_desk(&d);
+    return 0;
+}
+
+/* Buckets of a step, all in flight at once, waited for in another order on every rank; the books of
+ * the second step must not grow. */
+static int rank_window(dtrain_world *world, void *user)
+{
+    enum { STEPS = 6, BUCKETS = 40 };
+    const size_t count = 20011;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), n = dtrain_world_size(world);
+    dtrain_work *works[BUCKETS];
+    void *memory;
+    size_t i, books = 0;
+    int step, b, order[BUCKETS];
+    float *data;
+    (void)user;
+    RANKS_TRY(dtrain_comm_alloc(comm, BUCKETS * count * sizeof(float), &memory));
+    data = (float *)memory;
+    for (step = 0; step < STEPS; step++) {
+        for (i = 0; i < BUCKETS * count; i++) data[i] = (float)((i + (size_t)rank) % 1000);
+        for (b = 0; b < BUCKETS; b++)
+            RANKS_TRY(dtrain_all_reduce(comm, data + (size_t)b * count, data + (size_t)b * count,
+                                        count, DTRAIN_F32, DTRAIN_SUM, &works[b]));
+        make_order(order, BUCKETS, step % 3, rank);
+        for (b = 0; b < BUCKETS; b++) RANKS_TRY(dtrain_work_wait(works[order[b]]));
+        for (i = 0; i < BUCKETS * count; i++) {
+            size_t sum = 0;
+            for (b = 0; b < n; b++) sum += (i + (size_t)b) % 1000;
+            if (data[i] != (float)sum) return !CHECK_MSG(0, "step %d [%zu]", step, i);
+        }
+        if (step == 0) books = world->device->comm_bytes;
+        CHECK_MSG(world->device->comm_bytes == books, "step %d takes %zu bytes, %zu before", step,
+                  world->device->comm_bytes, books);
+    }
+    dtrain_comm_free(comm, memory, BUCKETS * count * sizeof(float));
+    return 0;
+}
+
+static int rank_books(dtrain_world *world, void *user)
+{
+    const int n = dtrain_world_size(world);
+    dtrain_comm_info was, now;
+    desk d;
+    call c = make_call(DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 6000, 3);
+    (void)user;
+    if (open_desk(&d, world, 6000 * 4)) return 1;
+    dtrain_comm_query(d.comm, &was);
+    CHECK_MSG(strcmp(was.backend, "mpi") == 0, "backend %s", was.backend);
+    if (!run_call(&d, &c)) return 1;
+    dtrain_comm_query(d.comm, &now);
+    CHECK(now.operation_count == was.operation_count + 1);
+    CHECK(now.payload_bytes == was.payload_bytes + 24000);
+    CHECK(llabs((long long)(now.wire_bytes - was.wire_bytes) - 48000LL * (n - 1) / n) <= 8);
+    CHECK(now.staged_bytes == 0 && d.comm->in_flight == 0 && d.comm->outstanding == 0);
+    close_desk(&d);
+    return 0;
+}
+
+static int crossed_comms = 1;
+static uint64_t random_seed = 7;
+
+static const struct part {
+    const char *name;
+    dtrain_rank_fn run;
+    void *user;
+    int least, most; /* ranks; 0: any */
+} parts[] = {
+    {"every_type", rank_every_type, NULL, 0, 0},
+    {"sizes_to_70", rank_sizes_to_70, NULL, 0, 0},
+    {"limits", rank_limits, NULL, 0, 0},
+    {"primes", rank_primes, NULL, 0, 4},
+    {"large", rank_large, NULL, 2, 3},
+    {"unaligned", rank_unaligned, NULL, 2, 4},
+    {"memory_mix", rank_memory_mix, NULL, 2, 4},
+    {"random_calls", rank_random_calls, &random_seed, 0, 0},
+    {"special_values", rank_special_values, NULL, 2, 2},
+    {"special_halves", rank_special_halves, NULL, 2, 2},
+    {"async_many", rank_async_many, NULL, 0, 4},
+    {"async_mixed", rank_async_mixed, NULL, 0, 4},
+    {"async_at_once", rank_async_at_once, NULL, 2, 2},
+    {"ring", rank_ring, NULL, 2, 0},
+    {"exchange", rank_exchange, NULL, 2, 0},
+    {"pair_beside", rank_pair_beside, NULL, 2, 0},
+    {"split", rank_split, NULL, 0, 0},
+    {"nested_split", rank_nested_split, NULL, 8, 8},
+    {"two_comms", rank_two_comms, &crossed_comms, 2, 0},
+    {"alloc", rank_alloc, NULL, 2, 2},
+    {"alloc_limits", rank_alloc_limits, NULL, 2, 2},
+    {"info_times", rank_info_times, NULL, 2, 2},
+    {"all_to_all", rank_all_to_all, NULL, 0, 0},
+    {"window", rank_window, NULL, 0, 0},
+    {"books", rank_books, NULL, 0, 0},
+};
+
+static int rank_comm(dtrain_world *world, void *user)
+{
+    const int n = dtrain_world_size(world);
+    size_t i;
+    for (i = 0; i < sizeof parts / sizeof *parts; i++) {
+        const struct part *p = &parts[i];
+        const double begin = dtrain_seconds();
+        if (DTRAIN__MPI_CHUNK_BYTES < 4096 && p->run == rank_large)
+            continue; /* 9000 chunks, slow */
+        if (!strstr(p->name, (const char *)user) || n < p->least || (p->most && n > p->most))
+            continue;
+        if (p->run(world, p->user)) return 1;
+        if (dtrain_world_rank(world) == 0 && getenv("DTRAIN_MPI_TIMES"))
+            printf("    %-16s %6.2f s\n", p->name, dtrain_seconds() - begin);
+    }
+    return 0;
+}
+
+/* More than 2^31 bytes in one call. */
+static int rank_huge(dtrain_world *world, void *user)
+{
+    const size_t count = ((size_t)1 << 28) + 12345;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), n = dtrain_world_size(world);
+    void *memory;
+    int64_t *data;
+    size_t i, first = 0;
+    int step;
+    (void)user;
+    RANKS_TRY(dtrain_comm_alloc(comm, count * 8, &memory));
+    data = (int64_t *)memory;
+    for (step = 0; step < 3; step++) {
+        for (i = 0; i < count; i++) data[i] = (int64_t)i * 3 + rank;
+        if (step == 0) RANKS_TRY(dtrain_broadcast(comm, data, count, DTRAIN_I64, 1, NULL));
+        if (step == 1)
+            RANKS_TRY(dtrain_all_reduce(comm, data, data, count, DTRAIN_I64, DTRAIN_SUM, NULL));
+        if (step == 2 && rank == 0) RANKS_TRY(dtrain_send(comm, data, count, DTRAIN_I64, 1, NULL));
+        if (step == 2 && rank == 1) RANKS_TRY(dtrain_recv(comm, data, count, DTRAIN_I64, 0, NULL));
+        for (i = 0; i < count; i++) {
+            int64_t wanted = (int64_t)i * 3 + (step == 0 ? 1 : step == 2 && rank < 2 ? 0 : rank);
+            if (step == 1) wanted = (int64_t)i * 3 * n + n * (n - 1) / 2;
+            if (data[i] != wanted) first = first ? first : i + 1;
+        }
+        CHECK_MSG(first == 0, "step %d: element %zu", step, first - 1);
+    }
+    return 0;
+}
+
+/* ---- ways to fail ---- */
+
+/* Writes the verdict on this rank's error where the script finds it. */
+static int judge(dtrain_world *world, dtrain_result got, dtrain_result wanted, const char *part)
+{
+    const char *folder = getenv("DTRAIN_MPI_OUT"), *text = strchr(dtrain_last_error(), ':');
+    const bool good = got == wanted && strstr(dtrain_last_error(), part);
+    char path[512];
+    FILE *file;
+    snprintf(path, sizeof path, "%s.%d", folder ? folder : "/dev/null", dtrain_world_rank(world));
+    file = fopen(path, "w");
+    if (!file) return 1;
+    fprintf(file, "%s %s:%s\n", good ? "ok" : "BAD", dtrain_result_name(got), text ? text + 1 : "");
+    fclose(file);
+    if (!good)
+        fprintf(stderr, "rank %d: %s: %s; expected %s with \"%s\"\n", dtrain_world_rank(world),
+                dtrain_result_name(got), dtrain_last_error(), dtrain_result_name(wanted), part);
+    return 1;
+}
+
+/* The last rank calls something else, after three operations that agree. */
+static int rank_mismatch(dtrain_world *world, void *user)
+{
+    static const char *const words[] = {
+        "count 100, rank 2 called all-reduce sum f32 count 101",
+        "all-reduce sum f32 count 90000, rank 2 called all-reduce sum f32 count 90001",
+        "all-reduce sum f32 count 100, rank 2 called all-reduce sum i32 count 100",
+        "all-reduce sum f32 count 100, rank 2 called all-reduce max f32 count 100",
+        "called broadcast f32 count 100 root 0, rank 2 called broadcast f32 count 100 root "
+        "1",
+        "called all-reduce sum f32 count 100, rank 2 called barrier",
+        "called all-gather f32 count 9000, rank 2 called all-to-all f32 count 9000",
+        "rank 1 sent f32 count 50, rank 2 receives f32 count 51",
+        "rank 1 sent i32 count 5000, rank 2 receives f32 count 5000",
+    };
+    const int which = atoi((const char *)user), rank = dtrain_world_rank(world);
+    const bool odd = rank == 2;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float *a = (float *)calloc(200000, sizeof *a), *b = (float *)calloc(200000, sizeof *b);
+    dtrain_result got = DTRAIN_OK;
+    int i;
+    for (i = 0; i < 3; i++)
+        RANKS_TRY(dtrain_all_reduce(comm, a, b, 1000, DTRAIN_F32, DTRAIN_SUM, NULL));
+    if (which < 4)
+        got = dtrain_all_reduce(comm, a, b, (which == 1 ? 90000u : 100u) + (odd && which < 2),
+                                odd && which == 2 ? DTRAIN_I32 : DTRAIN_F32,
+                                odd && which == 3 ? DTRAIN_MAX : DTRAIN_SUM, NULL);
+    else if (which == 4) got = dtrain_broadcast(comm, a, 100, DTRAIN_F32, odd, NULL);
+    else if (which == 5 && odd) got = dtrain_barrier(comm);
+    else if (which == 5) got = dtrain_all_reduce(comm, a, b, 100, DTRAIN_F32, DTRAIN_SUM, NULL);
+    else if (which == 6 && odd) got = dtrain_all_to_all(comm, a, b, 9000, DTRAIN_F32, NULL);
+    else if (which == 6) got = dtrain_all_gather(comm, a, b, 9000, DTRAIN_F32, NULL);
+    else {
+        const size_t count = which == 7 ? 50 : 5000;
+        if (rank == 1)
+            got = dtrain_send(comm, a, count, which == 7 ? DTRAIN_F32 : DTRAIN_I32, 2, NULL);
+        if (rank == 2) got = dtrain_recv(comm, b, count + (which == 7), DTRAIN_F32, 1, NULL);
+        if (got == DTRAIN_OK) got = dtrain_barrier(comm);
+    }
+    if (got != DTRAIN_OK) { /* it stays failed */
+        const dtrain_result again = dtrain_barrier(comm);
+        CHECK_MSG(again == got, "after %s: %s", dtrain_result_name(got), dtrain_result_name(again));
+    }
+    return judge(world, got, DTRAIN_ERROR_MISMATCH, words[which]);
+}
+
+/* Rank 1 is killed with parts of an all-reduce on their way. */
+static int rank_death(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const size_t count = 3000000;
+    float *data = (float *)calloc(count, sizeof *data);
+    dtrain_work *work[2];
+    dtrain_result got = DTRAIN_OK;
+    int i;
+    (void)user;
+    signal(SIGUSR1, SIG_IGN); /* Hydra's way of saying that a rank has died */
+    for (i = 0; i < 20 && got == DTRAIN_OK; i++) {
+        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_F32, DTRAIN_SUM, &work[0]);
+        if (got == DTRAIN_OK && i == 3 && dtrain_world_rank(world) == 1) kill(getpid(), SIGKILL);
+        if (got == DTRAIN_OK) got = dtrain_work_wait(work[0]);
+    }
+    return judge(world, got, DTRAIN_ERROR_PEER, "rank 1 is gone");
+}
+
+/* Rank 1 does not come in time. What the others have sent it before is still good. */
+static int rank_stuck(dtrain_world *world, void *user)
+{
+    const size_t count = *(const char *)user ? (size_t)atol((const char *)user) : 10;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float *data = (float *)calloc(count, sizeof *data);
+    dtrain_result got = dtrain_barrier(comm);
+    if (got == DTRAIN_OK && dtrain_world_rank(world) == 1) ranks_sleep_us(4000000);
+    if (got == DTRAIN_OK)
+        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_F32, DTRAIN_SUM, NULL);
+    if (got == DTRAIN_OK) got = dtrain_barrier(comm);
+    return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (its last was #1)");
+}
+
+/* Rank 1 starts a large all-reduce and never moves it on. */
+static int rank_asleep(dtrain_world *world, void *user)
+{
+    const size_t count = 4000000;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float *data = (float *)calloc(count, sizeof *data);
+    dtrain_work *work;
+    (void)user;
+    dtrain_result got = dtrain_barrier(comm);
+    if (got == DTRAIN_OK)
+        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_F32, DTRAIN_SUM, &work);
+    if (got == DTRAIN_OK && dtrain_world_rank(world) == 1) ranks_sleep_us(4000000);
+    if (got == DTRAIN_OK) got = dtrain_work_wait(work);
+    return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (stuck in #2);");
+}
+
+/* Rank 1 leaves early; or makes a mistake that no other rank can see. */
+static int rank_leave(dtrain_world *world, void *user)
+{
+    (void)user;
+    if (dtrain_world_rank(world) == 1) {
+        judge(world, DTRAIN_OK, DTRAIN_OK, "");
+        return 0;
+    }
+    return judge(world, dtrain_barrier(dtrain_world_comm(world)), DTRAIN_ERROR_PEER,
+                 "rank 1 left (returned 0)");
+}
+static int rank_argument(dtrain_world *world, void *user)
+{
+    float x = 0;
+    const bool odd = dtrain_world_rank(world) == 1;
+    const dtrain_result got =
+        dtrain_broadcast(dtrain_world_comm(world), &x, 1, DTRAIN_F32, odd ? 99 : 0, NULL);
+    (void)user;
+    if (got == DTRAIN_OK) /* others may have had all they need: the next one fails */
+        return judge(world, dtrain_barrier(dtrain_world_comm(world)), DTRAIN_ERROR_PEER,
+                     "rank 1 had to give up: dtrain_broadcast: rank 99");
+    return judge(world, got, odd ? DTRAIN_ERROR_ARGUMENT : DTRAIN_ERROR_PEER,
+                 "dtrain_broadcast: rank 99 does not exist");
+}
+
+/* The last one to have something to say leaves at once: what MPI still has to send must arrive. */
+static int rank_hurry(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), n = dtrain_world_size(world);
+    float data[900];
+    int i;
+    (void)user;
+    memset(data, 0, sizeof data);
+    for (i = 1; i < n; i++) {
+        if (rank == 0) RANKS_TRY(dtrain_send(comm, data, 900, DTRAIN_F32, i, NULL));
+        if (rank == i) ranks_sleep_us(i * 100000);
+        if (rank == i) RANKS_TRY(dtrain_recv(comm, data, 900, DTRAIN_F32, 0, NULL));
+    }
+    return 0;
+}
+
+static int rank_nothing(dtrain_world *world, void *user)
+{
+    (void)user;
+    return dtrain_barrier(dtrain_world_comm(world)) != DTRAIN_OK;
+}
+
+static const struct {
+    const char *name;
+    dtrain_rank_fn run;
+    uint32_t timeout_ms;
+} scenes[] = {
+    {"comm", rank_comm, 30000},         {"huge", rank_huge, 120000},
+    {"hurry", rank_hurry, 20000},       {"nothing", rank_nothing, 5000},
+    {"mismatch", rank_mismatch, 20000}, {"death", rank_death, 20000},
+    {"stuck", rank_stuck, 2000},        {"asleep", rank_asleep, 2000},
+    {"leave", rank_leave, 20000},       {"argument", rank_argument, 20000},
+};
+
+/* test_mpi SCENE [argument]. DTRAIN_MPI_RANKS, _MODE: for runs that dtrain_launch would fork. */
+int main(int argc, char **argv)
+{
+    dtrain_launch_desc desc = ranks_desc(0, DTRAIN_LAUNCH_PROCESSES);
+    const char *ranks = getenv("DTRAIN_MPI_RANKS"), *mode = getenv("DTRAIN_MPI_MODE");
+    dtrain_result result = DTRAIN_ERROR_ARGUMENT;
+    size_t s;
+    uint32_t i;
+    char nothing[1] = "";
+    char *own[2] = {argv[0], nothing};
+    test_begin(1, own);
+    for (i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
+    if (ranks) desc.rank_count = (uint32_t)atoi(ranks);
+    if (mode) desc.mode = (uint32_t)atoi(mode);
+    if (!getenv("DTRAIN_MPI_AUTO")) desc.comm_ops = dtrain_mpi_comm_ops();
+    for (s = 0; argc > 1 && s < sizeof scenes / sizeof *scenes; s++) {
+        if (strcmp(argv[1], scenes[s].name) != 0) continue;
+        desc.timeout_ms = scenes[s].timeout_ms;
+        result = dtrain_launch(&desc, scenes[s].run, argc > 2 ? argv[2] : own[1], NULL);
+    }
+    if (result != DTRAIN_OK)
+        fprintf(stderr, "%s: %s\n", dtrain_result_name(result), dtrain_last_error());
+    return result == DTRAIN_OK && test_shared->failed_checks == 0 ? 0 : 1;
+}

@@ -1,0 +1,197 @@
+#!/bin/sh
+# The communicator over MPI [S26.6] with each MPI that is installed: what test_comm.c asks of the local
+# communicator, for 1 to 8 ranks; every way to fail, where each rank must say what happened; and train_gpt,
+# which must end with the bits of forked ranks. DTRAIN_TEST_FULL=1 adds 2^31 bytes in one call.
+build=${BUILD:-build}
+out=$build/mpi
+tmp=$(mktemp -d)
+mkdir -p "$out"
+passed=0 failed=0 skipped=0
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+
+result() { # result NAME 0|1 [file to show]
+    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
+    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 15 "$3"; fi
+}
+skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
+
+strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
+port=$((20000 + $$ % 9000))
+# A launcher kills all ranks when one fails; here each is to find it out by itself. Hydra tells the
+# survivors with a signal.
+start() { # start RANKS COMMAND...
+    n=$1; shift
+    port=$((port + 1))
+    DTRAIN_PORT=$port timeout -k 5 "${limit:-150}" $run -n "$n" "$@" >"$tmp/log" 2>&1
+}
+survive() { start "$1" sh -c 'trap "" USR1; "$@"; exit 0' sh "$2" "$3" "$4"; }
+# failure NAME RANKS FILES SCENE [argument]: every rank that lives writes "ok" and its sentence, and all
+# write the same one, unless one of them has its own ("own")
+failure() {
+    name=$1 ranks=$2 files=$3 same=$4; shift 4
+    rm -f "$tmp"/out.*
+    export DTRAIN_MPI_OUT="$tmp/out"
+    survive "$ranks" "$out/test_$mpi" "$@"
+    unset DTRAIN_MPI_OUT
+    cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
+    [ "$(grep -c '^ok' "$tmp/all")" -eq "$files" ] && ! grep -q '^BAD' "$tmp/all" &&
+        { [ "$same" = own ] || [ "$(sort -u "$tmp/all" | wc -l)" -eq 1 ]; }
+    status=$?
+    [ $status -eq 0 ] || cat "$tmp/log" >>"$tmp/all"
+    result "$mpi: $name" $status "$tmp/all"
+}
+refused() { # refused NAME WORDS: the last command has failed and said so
+    status=$?
+    [ $status -ne 0 ] && [ $status -lt 124 ] && grep -q "$2" "$tmp/log"
+    result "$mpi: $1" $? "$tmp/log"
+}
+
+# Two hosts: network namespaces with names of their own, two ranks on each. The launcher reaches the second
+# one through $tmp/agent in place of ssh.
+a=dtrain_$$_a b=dtrain_$$_b net=10.214.7 hosts=1
+if [ "$(id -u)" = 0 ] && command -v ip >/dev/null 2>&1 && ip netns add $a 2>"$tmp/err"; then
+    { ip netns add $b && ip link add dm$$a netns $a type veth peer name dm$$b netns $b &&
+        ip -n $a addr add $net.1/24 dev dm$$a && ip -n $b addr add $net.2/24 dev dm$$b &&
+        ip -n $a link set dm$$a up && ip -n $b link set dm$$b up && ip -n $a link set lo up &&
+        ip -n $b link set lo up; } 2>"$tmp/err" && hosts=2
+    cat >"$tmp/agent" <<END
+#!/bin/sh
+while [ "\${1#-}" != "\$1" ]; do shift; done
+shift
+exec ip netns exec $b unshare --uts sh -c "hostname dtrain-b; \$*"
+END
+    chmod +x "$tmp/agent"
+fi
+[ $hosts -eq 2 ] || echo "needs root and ip netns" >>"$tmp/err"
+on_two_hosts() { # on_two_hosts COMMAND...: four ranks
+    port=$((port + 1))
+    ip netns exec $a unshare --uts sh -c 'hostname dtrain-a; exec "$@"' sh env MASTER_ADDR=$net.1 DTRAIN_PORT=$port \
+        timeout -k 5 150 $far -n 4 "$@" >"$tmp/log" 2>&1
+}
+
+# Every number of ranks with one of the two at least.
+full=${DTRAIN_TEST_FULL:-0}
+openmpi_ranks="1 2 3 5 8" mpich_ranks="1 2 4 6 7"
+[ "$full" = 0 ] || { openmpi_ranks="1 2 3 4 5 6 7 8" mpich_ranks=$openmpi_ranks; }
+
+for mpi in openmpi mpich; do
+    cc=mpicc.$mpi run=mpirun.$mpi
+    [ $mpi = openmpi ] && run="$run --oversubscribe --enable-recovery --mca orte_abort_on_non_zero_status 0"
+    [ $mpi = mpich ] && run="$run -disable-auto-cleanup"
+    far="$run -launcher ssh -launcher-exec $tmp/agent -localhost $net.1 -hosts $net.1:2,$net.2:2"
+    [ $mpi = openmpi ] &&
+        far="$run --mca plm_rsh_agent $tmp/agent -H dtrain-a:2,dtrain-b:2 -x MASTER_ADDR -x DTRAIN_PORT -x DTRAIN_MPI_OUT"
+    if ! command -v $cc >/dev/null 2>&1 || ! command -v mpirun.$mpi >/dev/null 2>&1; then
+        skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
+    fi
+    flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests"
+    status=0
+    $cc $flags tests/test_mpi.c -o "$out/test_$mpi" -lm -lpthread >"$tmp/log" 2>&1 || status=1
+    # chunks so small that every lane has many, messages so small that ints would overflow early
+    $cc $flags -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 tests/test_mpi.c -o "$out/small_$mpi" \
+        -lm -lpthread >>"$tmp/log" 2>&1 || status=1
+    result "$mpi: compiles" $status "$tmp/log"
+    [ $status -eq 0 ] || continue
+    printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$tmp/impl.c"
+    for pair in "clang -std=c99" "g++ -std=c++17 -x c++"; do
+        command -v "${pair%% *}" >/dev/null 2>&1 || { skip "$mpi: dtrain.h, $pair" "not installed"; continue; }
+        OMPI_CC=${pair%% *} MPICH_CC=${pair%% *} $cc ${pair#* } -pedantic -Wall -Wextra -Wconversion -Werror \
+            -DDTRAIN_USE_MPI -I. -c "$tmp/impl.c" -o "$tmp/impl.o" >"$tmp/log" 2>&1
+        result "$mpi: dtrain.h, $pair" $? "$tmp/log"
+    done
+
+    eval "ranks=\$${mpi}_ranks"
+    for n in $ranks; do
+        start $n "$out/test_$mpi" comm
+        result "$mpi: all calls, $n ranks" $? "$tmp/log"
+    done
+    start 3 "$out/small_$mpi" comm
+    result "$mpi: all calls in small chunks, 3 ranks" $? "$tmp/log"
+    start 3 "$out/test_$mpi" hurry
+    result "$mpi: what a leaving rank has sent arrives" $? "$tmp/log"
+
+    for which in 0 1 2 3 4 5 6 7 8; do failure "ranks that differ, $which" 3 3 same mismatch $which; done
+    failure "a killed rank" 3 2 same death
+    failure "a rank that does not come" 3 3 same stuck
+    failure "a rank that does not come, large" 3 3 same stuck 100000
+    failure "a rank that stops in the middle" 3 3 same asleep
+    failure "a rank that leaves" 3 3 own leave
+    failure "a wrong argument" 3 3 own argument
+
+    # How ranks meet.
+    start 3 sh -c 'DTRAIN_RANK=$((2 - ${OMPI_COMM_WORLD_RANK:-$PMI_RANK})) DTRAIN_WORLD_SIZE=3 \
+        DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" comm s' sh "$out/test_$mpi"
+    result "$mpi: another order than MPI's" $? "$tmp/log"
+    start 3 sh -c 'RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 \
+        MASTER_PORT=29500 exec "$1" comm a' sh "$out/test_$mpi"
+    result "$mpi: torchrun's variables inside mpirun" $? "$tmp/log"
+    for r in 0 1; do
+        { RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$out/test_$mpi" nothing >"$tmp/$r" 2>&1
+          [ $? -eq 1 ] || echo "rank $r did not fail" >>"$tmp/$r"; } &
+    done
+    wait
+    cat "$tmp/0" "$tmp/1" >"$tmp/log"
+    [ "$(grep -c 'alone in an MPI of its own.*mpirun -n 2' "$tmp/log")" -eq 2 ] && ! grep -q 'did not fail' "$tmp/log"
+    result "$mpi: torchrun's variables alone: told to use mpirun" $? "$tmp/log"
+    DTRAIN_MPI_RANKS=3 timeout 60 "$out/test_$mpi" nothing >"$tmp/log" 2>&1
+    refused "forked ranks are told to use mpirun" 'started by dtrain_launch itself; run: mpirun -n 3'
+    DTRAIN_MPI_RANKS=3 DTRAIN_MPI_MODE=1 timeout 60 "$out/test_$mpi" nothing >"$tmp/log" 2>&1
+    refused "so are threads" 'started by dtrain_launch itself; run: mpirun -n 3'
+    start 4 sh -c 'r=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; DTRAIN_RANK=$((r % 2)) DTRAIN_WORLD_SIZE=2 \
+        DTRAIN_PORT=$((DTRAIN_PORT + 100 + r / 2)) DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" nothing; ' sh "$out/test_$mpi"
+    [ "$(grep -c "rank 0 of the world's 2 sees 4 in MPI" "$tmp/log")" -eq 4 ]
+    result "$mpi: two worlds in one mpirun" $? "$tmp/log"
+    timeout 60 "$out/test_$mpi" comm >"$tmp/log" 2>&1
+    result "$mpi: one rank without a launcher" $? "$tmp/log"
+
+    if [ "$full" != 0 ]; then
+        limit=300
+        start 2 "$out/test_$mpi" huge
+        result "$mpi: more than 2^31 bytes" $? "$tmp/log"
+        limit=
+    fi
+
+    if [ $hosts -eq 2 ]; then
+        on_two_hosts "$out/test_$mpi" comm
+        result "$mpi: all calls, two hosts" $? "$tmp/log"
+        rm -f "$tmp"/out.*
+        DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; exit 0' sh "$out/test_$mpi" death
+        cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
+        [ "$(grep -c '^ok' "$tmp/all")" -eq 3 ]
+        result "$mpi: a killed rank, two hosts" $? "$tmp/log"
+    else skip "$mpi: two hosts" "$(head -n 1 "$tmp/err")"; fi
+
+    # train_gpt: the bits of forked ranks.
+    status=0
+    $cc $strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. examples/train_gpt.c -o "$out/train_gpt_$mpi" -lm -lpthread \
+        >"$tmp/log" 2>&1 || status=1
+    gpt="$out/train_gpt_$mpi --layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 8 --warmup 2 --sample 0 --threads 1
+         --eval-batches 2 --timeout 60 --deterministic"
+    if ! "$out/train_gpt_$mpi" --help 2>&1 | grep -q -e '--comm'; then
+        skip "$mpi: train_gpt" "it has no flag --comm"
+        continue
+    fi
+    for strategy in ddp full_shard; do
+        $gpt --ranks 4 --strategy $strategy >"$tmp/forked" 2>&1 || status=1
+        start 4 $gpt --ranks 4 --strategy $strategy --comm mpi || status=1
+        grep 'bit-identical' "$tmp/forked" >"$tmp/a"; grep 'bit-identical' "$tmp/log" >"$tmp/b"
+        [ -s "$tmp/a" ] && cmp -s "$tmp/a" "$tmp/b" || status=1
+        cat "$tmp/a" "$tmp/b" >>"$tmp/log"
+        result "$mpi: train_gpt, $strategy: the bits of forked ranks" $status "$tmp/log"
+    done
+    if [ $hosts -eq 2 ]; then # where memory is not shared, MPI is taken without --comm
+        on_two_hosts $gpt --ranks 4 --strategy full_shard
+        status=$?
+        grep 'bit-identical' "$tmp/log" >"$tmp/b"
+        [ $status -eq 0 ] && cmp -s "$tmp/a" "$tmp/b"
+        result "$mpi: train_gpt on two hosts: the same bits" $? "$tmp/log"
+    fi
+done
+
+pgrep -f "$out/(test|small|train_gpt)_(openmpi|mpich)" >"$tmp/log" 2>&1
+[ $? -ne 0 ]; result "nothing is left" $? "$tmp/log"
+ip netns del $a 2>/dev/null; ip netns del $b 2>/dev/null
+rm -rf "$tmp"
+if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
+else echo "$passed passed, $failed failed"; fi
+[ "$failed" -eq 0 ]

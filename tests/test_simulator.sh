@@ -1,0 +1,159 @@
+#!/bin/sh
+# The simulator where its answer can be computed by hand, where it must agree with the library, and where it
+# can only be sane; its files; bad input; and the published figures as they were recorded.
+build=${BUILD:-build}
+tmp=$(mktemp -d)
+passed=0 failed=0 skipped=0
+export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
+
+result() { # result NAME 0|1 [file to show]
+    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
+    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 5 "$3"; fi
+}
+
+# simulate FLAGS: rows to $tmp/rows; field KEY ROW: a number of a row; near NAME A B: equal to 1e-6
+simulate() { "$build/simulate" --json "$tmp/rows" --straggler 0 "$@" >"$tmp/out" 2>"$tmp/err" || cat "$tmp/err"; }
+field() { sed -n "$2s/.*\"$1\": \([^,}]*\)[,}].*/\1/p" "$tmp/rows"; }
+near() {
+    awk -v a="$2" -v b="$3" 'BEGIN { d = a - b; if (d < 0) d = -d; exit !(a != "" && d <= 1e-6 * (b < 0 ? -b : b) + 1e-12) }'
+    result "$1 ($2, by hand $3)" $?
+}
+holds() { # holds NAME CONDITION-OF-AWK
+    awk "BEGIN { exit !($2) }" </dev/null
+    result "$1: $2" $?
+}
+bad() { # bad NAME PATTERN FLAGS: one sentence, no table, not 0
+    name=$1 pattern=$2; shift 2
+    timeout 20 "$build/simulate" "$@" >"$tmp/out" 2>"$tmp/err"
+    status=$?
+    { [ "$status" -ne 0 ] && [ "$status" -lt 124 ] && grep -q -E -- "$pattern" "$tmp/err" && [ "$(wc -l <"$tmp/err")" -eq 1 ]; }
+    result "bad input: $name" $? "$tmp/err"
+}
+
+# GPT-2 without biases: 12 blocks of 9 x 768^2 + 3 x 768^2 and two norms, tables, a norm. Elements, and flops of a
+# sample: matrices twice each token, causal attention half of 4 T^2 C, the head.
+elements=$((12 * (12 * 768 * 768 + 2 * 768) + 50257 * 768 + 1024 * 768 + 768))
+flops=$((12 * (2 * 1024 * 12 * 768 * 768 + 2 * 1024 * 1024 * 768) + 2 * 1024 * 50257 * 768))
+ring="--cluster custom --gpus-per-node 1 --network-gbps 100 --latency-us 10 --hbm-gbs 1e15 --strategies ddp"
+simulate $ring --gpus 1,8 --batch-sizes 4 --no-overlap --bucket-mib 100000
+one=$(awk "BEGIN { printf \"%.9g\", 1e3 * 3 * 4 * $flops / 100e12 }")
+sent=$((2 * 7 * elements * 4 / 8))
+comm=$(awk "BEGIN { printf \"%.9g\", 1e3 * (2 * 14 * 10e-6 + $sent / 12.5e9) }")
+near "1 GPU: forward and twice that backward" "$(field step_ms 1)" "$one"
+near "1 GPU sends nothing" "$(field comm_bytes 1)" 0
+near "8 GPUs send 2 (N-1)/N of the gradients" "$(field comm_bytes 2)" "$sent"
+near "two buckets (the first is small) of alpha and beta" "$(field comm_ms 2)" "$comm"
+near "without overlap all of it is exposed" "$(field exposed_comm_ms 2)" "$comm"
+near "a step is compute and communication" "$(field step_ms 2)" "$(awk "BEGIN { printf \"%.9g\", $one + $comm }")"
+near "efficiency is their share" "$(field efficiency 2)" "$(awk "BEGIN { printf \"%.6g\", 100 * $one / ($one + $comm) }")"
+
+# With overlap what is left is the tail: the last bucket holds the tied table, final at the very end.
+simulate $ring --gpus 8 --batch-sizes 64 --network-gbps 1000 --latency-us 0
+tail=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 7 / 8 * 4 * 50257 * 768 / 125e9 }")
+holds "overlap leaves the tail" "$(field exposed_comm_ms 1) >= $tail * 0.999 && $(field exposed_comm_ms 1) < 1.3 * $tail"
+
+# dtrain_emulation: all-reduce over 2 nodes of 4 on 1 Gb/s. Large: every rank sends a slice of 1/8 to 4 others, twice.
+# Small, as the first bucket is (768 elements): its whole input to 4 others, once.
+simulate --cluster cpu --network-gbps 1 --latency-us 50 --nvlink-gbs 1e15 --gpus 8 --strategies ddp --bucket-mib 100000
+links=$(awk "BEGIN { large = 2 * 4 * 4 * ($elements - 768) * 4 / 8; small = 4 * 4 * 768 * 4
+    printf \"%.9g\", 1e3 * (3 * 50e-6 + (large + small) / 0.125e9) }")
+near "emulated links" "$(field comm_ms 1)" "$links"
+
+# The library's own count of what a step sends, and of memory falling as more is sharded.
+for flags in "" "--param-dtype bf16 --reduce-dtype bf16" "--reshard-after-forward 0"; do
+    for kind in ddp zero1 shard_grad_op full_shard zero3 hybrid_shard; do
+        case "$kind $flags" in ddp*reshard* | zero1*reshard* | shard_grad_op*reshard*) continue ;; esac
+        simulate --strategies $kind --gpus 1,2,8,32 --gpus-per-node 4 $flags
+        differ=$(sed 's/.*"comm_bytes": \([0-9]*\), "plan_bytes": \([0-9]*\).*/\1 \2/' "$tmp/rows" | awk '$1 != $2 || NF != 2')
+        echo "$differ" >"$tmp/differ"
+        [ -z "$differ" ] && [ "$(wc -l <"$tmp/rows")" -eq 4 ]
+        result "$kind $flags: bytes are dtrain_strategy_query's" $? "$tmp/differ"
+    done
+done
+simulate --strategies ddp,zero1,shard_grad_op,full_shard --gpus 64 --cluster a100
+holds "memory falls from kind to kind" "$(field memory_gib 1) > $(field memory_gib 2) && $(field memory_gib 2) > $(field memory_gib 3) && $(field memory_gib 3) > $(field memory_gib 4)"
+near "ddp and full_shard differ in one more gather, but for what stays" \
+    "$(awk "BEGIN { print ($(field comm_bytes 4) > 1.2 * $(field comm_bytes 1) && $(field comm_bytes 4) <= 1.5 * $(field comm_bytes 1)) }")" 1
+
+# Links that cost nothing, and sanity.
+simulate --strategies ddp,zero1,full_shard,hybrid_shard --gpus 1,8,64,1024 --cluster custom --network-gbps 1e15 --nvlink-gbs 1e15 --latency-us 0 --hbm-gbs 1e15
+bent=$(sed 's/.*"efficiency": \([^,]*\),.*/\1/' "$tmp/rows" | awk '$1 < 99.999 || $1 > 100.001')
+[ -z "$bent" ] && [ "$(wc -l <"$tmp/rows")" -eq 16 ]
+result "infinite bandwidth: 100 % on any number of GPUs" $? "$tmp/rows"
+simulate --gpus 8,16,64,256,1024 --strategies ddp --batch-sizes 2
+falls=$(sed 's/.*"efficiency": \([^,]*\),.*/\1/' "$tmp/rows" | awk 'NR > 1 && $1 >= last { print } { last = $1 }')
+[ -z "$falls" ]
+result "efficiency falls with the number of GPUs" $? "$tmp/rows"
+step() { simulate --gpus 64 --cluster a100 --strategies ddp --batch-sizes 2 "$@"; field step_ms 1; }
+base=$(step)
+holds "a slower network" "$(step --network-gbps 100) > $base"
+holds "no overlap" "$(step --no-overlap) > $base"
+holds "compute that collectives slow down" "$(step --slowdown 0.3) > $base"
+holds "stragglers" "$(step --straggler 3) > $base"
+holds "checkpointing computes more" "$(step --checkpointing 1) > $base"
+holds "accumulation pays for one exchange" "$(step --accum 4) < 4 * $base"
+holds "half the bytes" "$(step --reduce-dtype bf16 --network-gbps 100) < $(step --network-gbps 100)"
+holds "shards inside nodes on a slow network" "$(step --network-gbps 50 --strategies hybrid_shard) < $(step --network-gbps 50 --strategies full_shard)"
+simulate --gpus 8,64 --strategies ddp --global-batch 512 --batch-sizes 16
+holds "strong scaling: the same samples" "$(field accum 1) == 4 && $(field accum 2) == 1 && $(field batch 2) == 8"
+simulate --gpus 8 --strategies ddp --measured-rate 100000
+holds "calibrated compute" "$(field tokens_per_second 1) > 799000 && $(field tokens_per_second 1) < 801000"
+simulate --model llama70b --gpus 8,512 --strategies ddp,full_shard --batch-sizes 1 --checkpointing 1
+grep -q 'ddp .* does not fit' "$tmp/out" && grep -q '"fits": false' "$tmp/rows"
+result "what does not fit says so" $? "$tmp/out"
+RANK=3 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "$build/simulate" --gpus 8 >"$tmp/out" 2>&1 && grep -q full_shard "$tmp/out"
+result "one process, whatever a launcher says" $? "$tmp/out"
+
+# Files.
+"$build/simulate" --gpus 1,2,4,8,16,32,64,128,256,512,1024 --batch-sizes 4,16 --json "$tmp/rows" --svg "$tmp/svg" >"$tmp/out" 2>&1
+grep -q 'GPUs</text>' "$tmp/svg" && grep -q 'full_shard, batch 16' "$tmp/svg" && [ "$(grep -c '<polyline' "$tmp/svg")" -eq 4 ]
+result "the picture has axes, a legend and a line each" $? "$tmp/svg"
+if command -v python3 >/dev/null 2>&1; then
+    python3 -c 'import json, sys; assert len([json.loads(l) for l in open(sys.argv[1])]) == 44' "$tmp/rows" 2>"$tmp/err"
+    result "rows are JSON" $? "$tmp/err"
+    python3 -c 'import sys, xml.dom.minidom as x; x.parse(sys.argv[1])' "$tmp/svg" 2>"$tmp/err"
+    result "the picture is XML" $? "$tmp/err"
+else skipped=$((skipped + 2)); echo "  skip rows are JSON, the picture is XML: no python3"; fi
+cpu="--cluster cpu --strategies ddp --straggler 0"
+: >"$tmp/measured"
+for nodes in 1 2 4; do
+    simulate $cpu --gpus $((2 * nodes)) --gpus-per-node 2 --network-gbps 10
+    echo "{\"nodes\": $nodes, \"ranks\": $((2 * nodes)), \"gbps\": 10, \"step_ms\": $(field step_ms 1)}" >>"$tmp/measured"
+done
+"$build/simulate" $cpu --measured "$tmp/measured" >"$tmp/out" 2>&1
+[ "$(grep -c ' [+-]0\.0' "$tmp/out")" -eq 3 ]
+result "measured rows: its own predictions have no error" $? "$tmp/out"
+"$build/simulate" --check bench/published.txt >"$tmp/out" 2>&1
+result "published figures as recorded" $? "$tmp/out"
+grep 'Megatron 512 GPUs, overlap' bench/published.txt | sed 's/| 76 | [0-9.]* |/| 76 | 70 |/' >"$tmp/changed"
+"$build/simulate" --check "$tmp/changed" >"$tmp/out" 2>&1
+[ $? -eq 1 ] && grep -q 'NOT AS RECORDED' "$tmp/out"
+result "a figure that moved fails the check" $? "$tmp/out"
+"$build/simulate" --help >"$tmp/out" 2>&1 && grep -q 'llama70b' "$tmp/out" && grep -q 'DGX-2' "$tmp/out"
+result "--help has models and clusters" $? "$tmp/out"
+
+# Bad input.
+bad "unknown model" "gpt9.*no model" --model gpt9
+bad "unknown cluster" "b200.*no cluster" --cluster b200
+bad "unknown strategy" "zero9.*several.*of: ddp" --strategies ddp,zero9
+bad "unknown flag" "--gpu\"" --gpu 8
+bad "flag without value" "--gpus needs" --gpus
+bad "a list with a hole" "--gpus is \"\"" --gpus 8,,16
+bad "zero GPUs" "--gpus is \"0\"" --gpus 0
+bad "a fraction" "whole number" --batch-sizes 1.5
+bad "a node and a half" "12: expected at most 8, or whole nodes of 8" --gpus 8,12
+bad "global batch" "512.*3 GPUs do not divide" --gpus 3 --global-batch 512
+bad "a rate that communication forbids" "leaves .* at most" --gpus 8 --cluster p100 --measured-rate 1e9
+bad "more checkpoints than blocks" "12 blocks" --checkpointing 13
+bad "a combination the library refuses" "hierarchical|node_size" --hierarchical --strategies zero3 --gpus 8
+bad "no such file to check" "nowhere" --check "$tmp/nowhere"
+echo '{"nodes": 1}' >"$tmp/measured"
+bad "measured rows without step_ms" "line 1: expected" --measured "$tmp/measured"
+echo 'name | | | 1' >"$tmp/changed"
+bad "published rows without fields" "9 fields" --check "$tmp/changed"
+bad "a file that cannot be written" "nowhere/x" --gpus 8 --json "$tmp/nowhere/x"
+
+rm -rf "$tmp"
+if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
+else echo "$passed passed, $failed failed"; fi
+[ "$failed" -eq 0 ]

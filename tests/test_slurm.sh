@@ -1,0 +1,133 @@
+#!/bin/sh
+# A cluster of one node under srun: munged, slurmctld and slurmd of a private configuration, in a folder and
+# on ports of their own. Ranks that srun starts compute the same bits as forked ranks, over shared memory
+# and, with the MPIs that srun can start, over MPI. All of it is gone afterwards.
+build=${BUILD:-build}
+passed=0 failed=0 skipped=0
+
+result() { # result NAME 0|1 [file to show]
+    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
+    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 15 "$3"; fi
+}
+skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
+finish() {
+    if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
+    else echo "$passed passed, $failed failed"; fi
+    [ "$failed" -eq 0 ]; exit
+}
+PATH=$PATH:/usr/sbin:/sbin
+for program in munged slurmctld slurmd srun; do
+    command -v $program >/dev/null 2>&1 || { skip "srun" "$program is not installed (munge, slurmctld, slurmd, slurm-client)"; finish; }
+done
+[ "$(id -u)" = 0 ] || { skip "srun" "slurmd needs root"; finish; }
+
+tmp=$(mktemp -d) # sockets have short names
+port=$((30000 + $$ % 20000))
+host=$(hostname -s 2>/dev/null || hostname)
+mkdir -p "$tmp/state" "$tmp/spool"
+export SLURM_CONF="$tmp/slurm.conf"
+cat >"$SLURM_CONF" <<END
+ClusterName=dtrain
+SlurmctldHost=$host(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=$tmp/munge.sock
+CredType=cred/munge
+SlurmctldPort=$port
+SlurmdPort=$((port + 1))
+StateSaveLocation=$tmp/state
+SlurmdSpoolDir=$tmp/spool
+SlurmctldPidFile=$tmp/slurmctld.pid
+SlurmdPidFile=$tmp/slurmd.pid
+SlurmctldLogFile=$tmp/slurmctld.log
+SlurmdLogFile=$tmp/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SchedulerType=sched/builtin
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+SlurmdParameters=config_overrides
+NodeName=$host NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
+END
+echo "CgroupAutomount=no" >"$tmp/cgroup.conf"
+
+# Daemons stay in the foreground: their ids are ours to stop.
+dd if=/dev/urandom of="$tmp/munge.key" bs=1024 count=1 2>/dev/null
+chmod 400 "$tmp/munge.key"
+munged --foreground --force --socket="$tmp/munge.sock" --key-file="$tmp/munge.key" --pid-file="$tmp/munged.pid" \
+    --log-file="$tmp/munged.log" --seed-file="$tmp/munged.seed" --num-threads=2 >"$tmp/munged.out" 2>&1 & munged=$!
+for i in $(seq 300); do [ -S "$tmp/munge.sock" ] && break; sleep 0.1; done
+slurmctld -D >"$tmp/slurmctld.out" 2>&1 & slurmctld=$!
+slurmd -D -N "$host" >"$tmp/slurmd.out" 2>&1 & slurmd=$!
+stop() {
+    kill $slurmd $slurmctld 2>/dev/null
+    wait $slurmd $slurmctld 2>/dev/null
+    kill $munged 2>/dev/null
+    wait $munged 2>/dev/null
+    rm -rf "$tmp"
+}
+trap 'stop' EXIT
+trap 'exit 1' INT TERM
+for i in $(seq 240); do
+    sinfo -h -o %T 2>/dev/null | grep -q idle && break
+    sleep 0.25
+done
+timeout 60 srun -n 2 true >"$tmp/log" 2>&1
+status=$?
+[ $status -eq 0 ] || cat "$tmp/slurmctld.log" "$tmp/slurmd.log" "$tmp"/*.out >>"$tmp/log"
+result "slurmctld, slurmd and munged of our own start a job" $status "$tmp/log"
+[ $status -eq 0 ] || finish
+
+flags="--layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 8 --warmup 2 --sample 0 --threads 1
+       --eval-batches 2 --timeout 60 --deterministic --ranks 4"
+bits() { grep 'bit-identical' "$1"; }
+$build/train_gpt $flags >"$tmp/forked" 2>&1
+bits "$tmp/forked" >"$tmp/a"
+same() { # same NAME COMMAND...: it ends with the bits of forked ranks
+    name=$1; shift
+    timeout 120 "$@" >"$tmp/log" 2>&1
+    status=$?
+    bits "$tmp/log" >"$tmp/b"
+    [ $status -eq 0 ] && [ -s "$tmp/a" ] && cmp -s "$tmp/a" "$tmp/b"
+    result "$name" $? "$tmp/log"
+}
+same "srun, shared memory" srun -n 4 $build/train_gpt $flags
+srun --mpi=list >"$tmp/types" 2>&1
+for pair in openmpi:pmix mpich:pmi2; do
+    mpi=${pair%:*} type=${pair#*:}
+    command -v mpicc.$mpi >/dev/null 2>&1 || { skip "srun, $mpi" "mpicc.$mpi is not installed"; continue; }
+    grep -q "$type" "$tmp/types" || { skip "srun, $mpi" "srun --mpi=list has no $type"; continue; }
+    if [ ! -x "$build/mpi/train_gpt_$mpi" ]; then # tests/test_mpi.sh has made it
+        mkdir -p "$build/mpi"
+        mpicc.$mpi -std=c99 ${CFLAGS:--O2 -g} -DDTRAIN_USE_MPI -I. examples/train_gpt.c -o "$build/mpi/train_gpt_$mpi" \
+            -lm -lpthread || { result "srun, $mpi: compiles" 1; continue; }
+    fi
+    same "srun --mpi=$type, $mpi" srun -n 4 --mpi=$type "$build/mpi/train_gpt_$mpi" $flags --comm mpi
+done
+# Without --mpi every process is an MPI of its own.
+if [ -x "$build/mpi/train_gpt_mpich" ]; then
+    timeout 120 srun -n 2 --mpi=none "$build/mpi/train_gpt_mpich" ${flags% *} 2 --comm mpi >"$tmp/log" 2>&1
+    [ $? -ne 0 ] && grep -q 'alone in an MPI of its own.*srun with --mpi' "$tmp/log"
+    result "srun without --mpi: told to give it" $? "$tmp/log"
+fi
+# A killed rank ends the others.
+timeout 120 srun -n 3 --kill-on-bad-exit=0 sh -c 'if [ $SLURM_PROCID = 1 ]; then timeout -s KILL 5 "$@"; exit 0; fi; exec "$@"' \
+    sh $build/train_gpt --layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 1000000 --sample 0 --threads 1 --timeout 60 \
+    >"$tmp/log" 2>&1
+[ $? -ne 0 ] && grep -q 'rank 1 is gone' "$tmp/log"
+result "srun: a killed rank is named and ends the others" $? "$tmp/log"
+
+daemons="$munged $slurmctld $slurmd"
+stop
+trap - EXIT
+alive=0
+for id in $daemons; do kill -0 "$id" 2>/dev/null && alive=1; done
+[ ! -e "$tmp" ] || alive=1
+result "nothing is left" $alive
+finish
