@@ -1,7 +1,21 @@
 /* bench.h: what the benchmarks share: the figures of repeated runs, and running another program. Include it
- * behind dtrain.h. */
+ * first of all, or behind the implementation of dtrain.h. */
 #ifndef DTRAIN_BENCH_H
 #define DTRAIN_BENCH_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <errno.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 typedef struct spread {
     double median, min, max;
@@ -49,6 +63,80 @@ static inline int capture(const char *command, char *text, size_t room)
     while (used + 1 < room && (got = fread(text + used, 1, room - 1 - used, pipe)) > 0) used += got;
     text[used] = 0;
     return pclose(pipe) != 0;
+}
+
+enum { BENCH_STEPS = 1024 };
+
+/* What a run of build/train_gpt wrote to its --log: medians over the steps but the first two. */
+typedef struct bench_log {
+    double losses[BENCH_STEPS], rate, step_ms, exposed_ms, sent_mib; /* rate: tokens/s */
+    int steps, tokens; /* tokens: of a step, all ranks */
+} bench_log;
+
+/* Closes the file; 0 when there was something to measure. */
+static inline int read_log(FILE *file, bench_log *run)
+{
+    static double rate[BENCH_STEPS], step[BENCH_STEPS], exposed[BENCH_STEPS];
+    char line[2048];
+    int count = 0;
+    memset(run, 0, sizeof *run);
+    if (!file) return 1;
+    while (fgets(line, sizeof line, file) && !strstr(line, "\"final\"") &&
+           run->steps < BENCH_STEPS) {
+        run->losses[run->steps++] = number_after(line, "\"loss\": ", NAN);
+        if (run->steps == 1) run->tokens = (int)number_after(line, "\"tokens\": ", 0);
+        if (run->steps <= 2) continue;
+        rate[count] = number_after(line, "\"tokens_per_second\": ", 0);
+        step[count] = number_after(line, "\"step_ms\": ", 0);
+        run->sent_mib = number_after(line, "\"comm_bytes\": ", 0) / 1048576;
+        exposed[count++] = number_after(line, "\"exposed_comm_ms\": ", 0);
+    }
+    fclose(file);
+    run->rate = median(rate, count);
+    run->step_ms = median(step, count);
+    run->exposed_ms = median(exposed, count);
+    return count == 0;
+}
+
+/* The loss of the second half of a run beside that of the first: two steps alone differ by their batches. */
+static inline bool learned(const bench_log *run)
+{
+    double change = 0;
+    for (int i = 0; i < run->steps / 2; i++)
+        change += run->losses[run->steps - 1 - i] - run->losses[i];
+    return change < 0;
+}
+
+/* An option with a value, of one of three sorts; --json, which has none, is everybody's. */
+typedef struct bench_option {
+    const char *name;
+    int *number;
+    double *real;
+    const char **text;
+    const char *help;
+} bench_option;
+
+/* 0, or 2 after a sentence to stderr. */
+static inline int bench_parse(const char *program, const bench_option *table, size_t count,
+                              int *json, int argc, char **argv)
+{
+    for (int a = 1; a < argc; a++) {
+        size_t i = 0;
+        if (strcmp(argv[a], "--json") == 0) {
+            *json = 1;
+            continue;
+        }
+        while (i < count && strcmp(argv[a], table[i].name) != 0) i++;
+        if (i == count || a + 1 == argc) {
+            fprintf(stderr, "%s: \"%s\" is no option or lacks its value; --help lists them\n",
+                    program, argv[a]);
+            return 2;
+        }
+        if (table[i].text) *table[i].text = argv[++a];
+        else if (table[i].real) *table[i].real = atof(argv[++a]);
+        else *table[i].number = atoi(argv[++a]);
+    }
+    return 0;
 }
 
 #endif

@@ -18,10 +18,8 @@
  *            all-reduce 2 n S, reduce-scatter (n+1) S, all-gather 2 (n-1) S, broadcast n S.
  *            Below 1.0 of it: data came from a cache that a copy does not reach
  *   MPI x    median over the rounds of MPI's time / ours */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "bench.h"
+#include "dtrain.h"
 
 enum { MAX_SIZES = 32, MAX_ROUNDS = 16, MAX_REPS = 64, MAX_LIST = 8, OPS = 5, SOURCES = 4 };
 enum { OURS_COMM, OURS_PRIVATE, OPEN_MPI, MPICH }; /* who made a time */

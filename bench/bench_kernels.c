@@ -18,10 +18,8 @@
  *             products and attention: of a large square product of the same type, measured first
  *   correct   every element of every output agrees with the CPU device's, from the same inputs, within
  *             the rounding of its type; "-" where an array has over 64 M elements: not compared */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "bench.h"
+#include "dtrain.h"
 
 enum { MAX_ARRAYS = 12, MAX_SETS = 8, MAX_REPS = 64, MAX_SIZES = 8, PIECES = 12 };
 #define COMPARED_ELEMENTS ((int64_t)1 << 26)
@@ -404,7 +402,7 @@ static void describe_topk(kernel *k) /* residual += x, then a second read of the
 }
 static dtrain_result call_topk(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_topk_args a = {k->count, kept(k), m[0], m[1], m[2], m[3]};
+    dtrain_topk_args a = {k->count, kept(k), m[0], m[1], m[2], m[3], NULL, 0};
     return device->ops->topk(device, &a);
 }
 

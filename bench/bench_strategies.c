@@ -18,15 +18,13 @@
  *                the M = N/G nodes. Sharded kinds may stay below: what backward needs first is still there
  *   exposed      ms of a step in which a rank waited for communication
  *   correct      losses to the bit those of DDP, step by step; for HYBRID_SHARD and rows with another
- *                arithmetic within 1e-2; and the loss has fallen
+ *                arithmetic within 1e-2; and the loss has fallen, in runs of 10 steps and more
  *
  * Beside the strategies: activation checkpointing and bf16, each against plain DDP on the most ranks. */
-#define DTRAIN_IMPLEMENTATION
+#include "bench.h"
 #include "dtrain.h"
 
-#include "bench.h"
-
-enum { MAX_CONFIGS = 96, MAX_ROUNDS = 64, MAX_STEPS = 1024, MAX_LIST = 8 };
+enum { MAX_CONFIGS = 96, MAX_ROUNDS = 64, MAX_LIST = 8 };
 
 typedef struct config {
     const char *name, *flags;
@@ -34,10 +32,9 @@ typedef struct config {
     bool same_bits;
     int base; /* the DDP run it is compared with */
 
-    double rate[MAX_ROUNDS], step_ms, exposed_ms, sent_mib, planned_bytes, elements;
+    bench_log run; /* the last round */
+    double rate[MAX_ROUNDS], planned_bytes, elements;
     double params, grads, optimizer, buffers, activations, activation_grads, resident; /* MiB */
-    double losses[MAX_STEPS];
-    int steps;
     bool correct;
 } config;
 
@@ -74,29 +71,6 @@ static double theory_mib(const config *c)
 
 /* ---- running ---- */
 
-static int read_log(const char *path, config *c, int round)
-{
-    static double rate[MAX_STEPS], step[MAX_STEPS], exposed[MAX_STEPS];
-    char line[2048];
-    int count = 0;
-    FILE *log = fopen(path, "r");
-    if (!log) return 1;
-    c->steps = 0;
-    while (fgets(line, sizeof line, log) && !strstr(line, "\"final\"") && c->steps < MAX_STEPS) {
-        c->losses[c->steps++] = number_after(line, "\"loss\": ", NAN);
-        if (c->steps <= 2) continue;
-        rate[count] = number_after(line, "\"tokens_per_second\": ", 0);
-        step[count] = number_after(line, "\"step_ms\": ", 0);
-        c->sent_mib = number_after(line, "\"comm_bytes\": ", 0) / 1048576;
-        exposed[count++] = number_after(line, "\"exposed_comm_ms\": ", 0);
-    }
-    fclose(log);
-    c->rate[round] = median(rate, count);
-    c->step_ms = median(step, count);
-    c->exposed_ms = median(exposed, count);
-    return count == 0;
-}
-
 /* From the lines "model", "strategy", "memory  a rank will need" and "memory" of the end. */
 static void read_output(const char *text, config *c)
 {
@@ -122,11 +96,12 @@ static int run_config(config *c, int round)
         "%s --model %s --ranks %d --threads %d --steps %d --warmup 2 --lr 3e-4 --eval-batches 0 "
         "--sample 0 --log %s %s %s",
         opt.program, models[c->model], c->ranks, opt.threads, opt.steps, log, c->flags, opt.flags);
-    if (capture(command, text, sizeof text) || read_log(log, c, round)) {
+    if (capture(command, text, sizeof text) || read_log(fopen(log, "r"), &c->run)) {
         fprintf(stderr, "bench_strategies: failed: %s\n", command);
         return 1;
     }
     remove(log);
+    c->rate[round] = c->run.rate;
     read_output(text, c);
     return 0;
 }
@@ -203,9 +178,9 @@ static int add_configs(void)
 static void judge(config *c)
 {
     const config *base = &configs[c->base];
-    c->correct = c->steps == base->steps && c->losses[c->steps - 1] < c->losses[0];
-    for (int i = 0; i < c->steps; i++) {
-        const double difference = fabs(c->losses[i] - base->losses[i]);
+    c->correct = c->run.steps == base->run.steps && (c->run.steps < 10 || learned(&c->run));
+    for (int i = 0; i < c->run.steps; i++) {
+        const double difference = fabs(c->run.losses[i] - base->run.losses[i]);
         if (!(difference <= (c->same_bits ? 0 : 1e-2))) c->correct = false;
     }
 }
@@ -221,9 +196,10 @@ static void report_json(const config *c)
            "\"process_mib\": %.1f, \"sent_mib\": %.6g, \"layout_mib\": %.6g, "
            "\"theory_mib\": %.6g, \"exposed_ms\": %.4g, \"correct\": %s}\n",
            models[c->model], c->name, c->ranks, opt.threads, rate.median, rate.min, rate.max,
-           ratio.median, ratio.min, ratio.max, c->step_ms, c->params, c->grads, c->optimizer,
-           c->buffers, c->activations, c->activation_grads, c->resident, c->sent_mib,
-           c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms, c->correct ? "true" : "false");
+           ratio.median, ratio.min, ratio.max, c->run.step_ms, c->params, c->grads, c->optimizer,
+           c->buffers, c->activations, c->activation_grads, c->resident, c->run.sent_mib,
+           c->planned_bytes / 1048576, theory_mib(c), c->run.exposed_ms,
+           c->correct ? "true" : "false");
 }
 
 static void report(const config *c)
@@ -233,8 +209,8 @@ static void report(const config *c)
            "%8.2f %8.2f  %7.2f  %s\n",
            models[c->model], c->ranks, c->name, rate.median, rate.min, rate.max, ratio.median,
            c->params, c->grads, c->optimizer, c->buffers, c->activations + c->activation_grads,
-           c->resident, c->sent_mib, c->planned_bytes / 1048576, theory_mib(c), c->exposed_ms,
-           c->correct ? "yes" : "NO");
+           c->resident, c->run.sent_mib, c->planned_bytes / 1048576, theory_mib(c),
+           c->run.exposed_ms, c->correct ? "yes" : "NO");
 }
 
 static void print_heading(void)
@@ -266,19 +242,14 @@ static void print_ratios(void)
 
 /* ---- options ---- */
 
-static const struct {
-    const char *name;
-    int *number;
-    const char **text;
-    const char *help;
-} option_table[] = {
-    {"--models", NULL, &opt.models, "of tiny, baby, gpt2, between commas; baby"},
-    {"--ranks", NULL, &opt.ranks, "numbers of ranks, between commas; 1,2"},
-    {"--program", NULL, &opt.program, "the trainer; build/train_gpt"},
-    {"--flags", NULL, &opt.flags, "more flags of the trainer"},
-    {"--threads", &opt.threads, NULL, "of a rank; 1"},
-    {"--steps", &opt.steps, NULL, "of each run; 8"},
-    {"--rounds", &opt.rounds, NULL, "1"},
+static const bench_option option_table[] = {
+    {"--models", NULL, NULL, &opt.models, "of tiny, baby, gpt2, between commas; baby"},
+    {"--ranks", NULL, NULL, &opt.ranks, "numbers of ranks, between commas; 1,2"},
+    {"--program", NULL, NULL, &opt.program, "the trainer; build/train_gpt"},
+    {"--flags", NULL, NULL, &opt.flags, "more flags of the trainer"},
+    {"--threads", &opt.threads, NULL, NULL, "of a rank; 1"},
+    {"--steps", &opt.steps, NULL, NULL, "of each run; 8"},
+    {"--rounds", &opt.rounds, NULL, NULL, "1"},
 };
 
 static int usage(void)
@@ -292,28 +263,14 @@ static int usage(void)
 
 static int parse(int argc, char **argv)
 {
-    for (int a = 1; a < argc; a++) {
-        size_t i = 0, count = sizeof option_table / sizeof *option_table;
-        if (strcmp(argv[a], "--json") == 0) {
-            opt.json = 1;
-            continue;
-        }
-        while (i < count && strcmp(argv[a], option_table[i].name) != 0) i++;
-        if (i == count || a + 1 == argc) {
-            fprintf(stderr,
-                    "bench_strategies: \"%s\" is no option or lacks its value; --help lists them\n",
-                    argv[a]);
-            return 2;
-        }
-        if (option_table[i].text) *option_table[i].text = argv[++a];
-        else *option_table[i].number = atoi(argv[++a]);
-    }
-    if (opt.steps < 4 || opt.steps > MAX_STEPS || opt.rounds < 1 || opt.rounds > MAX_ROUNDS ||
+    const size_t count = sizeof option_table / sizeof *option_table;
+    if (bench_parse("bench_strategies", option_table, count, &opt.json, argc, argv)) return 2;
+    if (opt.steps < 4 || opt.steps > BENCH_STEPS || opt.rounds < 1 || opt.rounds > MAX_ROUNDS ||
         opt.threads < 1 || add_configs()) {
         fprintf(stderr,
                 "bench_strategies: --steps takes 4 to %d, --rounds 1 to %d, --models and "
                 "--ranks what --help says\n",
-                MAX_STEPS, MAX_ROUNDS);
+                BENCH_STEPS, MAX_ROUNDS);
         return 2;
     }
     return 0;

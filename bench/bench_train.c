@@ -17,17 +17,16 @@
  *                precision (--peak, in TFLOP/s, where the GPU is not in the table below)
  *   floor        tokens/s if nothing but that arithmetic ran at that rate
  *   correct      the loss starts at ln(V) and has fallen at the end of its last run */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "bench.h"
+#include "dtrain.h"
 
 enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, MAX_PEERS = 4 };
 
 typedef struct config {
     char name[64], command[1024], peer[32]; /* peer: "" for our own */
     int ranks, threads, batch;
-    double rate[MAX_ROUNDS], step_ms, exposed_ms, memory_mib, predicted_mib, first_loss, last_loss;
+    bench_log run; /* the last round */
+    double rate[MAX_ROUNDS], memory_mib, predicted_mib;
 } config;
 
 static struct options {
@@ -135,30 +134,6 @@ static double flops_per_token(void)
 
 /* ---- running ---- */
 
-/* Medians over the steps of one of our runs, from its log. */
-static int read_log(const char *path, config *c, int round)
-{
-    static double rate[1024], step[1024], exposed[1024];
-    char line[2048];
-    int count = 0, steps = 0;
-    FILE *log = fopen(path, "r");
-    if (!log) return 1;
-    while (fgets(line, sizeof line, log) && !strstr(line, "\"final\"")) {
-        double loss = number_after(line, "\"loss\": ", NAN);
-        if (steps++ == 0) c->first_loss = loss;
-        c->last_loss = loss;
-        if (steps <= 2 || count == 1024) continue;
-        rate[count] = number_after(line, "\"tokens_per_second\": ", 0);
-        step[count] = number_after(line, "\"step_ms\": ", 0);
-        exposed[count++] = number_after(line, "\"exposed_comm_ms\": ", 0);
-    }
-    fclose(log);
-    c->rate[round] = median(rate, count);
-    c->step_ms = median(step, count);
-    c->exposed_ms = median(exposed, count);
-    return count == 0;
-}
-
 static int run_config(config *c, int round)
 {
     static char text[1 << 20], command[2048];
@@ -167,13 +142,14 @@ static int run_config(config *c, int round)
     if (c->peer[0]) {
         if (capture(c->command, text, sizeof text)) return 1;
         c->rate[round] = number_after(text, "tokens_per_second ", 0);
-        c->step_ms = number_after(text, "step_ms ", 0);
+        c->run.step_ms = number_after(text, "step_ms ", 0);
         return c->rate[round] <= 0;
     }
     snprintf(log, sizeof log, "/tmp/bench_train.%ld.jsonl", (long)getpid());
     snprintf(command, sizeof command, "%s --log %s", c->command, log);
-    if (capture(command, text, sizeof text) || read_log(log, c, round)) return 1;
+    if (capture(command, text, sizeof text) || read_log(fopen(log, "r"), &c->run)) return 1;
     remove(log);
+    c->rate[round] = c->run.rate;
     at = strstr(text, "\n  memory ");
     if (at) c->memory_mib = number_after(at, "memory", 0);
     if (at) c->predicted_mib = number_after(at, "rank 0,", 0);
@@ -183,8 +159,7 @@ static int run_config(config *c, int round)
 /* The loss of an untrained model is ln(V), within its initialisation's spread, and falls. */
 static int is_correct(const config *c)
 {
-    return c->peer[0] ||
-           (fabs(c->first_loss - log(opt.vocab)) < 0.5 && c->last_loss < c->first_loss);
+    return c->peer[0] || (fabs(c->run.losses[0] - log(opt.vocab)) < 0.5 && learned(&c->run));
 }
 
 /* ---- configurations ---- */
@@ -302,14 +277,14 @@ static void report(const config *c, double peak)
             "\"mfu\": %.4g, \"nominal_gflops\": %.5g, \"exposed_ms\": %.4g, "
             "\"memory_mib\": %.6g, \"predicted_mib\": %.6g, \"correct\": %s}\n",
             opt.model, c->name, on_gpu ? gpu.name : "cpu", opt.precision, c->ranks, c->threads,
-            c->batch, opt.seq, rate, low, high, c->step_ms, gflops, share, peak, mfu, nominal,
-            c->exposed_ms, c->memory_mib, c->predicted_mib, is_correct(c) ? "true" : "false");
+            c->batch, opt.seq, rate, low, high, c->run.step_ms, gflops, share, peak, mfu, nominal,
+            c->run.exposed_ms, c->memory_mib, c->predicted_mib, is_correct(c) ? "true" : "false");
     if (!opt.json)
         printf(
             "%-22s %5d  %9.0f %9.0f %9.0f  %8.1f  %7.1f  %5.1f %%  %5.1f %%  %7.2f  %8.1f %9.1f  "
             "%s\n",
-            c->name, c->batch, rate, low, high, c->step_ms, gflops, 100 * share, 100 * mfu,
-            c->exposed_ms, c->memory_mib, c->predicted_mib, is_correct(c) ? "yes" : "NO");
+            c->name, c->batch, rate, low, high, c->run.step_ms, gflops, 100 * share, 100 * mfu,
+            c->run.exposed_ms, c->memory_mib, c->predicted_mib, is_correct(c) ? "yes" : "NO");
 }
 
 /* Median over rounds of a's rate over b's in the same round, per rank and thread when weak. */

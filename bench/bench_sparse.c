@@ -1,0 +1,557 @@
+/* bench_sparse.c: the CPU kernels of compressed communication: top-k, scatter-add, orthonormal columns,
+ * thin products.
+ *
+ *   run:     make bench, or build/bench/bench_sparse [--threads 2] [--reps 9] [--json]
+ *   build:   cc -O2 -I. bench/bench_sparse.c -o bench_sparse -lm -lpthread
+ *
+ * A repetition runs everyone once, one after the other, beginning with another one each time: the
+ * machine's drift then meets all alike, and ratios are taken within a repetition.
+ *
+ *   ms        of a call, median (min to max) over the repetitions
+ *   GB/s      bytes / time: 4 bytes an element (read x), with residual 12 (and residual += x), with
+ *             velocity 20 (and velocity = momentum velocity + x); scatter-add 8 bytes an entry and a
+ *             cache line read and written
+ *   floor     the rate of one thread that does nothing but move the same streams: a read of x, an
+ *             update y += x, both; for scatter-add the update
+ *   of floor  our GB/s over threads x floor
+ *   thin      products of low-rank gradients, with a matrix M (count, 768): M Q, M^T P, P Q^T, k columns
+ *             of P and Q; bytes are M's, which is read, or for P Q^T written (floor: written, too)
+ *   naive     the time of the obvious C over ours: quickselect on the magnitudes and one more pass;
+ *             the bare loop; modified Gram-Schmidt, column by column, twice; three loops
+ *   of GEMM   orthonormal columns: the time over that of the product (rows, 768) x (768, columns)
+ *             that goes with it in a PowerSGD step
+ *   correct   top-k: the bits of the naive result after three steps; else 1e-5, and Q^T Q = I to 1e-6 */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#include "bench.h"
+
+enum { MAX_REPS = 64, FLOOR = 0, OURS = 1, NAIVE = 2, GEMM = 3, RUNNERS = 4, INNER = 768 };
+
+static struct {
+    int threads, reps, quick, json, help;
+} opt = {1, 0, 0, 0, 0};
+
+static dtrain_device *device;
+
+/* ---- The floor ---- */
+
+enum { PLAIN = 0, RESIDUAL = 1, VELOCITY = 2, WRITE = 3 };
+enum { M_Q = 0, MT_P = 1, P_QT = 2 };
+static const char *const mode_names[] = {"plain", "residual", "velocity"};
+static const char *const thin_names[] = {"M Q", "M^T P", "P Q^T"};
+static volatile uint32_t sink;
+
+#define DEFINE_STREAMS(id, target, lanes)                                                        \
+    target static void streams_##id(int mode, const float *x, float *r, float *v, int64_t count) \
+    {                                                                                            \
+        typedef uint32_t words __attribute__((vector_size(4 * (lanes)), may_alias));             \
+        typedef float vec __attribute__((vector_size(4 * (lanes)), may_alias));                  \
+        const words *from = (const words *)(const void *)x;                                      \
+        words a = {0}, b = a, c = a, d = a;                                                      \
+        for (int64_t i = 0; mode == PLAIN && i + 4 * (lanes) <= count;                           \
+             i += 4 * (lanes), from += 4) {                                                      \
+            a |= from[0];                                                                        \
+            b |= from[1];                                                                        \
+            c |= from[2];                                                                        \
+            d |= from[3];                                                                        \
+        }                                                                                        \
+        a |= b | c | d;                                                                          \
+        sink = a[0];                                                                             \
+        for (int64_t i = 0; mode == RESIDUAL && i + (lanes) <= count; i += (lanes))              \
+            *(vec *)(void *)(r + i) += *(const vec *)(const void *)(x + i);                      \
+        for (int64_t i = 0; mode == VELOCITY && i + (lanes) <= count; i += (lanes)) {            \
+            *(vec *)(void *)(v + i) += *(const vec *)(const void *)(x + i);                      \
+            *(vec *)(void *)(r + i) += *(const vec *)(const void *)(v + i);                      \
+        }                                                                                        \
+        for (int64_t i = 0; mode == WRITE && i + (lanes) <= count; i += (lanes))                 \
+            *(vec *)(void *)(r + i) = (vec)a;                                                    \
+    }
+
+#if defined(__x86_64__) || defined(__i386__)
+DEFINE_STREAMS(avx512, DTRAIN__TARGET("avx512f"), 16)
+DEFINE_STREAMS(avx2, DTRAIN__TARGET("avx2"), 8)
+#endif
+DEFINE_STREAMS(baseline, DTRAIN__BASELINE, 4)
+
+static void streams(int mode, const float *x, float *r, float *v, int64_t count)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    if (__builtin_cpu_supports("avx512f")) streams_avx512(mode, x, r, v, count);
+    else if (__builtin_cpu_supports("avx2")) streams_avx2(mode, x, r, v, count);
+    else
+#endif
+        streams_baseline(mode, x, r, v, count);
+}
+
+/* ---- The obvious C ---- */
+
+static uint32_t magnitude(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits &= 0x7fffffffu;
+    return bits > 0x7f800000u ? 0x7fffffffu : bits;
+}
+
+/* The k-th largest, k from 1; keys are reordered. */
+static uint32_t quickselect(uint32_t *keys, int64_t count, int64_t k)
+{
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        const uint32_t pivot = keys[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (keys[i] > pivot) i++;
+            while (keys[j] < pivot) j--;
+            if (i > j) break;
+            const uint32_t key = keys[i];
+            keys[i++] = keys[j];
+            keys[j--] = key;
+        }
+        if (k - 1 <= j) high = j;
+        else if (k - 1 >= i) low = i;
+        else break;
+    }
+    return keys[k - 1];
+}
+
+static void naive_topk(const dtrain_topk_args *a, uint32_t *keys)
+{
+    const float *from = a->residual ? a->residual : a->x;
+    int64_t equals = a->k, taken = 0;
+    for (int64_t i = 0; i < a->count; i++) {
+        volatile float product = a->velocity ? a->momentum * a->velocity[i] : 0;
+        if (a->velocity) a->velocity[i] = product + a->x[i];
+        if (a->residual) a->residual[i] += a->velocity ? a->velocity[i] : a->x[i];
+        keys[i] = magnitude(from[i]);
+    }
+    const uint32_t border = quickselect(keys, a->count, a->k);
+    for (int64_t i = 0; i < a->count; i++) equals -= magnitude(from[i]) > border;
+    for (int64_t i = 0; i < a->count && taken < a->k; i++) {
+        const uint32_t m = magnitude(from[i]);
+        if (m < border || (m == border && equals-- <= 0)) continue;
+        a->values[taken] = from[i];
+        a->indices[taken++] = (int32_t)i;
+        if (a->residual) a->residual[i] = 0;
+        if (a->velocity) a->velocity[i] = 0;
+    }
+}
+
+static void naive_orthogonalize(float *x, int64_t rows, int64_t columns)
+{
+    for (int64_t j = 0; j < columns; j++) {
+        double norm = 0;
+        for (int64_t onto = 0; onto < 2 * j; onto++) {
+            const int64_t i = onto % j;
+            double dot = 0;
+            for (int64_t r = 0; r < rows; r++)
+                dot += (double)x[r * columns + i] * (double)x[r * columns + j];
+            for (int64_t r = 0; r < rows; r++)
+                x[r * columns + j] -= (float)(dot * (double)x[r * columns + i]);
+        }
+        for (int64_t r = 0; r < rows; r++)
+            norm += (double)x[r * columns + j] * (double)x[r * columns + j];
+        for (int64_t r = 0; r < rows; r++) x[r * columns + j] *= (float)(1 / sqrt(norm));
+    }
+}
+
+/* ---- A trial: one kernel at one size, all that it is compared with ---- */
+
+typedef enum kind { TOPK, SCATTER_ADD, ORTHOGONALIZE, THIN } kind;
+
+typedef struct trial {
+    kind kind;
+    int64_t count, k; /* of a matrix: rows, columns */
+    int mode;
+    double bytes;
+    float *x, *y, *z; /* read by all; GEMM's operands and result */
+    float *residual[RUNNERS], *velocity[RUNNERS], *values[RUNNERS];
+    int32_t *indices[RUNNERS];
+    uint32_t *keys;
+    double seconds[RUNNERS][MAX_REPS];
+    bool correct;
+} trial;
+
+static void *take(int64_t count)
+{
+    void *memory;
+    const size_t bytes = (size_t)count * 4;
+    if (device->ops->alloc(device, bytes, &memory) != DTRAIN_OK) {
+        fprintf(stderr, "bench_sparse: %s\n", dtrain_last_error());
+        exit(1);
+    }
+    memset(memory, 0, bytes);
+    return memory;
+}
+
+static float *noise(int64_t count, uint64_t stream)
+{
+    float *x = (float *)take(count);
+    for (int64_t i = 0; i < count; i += 4) { /* normal, as gradients are, nearly */
+        uint32_t words[4];
+        dtrain_philox(7, stream, (uint64_t)i, words);
+        for (int64_t j = 0; j < 4 && i + j < count; j++) {
+            const uint32_t w = words[j];
+            const float u = (float)((w & 0x7ff) + (w >> 11 & 0x7ff) + (w >> 22)) / 1024.0f - 2.5f;
+            x[i + j] = u * u * u + (float)(w >> 3 & 0xffff) * 1e-6f;
+        }
+    }
+    return x;
+}
+
+static void give(void *memory, int64_t count)
+{
+    device->ops->free(device, memory, (size_t)count * 4);
+}
+
+static int64_t elements(const trial *t)
+{
+    return t->kind == ORTHOGONALIZE ? t->count * t->k
+           : t->kind == THIN        ? t->count * INNER
+                                    : t->count;
+}
+
+static void open_trial(trial *t)
+{
+    const int64_t n = elements(t);
+    t->x = noise(n, 1);
+    if (t->kind == THIN) {
+        t->y = noise(t->count * t->k, 2);
+        t->z = noise(INNER * t->k, 3);
+    } else if (t->kind == ORTHOGONALIZE) {
+        t->y = noise(t->count * INNER, 2);
+        t->z = noise(INNER * t->k, 3);
+    } else t->keys = (uint32_t *)take(n);
+    for (int r = FLOOR; r <= NAIVE; r++) {
+        t->residual[r] = (float *)take(n);
+        t->velocity[r] = (float *)take(n);
+        if (t->kind == THIN) continue;
+        t->values[r] = noise(t->k, 4);
+        t->indices[r] = (int32_t *)take(t->k);
+        for (int64_t i = 0; i < t->k; i++)
+            t->indices[r][i] = (int32_t)(i * (t->count / t->k) + i % (t->count / t->k));
+        if (t->kind == ORTHOGONALIZE) memcpy(t->residual[r], t->x, (size_t)n * 4);
+    }
+}
+
+static void close_trial(trial *t)
+{
+    const int64_t n = elements(t);
+    give(t->x, n);
+    give(t->y, t->count * (t->kind == THIN ? t->k : INNER));
+    give(t->z, INNER * t->k);
+    give(t->keys, n);
+    for (int r = FLOOR; r <= NAIVE; r++) {
+        give(t->residual[r], n);
+        give(t->velocity[r], n);
+        give(t->values[r], t->k);
+        give(t->indices[r], t->k);
+    }
+}
+
+static void call_topk(trial *t, int runner)
+{
+    const dtrain_topk_args args = {t->count,
+                                   t->k,
+                                   t->x,
+                                   t->mode >= RESIDUAL ? t->residual[runner] : NULL,
+                                   t->values[runner],
+                                   t->indices[runner],
+                                   t->mode == VELOCITY ? t->velocity[runner] : NULL,
+                                   0.9f};
+    if (runner == NAIVE) naive_topk(&args, t->keys);
+    else if (device->ops->topk(device, &args) != DTRAIN_OK) t->correct = false;
+}
+
+static void call_scatter_add(trial *t, int runner)
+{
+    const dtrain_scatter_add_args args = {
+        t->count, t->k, 0.5f, t->values[runner], t->indices[runner], t->residual[runner]};
+    if (runner == NAIVE)
+        for (int64_t i = 0; i < t->k; i++) args.out[args.indices[i]] += 0.5f * args.values[i];
+    else if (device->ops->scatter_add(device, &args) != DTRAIN_OK) t->correct = false;
+}
+
+static void call_orthogonalize(trial *t, int runner)
+{
+    const dtrain_orthogonalize_args args = {t->count, t->k, t->residual[runner]};
+    if (runner == NAIVE) naive_orthogonalize(args.x, t->count, t->k);
+    else if (device->ops->orthogonalize(device, &args) != DTRAIN_OK) t->correct = false;
+}
+
+static void call_gemm(trial *t)
+{
+    dtrain_gemm_args g;
+    memset(&g, 0, sizeof g);
+    g.m = t->count;
+    g.n = g.ldb = g.ldc = t->k;
+    g.k = g.lda = INNER;
+    g.alpha = 1;
+    g.a = t->y;
+    g.b = t->z;
+    g.c = t->residual[FLOOR];
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
+}
+
+/* C (m, n) = op(A) op(B) as rows of products, each element in double. */
+static void naive_thin(const dtrain_gemm_args *g)
+{
+    const bool ta = g->flags & DTRAIN_GEMM_TRANS_A, tb = g->flags & DTRAIN_GEMM_TRANS_B;
+    const float *a = (const float *)g->a, *b = (const float *)g->b;
+    for (int64_t i = 0; i < g->m; i++)
+        for (int64_t j = 0; j < g->n; j++) {
+            double sum = 0;
+            for (int64_t p = 0; p < g->k; p++)
+                sum += (double)a[ta ? p * g->lda + i : i * g->lda + p] *
+                       (double)b[tb ? j * g->ldb + p : p * g->ldb + j];
+            ((float *)g->c)[i * g->ldc + j] = (float)sum;
+        }
+}
+
+static void call_thin(trial *t, int runner)
+{
+    const int64_t m = t->count, r = t->k;
+    dtrain_gemm_args g;
+    memset(&g, 0, sizeof g);
+    g.m = t->mode == MT_P ? INNER : m;
+    g.n = t->mode == P_QT ? INNER : r;
+    g.k = t->mode == M_Q ? INNER : t->mode == MT_P ? m : r;
+    g.flags = t->mode == MT_P ? DTRAIN_GEMM_TRANS_A : t->mode == P_QT ? DTRAIN_GEMM_TRANS_B : 0;
+    g.lda = t->mode == P_QT ? r : INNER;
+    g.ldb = r;
+    g.ldc = g.n;
+    g.alpha = 1;
+    g.a = t->mode == P_QT ? t->y : t->x;
+    g.b = t->mode == MT_P ? t->y : t->z;
+    g.c = t->residual[runner];
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    if (runner == NAIVE) naive_thin(&g);
+    else if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
+}
+
+static void call(trial *t, int runner)
+{
+    if (runner == GEMM) call_gemm(t);
+    else if (runner == FLOOR)
+        streams(t->kind == TOPK                      ? t->mode
+                : t->kind == THIN && t->mode == P_QT ? WRITE
+                : t->kind == THIN                    ? PLAIN
+                                                     : RESIDUAL,
+                t->x, t->residual[FLOOR], t->velocity[FLOOR], elements(t));
+    else if (t->kind == TOPK) call_topk(t, runner);
+    else if (t->kind == SCATTER_ADD) call_scatter_add(t, runner);
+    else if (t->kind == THIN) call_thin(t, runner);
+    else call_orthogonalize(t, runner);
+}
+
+/* ---- Correct ---- */
+
+static bool equal(const void *const *arrays, int64_t count)
+{
+    return memcmp(arrays[OURS], arrays[NAIVE], (size_t)count * 4) == 0;
+}
+
+static bool orthonormal(const trial *t)
+{
+    const float *q = t->residual[OURS], *other = t->residual[NAIVE];
+    double off = 0, far = 0;
+    for (int64_t i = 0; i < elements(t); i++)
+        far = fmax(far, fabs((double)q[i] - (double)other[i]));
+    for (int64_t i = 0; i < t->k; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            double sum = i == j ? -1 : 0;
+            for (int64_t r = 0; r < t->count; r++)
+                sum += (double)q[r * t->k + i] * (double)q[r * t->k + j];
+            off = fmax(off, fabs(sum));
+        }
+    return far < 1e-5 && off < 1e-6;
+}
+
+/* Relative to the largest. */
+static bool close_to_naive(const trial *t)
+{
+    double far = 0, most = 0;
+    for (int64_t i = 0; i < elements(t); i++) {
+        far = fmax(far, fabs((double)t->residual[OURS][i] - (double)t->residual[NAIVE][i]));
+        most = fmax(most, fabs((double)t->residual[NAIVE][i]));
+    }
+    return far < 1e-5 * most;
+}
+
+static void check(trial *t)
+{
+    const void *const *residual = (const void *const *)t->residual;
+    t->correct = true;
+    for (int step = 0; step < (t->kind == TOPK ? 3 : 1); step++) {
+        call(t, OURS);
+        call(t, NAIVE);
+        if (t->kind == THIN) t->correct = t->correct && close_to_naive(t);
+        else if (t->kind == ORTHOGONALIZE) t->correct = t->correct && orthonormal(t);
+        else
+            t->correct = t->correct && equal(residual, t->count) &&
+                         equal((const void *const *)t->velocity, t->count) &&
+                         equal((const void *const *)t->values, t->k) &&
+                         equal((const void *const *)t->indices, t->k);
+    }
+}
+
+/* ---- Measure and report ---- */
+
+static double measure(trial *t, int runner)
+{
+    const double least = opt.quick ? 0.0005 : 0.01, start = dtrain_seconds();
+    double elapsed;
+    int calls = 0;
+    do {
+        call(t, runner);
+        calls++;
+        elapsed = dtrain_seconds() - start;
+    } while (elapsed < least);
+    return elapsed / calls;
+}
+
+static spread spread_of_ratio(const double *a, const double *b, double scale)
+{
+    double ratios[MAX_REPS];
+    for (int r = 0; r < opt.reps; r++) ratios[r] = scale * a[r] / b[r];
+    return spread_of(ratios, opt.reps);
+}
+
+static const char *const kind_names[] = {"topk", "scatter_add", "orthogonalize", "thin"};
+
+static void print_trial(const trial *t)
+{
+    const spread ours = spread_of(t->seconds[OURS], opt.reps);
+    const double floor = median(t->seconds[FLOOR], opt.reps);
+    const double moved = t->kind == SCATTER_ADD ? 12.0 * (double)t->count : t->bytes;
+    const spread share =
+        spread_of_ratio(t->seconds[FLOOR], t->seconds[OURS], t->bytes / moved / opt.threads);
+    const spread naive = spread_of_ratio(t->seconds[NAIVE], t->seconds[OURS], 1);
+    const spread gemm = spread_of_ratio(t->seconds[OURS], t->seconds[GEMM], 1);
+    const bool matrix = t->kind == ORTHOGONALIZE;
+    char range[64], of_floor[64] = "", of_gemm[64] = "";
+    if (opt.json) {
+        printf(
+            "{\"bench\": \"sparse\", \"kernel\": \"%s\", \"count\": %lld, \"k\": %lld, \"mode\": "
+            "\"%s\", \"threads\": %d, \"ms\": %.5g, \"min\": %.5g, \"max\": %.5g, \"naive\": "
+            "%.4g, ",
+            kind_names[t->kind], (long long)t->count, (long long)t->k,
+            t->kind == THIN ? thin_names[t->mode] : mode_names[t->mode], opt.threads,
+            1e3 * ours.median, 1e3 * ours.min, 1e3 * ours.max, naive.median);
+        if (matrix) printf("\"of_gemm\": %.4g, ", gemm.median);
+        else
+            printf("\"gbps\": %.4g, \"floor_gbps\": %.4g, \"of_floor\": %.4g, ",
+                   1e-9 * t->bytes / ours.median, 1e-9 * moved / floor, share.median);
+        printf("\"isa\": \"%s\", \"correct\": %s}\n", dtrain_cpu_kernel_name(),
+               t->correct ? "true" : "false");
+        return;
+    }
+    snprintf(range, sizeof range, "(%.3f to %.3f)", 1e3 * ours.min, 1e3 * ours.max);
+    if (matrix)
+        snprintf(of_gemm, sizeof of_gemm, "%5.2f (%.2f to %.2f)", gemm.median, gemm.min, gemm.max);
+    else
+        snprintf(of_floor, sizeof of_floor, "%6.1f %6.1f   %4.2f (%.2f to %.2f)",
+                 1e-9 * t->bytes / ours.median, 1e-9 * moved / floor, share.median, share.min,
+                 share.max);
+    printf("%-13s %9lld %7lld %-8s %9.3f %-20s %-36s %6.1f  %-20s %s\n", kind_names[t->kind],
+           (long long)t->count, (long long)t->k,
+           t->kind == TOPK   ? mode_names[t->mode]
+           : t->kind == THIN ? thin_names[t->mode]
+                             : "",
+           1e3 * ours.median, range, of_floor, naive.median, of_gemm, t->correct ? "yes" : "WRONG");
+}
+
+static bool run(kind which, int64_t count, int64_t k, int mode)
+{
+    static trial t;
+    memset(&t, 0, sizeof t);
+    t.kind = which;
+    t.count = count;
+    t.k = k;
+    t.mode = mode;
+    t.bytes = which == TOPK ? (mode == PLAIN      ? 4.0
+                               : mode == RESIDUAL ? 12.0
+                                                  : 20.0) *
+                                  (double)count
+              : which == THIN ? 4.0 * (double)count * INNER
+                              : (8.0 + 128) * (double)k;
+    open_trial(&t);
+    check(&t);
+    const int runners = which == ORTHOGONALIZE ? RUNNERS : GEMM;
+    for (int r = 0; r < opt.reps; r++)
+        for (int i = 0; i < runners; i++) {
+            const int runner = (r + i) % runners;
+            t.seconds[runner][r] = measure(&t, runner);
+        }
+    print_trial(&t);
+    fflush(stdout);
+    close_trial(&t);
+    return t.correct;
+}
+
+static bool run_all(void)
+{
+    static const int64_t sizes[] = {65536, 1 << 20, 1 << 24};
+    static const int64_t shapes[][2] = {{4096, 1},  {4096, 4},  {4096, 16}, {4096, 64},
+                                        {50257, 1}, {50257, 4}, {50257, 32}};
+    bool correct = true;
+    for (int s = 0; s < (opt.quick ? 1 : 3); s++)
+        for (int64_t part = 100; part <= 1000; part *= 10)
+            for (int mode = PLAIN; mode <= VELOCITY; mode++)
+                correct = run(TOPK, sizes[s], sizes[s] / part, mode) && correct;
+    for (int s = 0; s < (opt.quick ? 1 : 3); s++)
+        correct = run(SCATTER_ADD, sizes[s], sizes[s] / 100, PLAIN) && correct;
+    for (int s = 0; s < (opt.quick ? 2 : 7); s++)
+        correct = run(ORTHOGONALIZE, shapes[s][0], shapes[s][1], PLAIN) && correct;
+    for (int s = 0; s < (opt.quick ? 1 : 2); s++)
+        for (int mode = M_Q; mode <= P_QT; mode++)
+            for (int64_t rank = 1; rank <= 16; rank *= 4)
+                correct = run(THIN, s ? 50257 : 4096, rank, mode) && correct;
+    return correct;
+}
+
+static int parse(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--quick")) opt.quick = 1;
+        else if (!strcmp(argv[i], "--json")) opt.json = 1;
+        else if (!strcmp(argv[i], "--threads") && i + 1 < argc) opt.threads = atoi(argv[++i]);
+        else if (!strcmp(argv[i], "--reps") && i + 1 < argc) opt.reps = atoi(argv[++i]);
+        else {
+            opt.help = 1;
+            return strcmp(argv[i], "--help") != 0;
+        }
+    }
+    if (opt.reps == 0) opt.reps = opt.quick ? 3 : 9;
+    return opt.threads < 1 || opt.reps < 1 || opt.reps > MAX_REPS;
+}
+
+int main(int argc, char **argv)
+{
+    dtrain_device_desc desc;
+    const int wrong = parse(argc, argv);
+    if (wrong || opt.help) {
+        fprintf(wrong ? stderr : stdout,
+                "usage: bench_sparse [--threads N] [--reps N, up to %d] [--quick] [--json]\n",
+                MAX_REPS);
+        return wrong;
+    }
+    memset(&desc, 0, sizeof desc);
+    desc.thread_count = (uint32_t)opt.threads;
+    if (dtrain_device_create(NULL, &desc, &device) != DTRAIN_OK) {
+        fprintf(stderr, "bench_sparse: %s\n", dtrain_last_error());
+        return 1;
+    }
+    if (!opt.json) {
+        printf("dtrain: %s, %d thread%s, %d repetitions\n\n", dtrain_cpu_kernel_name(), opt.threads,
+               opt.threads == 1 ? "" : "s", opt.reps);
+        printf("%-13s %9s %7s %-8s %9s %-20s %6s %6s   %-21s %6s  %-20s %s\n", "kernel", "count",
+               "k", "feedback", "ms", "(min to max)", "GB/s", "floor", "of floor", "naive",
+               "of GEMM", "correct");
+    }
+    const bool correct = run_all();
+    dtrain_device_destroy(device);
+    return correct ? 0 : 1;
+}
