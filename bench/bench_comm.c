@@ -864,19 +864,25 @@ static const struct {
 
 static void print_break_even(void)
 {
-    printf("\npays up to (Gb/s, by formula and processor time, a core for each rank)\n%-25s", "");
-    for (int c = 0; c < CURVES; c++) printf(" %22s", methods[curves[c].method].name);
+    bool headed = false;
     for (int i = 0; i < row_count; i++) {
         const shape *at = &rows[i].at;
         if (rows[i].how != &methods[PLAIN] || rows[i].gbps != speeds[0] || at->node_ranks > 1)
             continue;
+        if (!headed) {
+            printf(
+                "\npays up to (Gb/s, by formula and processor time, a core for each rank)\n%-25s",
+                "");
+            for (int c = 0; c < CURVES; c++) printf(" %22s", methods[curves[c].method].name);
+            headed = true;
+        }
         printf("\n%d nodes %-17s", at->nodes, "");
         for (int c = 0; c < CURVES; c++) {
             if (!find(at, speeds[0], curves[c].method)) printf(" %22s", "-");
             else printf(" %22.1f", break_even(at, curves[c].method));
         }
     }
-    printf("\n");
+    if (headed) printf("\n");
 }
 
 /* ---- the drawing: one panel for each number of nodes, x Gb/s, y times as fast as plain ---- */
