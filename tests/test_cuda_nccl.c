@@ -243,7 +243,7 @@ static int train_main(dtrain_world *world, void *user)
     if (trained == DTRAIN_OK) RANKS_TRY(dtrain_strategy_verify(strategy, &result->hashes[m.rank]));
     if (m.rank == 0) {
         snprintf(result->backend, sizeof result->backend, "%s", info.backend);
-        result->launches = (uint64_t)nccl_mock_count.launches;
+        result->launches = (uint64_t)__atomic_load_n(&nccl_mock_count.launches, __ATOMIC_RELAXED);
         result->graph_launches = (uint64_t)counters.graph_launches;
     }
     dtrain_trainer_destroy(trainer);
