@@ -1176,7 +1176,10 @@ typedef struct dtrain_comm_ops {
  * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init is called if
  * the program has not done it, and then MPI_Finalize when all ranks have returned 0. Any failure
  * fails all communicators of the world, and MPI is not called again: its launcher may say that a
- * rank ended without MPI_Finalize, and what was under way may still be written to. */
+ * rank ended without MPI_Finalize, and what was under way may still be written to. SIGPIPE is
+ * ignored in such a world unless the program has a handler: Open MPI writes to sockets of the dead.
+ * Over TCP it may, rarely, not return from a call at all then; mpirun, unless told to keep a job
+ * going without a rank, ends such a process with the job. */
 extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
 
 /* The table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI. Any
@@ -11472,8 +11475,8 @@ DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
 }
 
 /* The same for bf16, 32 bytes at a time. A word holds two numbers: one is its upper half, and the
- * lower half shifted up is the other, so that neither leaves its lane on the way. Rounding is
- * [S23]'s, without its look for NaNs: here they have a bf16's payload, and nothing carries into it. */
+ * lower half shifted up is the other, so that neither leaves its lane on the way. Rounding is that
+ * of [S23], but for NaNs: theirs is the payload of a bf16, and nothing carries into it. */
 DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
 {
     const float scale = job->op == DTRAIN_MEAN ? 1.0f / (float)job->in_count : 1.0f;
@@ -13406,6 +13409,7 @@ typedef struct dtrain__mpi_hub {
     int ranks[DTRAIN_MAX_RANKS];     /* of mpi, by rank in the world: orders may differ */
     int64_t next_range, range_limit; /* of tags */
     bool ours;                       /* MPI_Init was called here */
+    bool quiet_pipes;                /* SIGPIPE is ignored, and was not */
     bool failed;
     dtrain_result code;
     char text[560];
@@ -14443,6 +14447,7 @@ static void dtrain__mpi_hub_end(dtrain__mpi_hub *hub, bool met)
         MPI_Finalized(&finalized);
         if (hub->ours && !finalized) MPI_Finalize();
     }
+    if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
     dtrain__free(&allocator, hub, 1, sizeof *hub);
 }
 
@@ -14564,6 +14569,15 @@ static dtrain_result dtrain__mpi_duplicate(dtrain__mpi_hub *hub)
     return DTRAIN_OK;
 }
 
+/* Open MPI writes to the socket of a rank that has died, and the signal of that would kill this one
+ * before it can say who is gone. A handler of the program's own stays. */
+static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
+{
+    struct sigaction now;
+    if (sigaction(SIGPIPE, NULL, &now) != 0 || now.sa_handler != SIG_DFL) return;
+    hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
+}
+
 static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *mine)
 {
     char library[MPI_MAX_LIBRARY_VERSION_STRING + 1] = "";
@@ -14574,6 +14588,7 @@ static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *m
     if (!ready && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Init_thread failed");
     if (hub->ours) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    dtrain__mpi_quiet_pipes(hub);
     MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
     MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
     MPI_Get_library_version(library, &length);
