@@ -133,6 +133,38 @@ static inline bool ranks_await(const int32_t *count, int32_t wanted)
 }
 static inline void ranks_count(int32_t *count) { __atomic_fetch_add(count, 1, __ATOMIC_RELEASE); }
 
+/* ---- memory ---- */
+
+/* An allocator that counts, and that fails once where it is told to. */
+typedef struct ranks_tracker {
+    long calls, fail_at, live, live_bytes; /* atomic */
+} ranks_tracker;
+
+static inline void *ranks_tracked_alloc(void *user, size_t bytes)
+{
+    ranks_tracker *t = (ranks_tracker *)user;
+    void *memory;
+    if (__atomic_add_fetch(&t->calls, 1, __ATOMIC_ACQ_REL) == t->fail_at) return NULL;
+    memory = malloc(bytes);
+    __atomic_add_fetch(&t->live, 1, __ATOMIC_ACQ_REL);
+    __atomic_add_fetch(&t->live_bytes, (long)bytes, __ATOMIC_ACQ_REL);
+    return memory;
+}
+static inline void ranks_tracked_free(void *user, void *memory, size_t bytes)
+{
+    ranks_tracker *t = (ranks_tracker *)user;
+    __atomic_add_fetch(&t->live, -1, __ATOMIC_ACQ_REL);
+    __atomic_add_fetch(&t->live_bytes, -(long)bytes, __ATOMIC_ACQ_REL);
+    free(memory);
+}
+static inline void ranks_track(dtrain_launch_desc *desc, ranks_tracker *t)
+{
+    memset(t, 0, sizeof *t);
+    desc->allocator.alloc = ranks_tracked_alloc;
+    desc->allocator.free = ranks_tracked_free;
+    desc->allocator.user = t;
+}
+
 /* ---- launching ---- */
 
 static inline dtrain_launch_desc ranks_desc(int ranks, uint32_t mode)

@@ -1912,44 +1912,23 @@ static void test_no_state(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, stateless_
 
 /* ---- memory ---- */
 
-typedef struct tracker {
-    long calls, fail_at, live, live_bytes; /* atomic */
+typedef struct tracked {
+    ranks_tracker memory;
     int method;
-} tracker;
+} tracked;
 
-static void *track_alloc(void *user, size_t bytes)
-{
-    tracker *t = (tracker *)user;
-    void *memory;
-    if (__atomic_add_fetch(&t->calls, 1, __ATOMIC_ACQ_REL) == t->fail_at) return NULL;
-    memory = malloc(bytes);
-    __atomic_add_fetch(&t->live, 1, __ATOMIC_ACQ_REL);
-    __atomic_add_fetch(&t->live_bytes, (long)bytes, __ATOMIC_ACQ_REL);
-    return memory;
-}
-static void track_free(void *user, void *memory, size_t bytes)
-{
-    tracker *t = (tracker *)user;
-    __atomic_add_fetch(&t->live, -1, __ATOMIC_ACQ_REL);
-    __atomic_add_fetch(&t->live_bytes, -(long)bytes, __ATOMIC_ACQ_REL);
-    free(memory);
-}
-
-static dtrain_launch_desc tracked_launch(tracker *t, int method)
+static dtrain_launch_desc tracked_launch(tracked *t, int method)
 {
     dtrain_launch_desc desc = ranks_desc(4, DTRAIN_LAUNCH_THREADS);
-    memset(t, 0, sizeof *t);
     t->method = method;
-    desc.allocator.alloc = track_alloc;
-    desc.allocator.free = track_free;
-    desc.allocator.user = t;
+    ranks_track(&desc, &t->memory);
     return desc;
 }
 
 /* From the first compressed step on nothing is allocated and nothing moves. */
 static int steady_rank(dtrain_world *world, void *user)
 {
-    tracker *t = (tracker *)user;
+    tracked *t = (tracked *)user;
     dtrain_strategy_desc desc = method_desc(t->method);
     const dtrain_compression_state *states;
     dtrain_strategy *s;
@@ -1974,12 +1953,12 @@ static int steady_rank(dtrain_world *world, void *user)
             grads[p] = m->params[p].grad;
         }
         RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
-        if (step == 1) calls = __atomic_load_n(&t->calls, __ATOMIC_ACQUIRE);
+        if (step == 1) calls = __atomic_load_n(&t->memory.calls, __ATOMIC_ACQUIRE);
         RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
     }
-    CHECK_MSG(__atomic_load_n(&t->calls, __ATOMIC_ACQUIRE) == calls,
+    CHECK_MSG(__atomic_load_n(&t->memory.calls, __ATOMIC_ACQUIRE) == calls,
               "%s: %ld allocations after the first compressed step", method_names[t->method],
-              t->calls - calls);
+              t->memory.calls - calls);
     dtrain_strategy_destroy(s);
     free(m);
     return 0;
@@ -1989,18 +1968,18 @@ static void test_steady_state(void)
 {
     int method;
     for (method = 0; method < METHODS; method++) {
-        tracker t;
+        tracked t;
         dtrain_launch_desc desc = tracked_launch(&t, method);
         CHECK_MSG(ranks_launch(&desc, steady_rank, &t, NULL) == DTRAIN_OK, "%s",
                   dtrain_last_error());
-        CHECK(t.live == 0);
+        CHECK(t.memory.live == 0);
     }
 }
 
 /* No checks inside: most runs fail, and must only end and give everything back. */
 static int tracked_rank(dtrain_world *world, void *user)
 {
-    const tracker *t = (const tracker *)user;
+    const tracked *t = (const tracked *)user;
     dtrain_strategy_desc desc = method_desc(t->method);
     dtrain_strategy *s = NULL;
     int step, bad;
@@ -2016,18 +1995,19 @@ static int tracked_rank(dtrain_world *world, void *user)
 
 static void check_allocation_failures(int method)
 {
-    tracker t;
+    tracked t;
     int n;
     for (n = 1; n < 600; n++) {
         dtrain_launch_desc desc = tracked_launch(&t, method);
         dtrain_result result;
-        t.fail_at = n;
+        t.memory.fail_at = n;
         result = dtrain_launch(&desc, tracked_rank, &t, NULL);
-        CHECK_MSG(t.live == 0 && t.live_bytes == 0, "%s: call %d fails: %ld blocks, %ld bytes leak",
-                  method_names[method], n, t.live, t.live_bytes);
-        CHECK_MSG((result == DTRAIN_OK) == (t.calls < n), "%s: call %d of %ld fails: %s",
-                  method_names[method], n, t.calls, dtrain_result_name(result));
-        if (t.calls < n) break;
+        CHECK_MSG(t.memory.live == 0 && t.memory.live_bytes == 0,
+                  "%s: call %d fails: %ld blocks, %ld bytes leak", method_names[method], n,
+                  t.memory.live, t.memory.live_bytes);
+        CHECK_MSG((result == DTRAIN_OK) == (t.memory.calls < n), "%s: call %d of %ld fails: %s",
+                  method_names[method], n, t.memory.calls, dtrain_result_name(result));
+        if (t.memory.calls < n) break;
     }
     CHECK_MSG(n > 20 && n < 600, "%d allocations", n);
 }

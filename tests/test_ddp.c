@@ -1143,28 +1143,6 @@ static void test_broken_device(void)
               dtrain_last_error());
 }
 
-typedef struct tracker {
-    long calls, fail_at, live, live_bytes; /* atomic */
-} tracker;
-
-static void *track_alloc(void *user, size_t bytes)
-{
-    tracker *t = (tracker *)user;
-    void *memory;
-    if (__atomic_add_fetch(&t->calls, 1, __ATOMIC_ACQ_REL) == t->fail_at) return NULL;
-    memory = malloc(bytes);
-    __atomic_add_fetch(&t->live, 1, __ATOMIC_ACQ_REL);
-    __atomic_add_fetch(&t->live_bytes, (long)bytes, __ATOMIC_ACQ_REL);
-    return memory;
-}
-static void track_free(void *user, void *memory, size_t bytes)
-{
-    tracker *t = (tracker *)user;
-    __atomic_add_fetch(&t->live, -1, __ATOMIC_ACQ_REL);
-    __atomic_add_fetch(&t->live_bytes, -(long)bytes, __ATOMIC_ACQ_REL);
-    free(memory);
-}
-
 /* No checks inside: most runs fail, and must only end and give everything back. */
 static int tracked_main(dtrain_world *world, void *user)
 {
@@ -1197,16 +1175,13 @@ static int tracked_main(dtrain_world *world, void *user)
 static void test_allocation_failures(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
-    tracker t;
+    ranks_tracker t;
     int n;
     desc.log_level = DTRAIN_LOG_ERROR;
-    desc.allocator.alloc = track_alloc;
-    desc.allocator.free = track_free;
-    desc.allocator.user = &t;
     for (n = 1; n < 400; n++) {
         double start = dtrain_seconds();
         dtrain_result result;
-        memset(&t, 0, sizeof t);
+        ranks_track(&desc, &t);
         t.fail_at = n;
         result = dtrain_launch(&desc, tracked_main, NULL, NULL);
         CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n,
@@ -1223,7 +1198,7 @@ static void test_allocation_failures(void)
 /* From the second step on nothing is allocated and nothing moves. */
 static int steady_main(dtrain_world *world, void *user)
 {
-    tracker *t = (tracker *)user;
+    ranks_tracker *t = (ranks_tracker *)user;
     config c = usual(0);
     dtrain_strategy *ddp;
     dtrain_optimizer *optimizer;
@@ -1255,11 +1230,8 @@ static int steady_main(dtrain_world *world, void *user)
 static void test_steady_state(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
-    tracker t;
-    memset(&t, 0, sizeof t);
-    desc.allocator.alloc = track_alloc;
-    desc.allocator.free = track_free;
-    desc.allocator.user = &t;
+    ranks_tracker t;
+    ranks_track(&desc, &t);
     CHECK_MSG(ranks_launch(&desc, steady_main, &t, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
     CHECK(t.live == 0);
 }
