@@ -10,14 +10,18 @@
 
 typedef struct flag {
     const char *name;
-    char kind;   /* s string, w one of the words, i integer, f number, b switch */
-    void *value; /* const char *, long (place in words), long, double, long */
+    char kind;   /* s string, w one of the words, i integer, f number, b switch; W, I several */
+    void *value; /* const char *, long (place in words), long, double, long; flag_list */
     double low, high;
     const char *help;
     const char *const *words; /* ended by NULL */
 } flag;
 
-enum { FLAGS_MOST = 100 };
+enum { FLAGS_MOST = 100, FLAGS_LIST = 32 };
+typedef struct flag_list {
+    long count, items[FLAGS_LIST];
+} flag_list;
+
 static bool flags_given[FLAGS_MOST]; /* by place in the table */
 
 /* A line for each; the second column shows what is used when the flag is not given. */
@@ -28,10 +32,11 @@ static inline void flags_help(const flag *table, int count)
         char usual[32] = "";
         if (f->kind == 's' && *(const char **)f->value)
             snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
-        if (f->kind == 'w') snprintf(usual, sizeof usual, "%s", f->words[*(long *)f->value]);
+        if (f->kind == 'w' && *(long *)f->value >= 0)
+            snprintf(usual, sizeof usual, "%s", f->words[*(long *)f->value]);
         if (f->kind == 'i' && *(long *)f->value > 0)
             snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
-        if (f->kind == 'f' && *(double *)f->value >= 0)
+        if (f->kind == 'f' && *(double *)f->value >= f->low)
             snprintf(usual, sizeof usual, "%g", *(double *)f->value);
         printf("  %-26s %-10s %s", f->name, usual, f->help);
         for (int k = 0; f->words && f->words[k]; k++) printf("%s%s", k ? ", " : ": ", f->words[k]);
@@ -39,25 +44,64 @@ static inline void flags_help(const flag *table, int count)
     }
 }
 
-static inline int flags__set(const char *program, const flag *f, const char *text)
+/* These take `length` characters of text: a whole value, or one of a list. 0, or 2. */
+static inline int flags__word(const char *program, const flag *f, const char *text, size_t length,
+                              long *value)
 {
-    char *end = NULL, list[128] = "";
-    const double number = strtod(text, &end);
-    if (f->kind == 's') return *(const char **)f->value = text, 0;
-    for (int i = 0; f->kind == 'w' && f->words[i]; i++) {
-        if (strcmp(text, f->words[i]) == 0) return *(long *)f->value = i, 0;
+    char list[160] = "";
+    for (int i = 0; f->words[i]; i++) {
+        if (strlen(f->words[i]) == length && memcmp(text, f->words[i], length) == 0)
+            return *value = i, 0;
         snprintf(list + strlen(list), sizeof list - strlen(list), " %s", f->words[i]);
     }
-    const bool in_range = end != text && !*end && number >= f->low && number <= f->high;
-    if (f->kind == 'w')
-        fprintf(stderr, "%s: %s is \"%s\"; it takes one of:%s\n", program, f->name, text, list);
-    else if (!in_range)
-        fprintf(stderr, "%s: %s is \"%s\"; it takes a number from %g to %g\n", program, f->name,
-                text, f->low, f->high);
-    else if (f->kind == 'f') return *(double *)f->value = number, 0;
-    else if (number == floor(number)) return *(long *)f->value = (long)number, 0;
-    else fprintf(stderr, "%s: %s is \"%s\"; it takes a whole number\n", program, f->name, text);
-    return 1;
+    fprintf(stderr, "%s: %s is \"%.*s\"; it takes %s of:%s\n", program, f->name, (int)length, text,
+            f->kind == 'W' ? "several, with commas," : "one", list);
+    return 2;
+}
+
+static inline int flags__number(const char *program, const flag *f, const char *text, size_t length,
+                                double *value)
+{
+    char *end = NULL;
+    *value = strtod(text, &end);
+    if (end == text || end != text + length || !(*value >= f->low && *value <= f->high))
+        fprintf(stderr, "%s: %s is \"%.*s\"; it takes a number from %g to %g\n", program, f->name,
+                (int)length, text, f->low, f->high);
+    else if (f->kind != 'f' && *value != floor(*value))
+        fprintf(stderr, "%s: %s is \"%.*s\"; it takes a whole number\n", program, f->name,
+                (int)length, text);
+    else return 0;
+    return 2;
+}
+
+static inline int flags__list(const char *program, const flag *f, const char *text)
+{
+    flag_list *all = (flag_list *)f->value;
+    double number = 0;
+    for (all->count = 0; all->count < FLAGS_LIST; text++) {
+        const size_t length = strcspn(text, ",");
+        long *item = &all->items[all->count++];
+        if (f->kind == 'W' ? flags__word(program, f, text, length, item)
+                           : flags__number(program, f, text, length, &number))
+            return 2;
+        if (f->kind == 'I') *item = (long)number;
+        text += length;
+        if (!*text) return 0;
+    }
+    fprintf(stderr, "%s: %s has more than %d entries\n", program, f->name, FLAGS_LIST);
+    return 2;
+}
+
+static inline int flags__set(const char *program, const flag *f, const char *text)
+{
+    double number = 0;
+    if (f->kind == 's') return *(const char **)f->value = text, 0;
+    if (f->kind == 'w') return flags__word(program, f, text, strlen(text), (long *)f->value);
+    if (f->kind == 'W' || f->kind == 'I') return flags__list(program, f, text);
+    if (flags__number(program, f, text, strlen(text), &number)) return 2;
+    if (f->kind == 'f') *(double *)f->value = number;
+    else *(long *)f->value = (long)number;
+    return 0;
 }
 
 /* The place of a name, or -1. */
@@ -68,22 +112,22 @@ static inline int flags_find(const flag *table, int count, const char *name)
     return at;
 }
 
-/* 0, or 1 after a sentence to stderr. */
-static inline int flags_parse(const char *program, const flag *table, int count, int argc,
-                              char **argv)
+/* Of what follows a program's name: 0, or 2 after a sentence to stderr. */
+static inline int flags_parse(const char *program, const flag *table, int count, int given,
+                              char **arguments)
 {
-    for (int a = 1; a < argc; a++) {
-        const int at = flags_find(table, count, argv[a]);
+    for (int a = 0; a < given; a++) {
+        const int at = flags_find(table, count, arguments[a]);
         if (at < 0) {
-            fprintf(stderr, "%s: unknown flag \"%s\"; --help lists them\n", program, argv[a]);
-            return 1;
+            fprintf(stderr, "%s: unknown flag \"%s\"; --help lists them\n", program, arguments[a]);
+            return 2;
         }
         flags_given[at] = true;
         if (table[at].kind == 'b') *(long *)table[at].value = 1;
-        else if (a + 1 == argc) {
+        else if (a + 1 == given) {
             fprintf(stderr, "%s: %s needs a value\n", program, table[at].name);
-            return 1;
-        } else if (flags__set(program, &table[at], argv[++a])) return 1;
+            return 2;
+        } else if (flags__set(program, &table[at], arguments[++a])) return 2;
     }
     return 0;
 }

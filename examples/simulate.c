@@ -30,23 +30,19 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include "flags.h"
+
 #include <ctype.h>
 
 /* One sentence about a bad request; the caller returns it as main's exit code. */
 #define BAD(...) (fprintf(stderr, "simulate: " __VA_ARGS__), fputc('\n', stderr), 2)
 
-enum { LIST = 32 };
-
-/* ---- flags: one table makes the parser and --help ------------------------------------------------- */
-
-typedef struct list {
-    long count, items[LIST];
-} list;
+/* ---- flags -------------------------------------------------------------------------------------- */
 
 /* -1 in a number of the cluster: as its preset says. */
 struct settings {
     const char *model, *cluster, *json, *svg, *check, *measured;
-    list gpus, strategies, batches;
+    flag_list gpus, strategies, batches;
     long precision, param_dtype, reduce_dtype, optimizer, compression, exchange, network;
     long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
     long no_overlap, hierarchical, help;
@@ -91,15 +87,7 @@ static words compressions = {"none", "topk", "powersgd"};   /* dtrain_compressio
 static words exchanges = {"all_gather", "balanced"};        /* dtrain_sparse_exchange */
 static words networks = {"nccl", "alpha_beta", "emulated"}; /* enum below */
 
-static const struct flag {
-    const char *name;
-    char
-        kind; /* s string, w one of the words, W several, i integer, I several, f number, b switch */
-    void *value;
-    double low, high;
-    const char *help;
-    const char *const *words;
-} flag_table[] = {
+static const flag flag_table[] = {
     {"--model", 's', &flags.model, 0, 0, "one of the models below", NULL},
     {"--cluster", 's', &flags.cluster, 0, 0,
      "one of the clusters below; the flags from --tflops on override it", NULL},
@@ -168,70 +156,9 @@ static const struct flag {
 };
 enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
 
-static int set_word(const struct flag *f, const char *text, size_t length, long *value)
-{
-    char choices[160] = "";
-    for (int i = 0; f->words[i]; i++) {
-        if (strlen(f->words[i]) == length && memcmp(text, f->words[i], length) == 0)
-            return *value = i, 0;
-        snprintf(choices + strlen(choices), sizeof choices - strlen(choices), " %s", f->words[i]);
-    }
-    return BAD("%s is \"%.*s\"; it takes%s:%s", f->name, (int)length, text,
-               f->kind == 'W' ? " several, with commas, of" : " one of", choices);
-}
-
-static int set_number(const struct flag *f, const char *text, size_t length, double *value)
-{
-    char *end = NULL;
-    *value = strtod(text, &end);
-    if (end == text || end != text + length || !(*value >= f->low && *value <= f->high))
-        return BAD("%s is \"%.*s\"; it takes a number from %g to %g", f->name, (int)length, text,
-                   f->low, f->high);
-    if (f->kind != 'f' && *value != floor(*value))
-        return BAD("%s is \"%.*s\"; it takes a whole number", f->name, (int)length, text);
-    return 0;
-}
-
-static int set_list(const struct flag *f, const char *text)
-{
-    list *all = (list *)f->value;
-    double number = 0;
-    for (all->count = 0; all->count < LIST; text++) {
-        const size_t length = strcspn(text, ",");
-        long *item = &all->items[all->count++];
-        if (f->kind == 'W' ? set_word(f, text, length, item) : set_number(f, text, length, &number))
-            return 2;
-        if (f->kind == 'I') *item = (long)number;
-        text += length;
-        if (!*text) return 0;
-    }
-    return BAD("%s has more than %d entries", f->name, LIST);
-}
-
-static int set_flag(const struct flag *f, const char *text)
-{
-    double number = 0;
-    if (f->kind == 's') return *(const char **)f->value = text, 0;
-    if (f->kind == 'w') return set_word(f, text, strlen(text), (long *)f->value);
-    if (f->kind == 'I' || f->kind == 'W') return set_list(f, text);
-    if (set_number(f, text, strlen(text), &number)) return 2;
-    if (f->kind == 'f') *(double *)f->value = number;
-    else *(long *)f->value = (long)number;
-    return 0;
-}
-
 static int parse_flags(int count, char **arguments)
 {
-    for (int a = 0; a < count; a++) {
-        const struct flag *f = NULL;
-        for (int i = 0; i < FLAG_COUNT && !f; i++)
-            if (strcmp(arguments[a], flag_table[i].name) == 0) f = &flag_table[i];
-        if (!f) return BAD("unknown flag \"%s\"; --help lists them", arguments[a]);
-        if (f->kind == 'b') *(long *)f->value = 1;
-        else if (a + 1 == count) return BAD("%s needs a value", f->name);
-        else if (set_flag(f, arguments[++a])) return 2;
-    }
-    return 0;
+    return flags_parse("simulate", flag_table, FLAG_COUNT, count, arguments);
 }
 
 #include "simulate_models.h"
@@ -670,21 +597,7 @@ static void print_help(void)
 {
     printf("simulate: how fast a model would train on 1 to 1024 GPUs (dtrain %s)\n\n",
            dtrain_version());
-    for (int i = 0; i < FLAG_COUNT; i++) {
-        const struct flag *f = &flag_table[i];
-        char preset[32] = "";
-        if (f->kind == 's' && *(const char **)f->value)
-            snprintf(preset, sizeof preset, "%s", *(const char **)f->value);
-        if (f->kind == 'w' && *(long *)f->value >= 0)
-            snprintf(preset, sizeof preset, "%s", f->words[*(long *)f->value]);
-        if (f->kind == 'i' && *(long *)f->value > 0)
-            snprintf(preset, sizeof preset, "%ld", *(long *)f->value);
-        if (f->kind == 'f' && *(double *)f->value > 0)
-            snprintf(preset, sizeof preset, "%g", *(double *)f->value);
-        printf("  %-24s %-6s %s", f->name, preset, f->help);
-        for (int k = 0; f->words && f->words[k]; k++) printf("%s%s", k ? ", " : ": ", f->words[k]);
-        putchar('\n');
-    }
+    flags_help(flag_table, FLAG_COUNT);
     printf("\nmodels\n");
     for (int i = 0; i < TRANSFORMERS; i++)
         printf("  %-14s %s\n", transformers[i].name, transformers[i].what);

@@ -594,7 +594,7 @@ int main(int argc, char **argv)
     take_defaults();
     for (int a = 1; a < argc; a++)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
-    if (flags_parse("train_gpt", flag_table, FLAG_COUNT, argc, argv)) return 2;
+    if (flags_parse("train_gpt", flag_table, FLAG_COUNT, argc - 1, argv + 1)) return 2;
     if (apply_preset() || check_data() || check_compression() || check_emulation() || check_sizes())
         return 2;
     memset(&launch, 0, sizeof launch);
