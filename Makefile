@@ -142,7 +142,7 @@ mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
 # ---- Rules ----------------------------------------------------------------------------------------
 vpath %.c   examples tests bench
 vpath %.cpp tests tests/cuda_emulation
-HEADERS := $(wildcard dtrain*.h examples/*.h tests/*.h tests/*/*.h bench/*.h examples/*.h) tests/nccl_mock/nccl_mock.c
+HEADERS := $(wildcard dtrain*.h examples/*.h tests/*.h tests/*/*.h bench/*.h) tests/nccl_mock/nccl_mock.c
 
 # The implementation, compiled once for the tests and benchmarks that use what the header declares. From
 # an archive: a program that has it within itself, to look inside, takes none of this.
@@ -163,7 +163,7 @@ $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(CFLAGS) -I. -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
 
-$(BUILD)/mpi/%: examples/%.c dtrain.h
+$(BUILD)/mpi/%: examples/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(MPICC) $(STRICT) $(CFLAGS) -DDTRAIN_USE_MPI -I. $< -o $@ $(LIBS)
 

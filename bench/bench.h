@@ -116,6 +116,15 @@ typedef struct bench_option {
     const char *help;
 } bench_option;
 
+/* --help: what the program does, and its options. */
+static inline int bench_usage(const char *what, const bench_option *table, size_t count)
+{
+    printf("%s\n", what);
+    for (size_t i = 0; i < count; i++) printf("  %-15s %s\n", table[i].name, table[i].help);
+    printf("  %-15s prints JSON, one object a line, instead of tables\n", "--json");
+    return 0;
+}
+
 /* 0, or 2 after a sentence to stderr. */
 static inline int bench_parse(const char *program, const bench_option *table, size_t count,
                               int *json, int argc, char **argv)

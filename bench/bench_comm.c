@@ -1275,15 +1275,7 @@ static const bench_option option_table[] = {
     {"--steps", &opt.steps, NULL, NULL, "of a run for its loss; 2000"},
     {"--rounds", &opt.rounds, NULL, NULL, "of runs for their speed; 3"},
 };
-
-static int usage(void)
-{
-    printf("bench_comm: exchanges of gradients over slow links; see the top of its source\n");
-    for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
-        printf("  %-15s %s\n", option_table[i].name, option_table[i].help);
-    printf("  --json          prints JSON, one object a line, instead of tables\n");
-    return 0;
-}
+enum { OPTIONS = sizeof option_table / sizeof *option_table };
 
 static int check_options(void)
 {
@@ -1308,8 +1300,7 @@ static int check_options(void)
 
 static int parse(int argc, char **argv)
 {
-    const size_t count = sizeof option_table / sizeof *option_table;
-    if (bench_parse("bench_comm", option_table, count, &opt.json, argc, argv)) return 2;
+    if (bench_parse("bench_comm", option_table, OPTIONS, &opt.json, argc, argv)) return 2;
     return check_options();
 }
 
@@ -1324,7 +1315,10 @@ int main(int argc, char **argv)
                  {"train", run_train},
                  {"loss", run_loss}};
     int bad = 0;
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage();
+    if (argc > 1 && strcmp(argv[1], "--help") == 0)
+        return bench_usage(
+            "bench_comm: exchanges of gradients over slow links; see the top of its source",
+            option_table, OPTIONS);
     if (parse(argc, argv)) return 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)

@@ -336,15 +336,7 @@ static const bench_option option_table[] = {
     {"--gbps", NULL, &opt.gbps, NULL, "every rank is a node with an emulated link; 0: none"},
     {"--simulator", NULL, NULL, &opt.simulator, "build/simulate"},
 };
-
-static int usage(void)
-{
-    printf("bench_scaling: training on more and more ranks of this machine\n");
-    for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
-        printf("  %-14s %s\n", option_table[i].name, option_table[i].help);
-    printf("  --json         prints JSON, one object a line, instead of tables\n");
-    return 0;
-}
+enum { OPTIONS = sizeof option_table / sizeof *option_table };
 
 static int check_options(void)
 {
@@ -369,15 +361,16 @@ static int check_options(void)
 
 static int parse(int argc, char **argv)
 {
-    const size_t count = sizeof option_table / sizeof *option_table;
-    if (bench_parse("bench_scaling", option_table, count, &opt.json, argc, argv)) return 2;
+    if (bench_parse("bench_scaling", option_table, OPTIONS, &opt.json, argc, argv)) return 2;
     return check_options();
 }
 
 int main(int argc, char **argv)
 {
     int bad;
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage();
+    if (argc > 1 && strcmp(argv[1], "--help") == 0)
+        return bench_usage("bench_scaling: training on more and more ranks of this machine",
+                           option_table, OPTIONS);
     if (parse(argc, argv)) return 2;
     cores = sysconf(_SC_NPROCESSORS_ONLN);
     setvbuf(stdout, NULL, _IOLBF, 0);

@@ -251,20 +251,11 @@ static const bench_option option_table[] = {
     {"--steps", &opt.steps, NULL, NULL, "of each run; 8"},
     {"--rounds", &opt.rounds, NULL, NULL, "1"},
 };
-
-static int usage(void)
-{
-    printf("bench_strategies: what each strategy costs and saves\n");
-    for (size_t i = 0; i < sizeof option_table / sizeof *option_table; i++)
-        printf("  %-12s %s\n", option_table[i].name, option_table[i].help);
-    printf("  --json       prints JSON, one object a line, instead of the table\n");
-    return 0;
-}
+enum { OPTIONS = sizeof option_table / sizeof *option_table };
 
 static int parse(int argc, char **argv)
 {
-    const size_t count = sizeof option_table / sizeof *option_table;
-    if (bench_parse("bench_strategies", option_table, count, &opt.json, argc, argv)) return 2;
+    if (bench_parse("bench_strategies", option_table, OPTIONS, &opt.json, argc, argv)) return 2;
     if (opt.steps < 4 || opt.steps > BENCH_STEPS || opt.rounds < 1 || opt.rounds > MAX_ROUNDS ||
         opt.threads < 1 || add_configs()) {
         fprintf(stderr,
@@ -279,7 +270,9 @@ static int parse(int argc, char **argv)
 int main(int argc, char **argv)
 {
     int bad = 0;
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage();
+    if (argc > 1 && strcmp(argv[1], "--help") == 0)
+        return bench_usage("bench_strategies: what each strategy costs and saves", option_table,
+                           OPTIONS);
     if (parse(argc, argv)) return 2;
     for (int round = 0; round < opt.rounds; round++)
         for (int i = 0; i < config_count; i++)
