@@ -18,9 +18,10 @@ CFLAGS += -DDTRAIN_USE_CBLAS
 LIBS   += -lopenblas
 endif
 
-GPU_TESTS := $(wildcard tests/test_cuda_*.c)
-EXAMPLES  := $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
-TESTS     := $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out $(GPU_TESTS) tests/test_mpi.c,$(wildcard tests/test_*.c)))
+GPU_TESTS := $(wildcard tests/cuda/test_cuda_*.c)
+PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c
+EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
+TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
@@ -49,14 +50,14 @@ run: $(BUILD)/train_gpt
 	$(BUILD)/train_gpt $(ARGS)
 
 # ---- The GPU kernels on the CPU -------------------------------------------------------------------
-# dtrain_cuda.cu, compiled as C++ over stand-ins for CUDA (tests/cuda_emulation), and the same C
+# dtrain_cuda.cu, compiled as C++ over stand-ins for CUDA (tests/cuda/emulation), and the same C
 # programs linked with it: they need a C++ compiler and no GPU.
 ifeq ($(origin CXX),default)
 CXX := $(if $(findstring clang,$(CC)),clang++,g++)
 endif
-EMULATION := -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda_emulation
+EMULATION := -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda/emulation
 ifneq ($(shell command -v $(CXX)),)
-EMU_TESTS := $(patsubst tests/%.c,$(BUILD)/emu/%,$(GPU_TESTS)) $(BUILD)/emu/test_emulation
+EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU_TESTS)) $(BUILD)/emu/test_emulation
 # These start ranks, on every core; the others are one thread each.
 WITH_RANKS := %_ddp %_nccl %_strategies %_compression %_offload
 EMU_BENCH := $(BUILD)/emu/bench_kernels $(BUILD)/emu/bench_train $(BUILD)/emu/train_gpt
@@ -65,18 +66,18 @@ EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) 
 endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
-SCRIPTS ?= tests/test_examples.sh tests/test_bench.sh tests/test_launchers.sh \
-           tests/test_nccl.sh tests/test_mpi.sh tests/test_slurm.sh tests/test_simulator.sh
-COMPILING ?= tests/cuda_build.sh tests/test_compile.sh
+SCRIPTS ?= tests/cli/test_examples.sh tests/cli/test_bench.sh tests/cli/test_launchers.sh \
+           tests/nccl/test_nccl.sh tests/cli/test_mpi.sh tests/cli/test_slurm.sh tests/cli/test_simulator.sh
+COMPILING ?= tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 test: $(EXAMPLES) $(TESTS) $(BENCHES) $(filter $(BUILD)/%,$(EMU_TESTS)) $(EMU_BENCH)
-	@BUILD=$(BUILD) CC="$(CC)" sh tests/run.sh $(TESTS) $(filter $(WITH_RANKS),$(EMU_TESTS)) $(SCRIPTS) \
+	@BUILD=$(BUILD) CC="$(CC)" sh tests/scripts/run.sh $(TESTS) $(filter $(WITH_RANKS),$(EMU_TESTS)) $(SCRIPTS) \
 	  --beside $(COMPILING) $(filter-out $(WITH_RANKS),$(EMU_TESTS))
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES)
 	@for b in $(filter-out $(LONG_BENCHES),$(BENCHES)); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
 check-simulator: $(BUILD)/simulate
-	$(BUILD)/simulate --check bench/published.txt
+	$(BUILD)/simulate --check tools/simulate/published.txt
 bench-strategies: $(BUILD)/train_gpt $(BUILD)/bench/bench_strategies
 	$(BUILD)/bench/bench_strategies $(ARGS)
 bench-comm: $(BUILD)/train_gpt $(BUILD)/bench/bench_comm
@@ -86,7 +87,7 @@ bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 
 # A sanitizer build is the same tests in a folder of its own; benchmarks would measure the sanitizer.
 # Kernel threads are fibers: what a sanitizer knows of a stack must not move to its own heap.
-asan: export SCRIPTS = tests/test_examples.sh
+asan: export SCRIPTS = tests/cli/test_examples.sh
 tsan: export SCRIPTS =
 asan tsan: export COMPILING =
 NO_BENCH := BENCHES= EMU_BENCH=
@@ -101,24 +102,24 @@ tsan:
 	  TESTS="$(addprefix build/tsan/tests/test_,comm faults launch links nccl ddp strategies compression \
 	    trainer gemm device sparse)"
 valgrind: $(TESTS)
-	@BUILD=$(BUILD) sh tests/valgrind.sh
+	@BUILD=$(BUILD) sh tests/scripts/valgrind.sh
 
 fuzz:
 	@mkdir -p $(BUILD)/fuzz
-	@for f in $(wildcard tests/fuzz_*.c); do \
+	@for f in $(wildcard tests/fuzz/fuzz_*.c); do \
 	  out=$(BUILD)/fuzz/$$(basename $$f .c); echo "== $$f"; \
 	  clang -O1 -g -I. -fsanitize=fuzzer,address,undefined $$f -o $$out $(LIBS) && \
 	  $$out -max_total_time=$${FUZZ_SECONDS:-30} -print_final_stats=0 -verbosity=0 || exit 1; done
 
 N ?= 40
 mutate:
-	@BUILD=$(BUILD) CC="$(CC)" CXX="$(CXX)" sh tests/mutate_cuda.sh $(N)
+	@BUILD=$(BUILD) CC="$(CC)" CXX="$(CXX)" sh tests/cuda/mutate_cuda.sh $(N)
 
 golden:
 	sh tests/reference/check.sh
 
 lint:
-	@CC="$(CC)" sh tests/lint.sh
+	@CC="$(CC)" sh tests/scripts/lint.sh
 
 clean:
 	rm -rf build
@@ -130,19 +131,20 @@ ARCH = $(foreach a,$(CUDA_ARCH),$(if $(filter native,$a),-arch=native,-gencode=a
 NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo yes),-DDTRAIN_USE_NCCL -ldl)
 
 cuda: $(patsubst $(BUILD)/%,$(BUILD)/cuda/%,$(EXAMPLES))
-gpu-programs: cuda $(patsubst tests/%.c,$(BUILD)/cuda/%,$(filter-out tests/test_cuda_nccl.c,$(GPU_TESTS))) \
+gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU_TESTS))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
 gpu-check:
-	@BUILD=$(BUILD) bash tests/gpu_check.sh
+	@BUILD=$(BUILD) bash tests/cuda/gpu_check.sh
 
 # ---- MPI ------------------------------------------------------------------------------------------
 MPICC ?= mpicc
 mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
 
 # ---- Rules ----------------------------------------------------------------------------------------
-vpath %.c   examples tests bench
-vpath %.cpp tests tests/cuda_emulation
-HEADERS := $(wildcard dtrain*.h examples/*.h tests/*.h tests/*/*.h bench/*.h) tests/nccl_mock/nccl_mock.c
+vpath %.c   examples tools/train_gpt tools/simulate tests/unit tests/cuda tests/nccl bench
+vpath %.cpp tests/cuda tests/cuda/emulation
+HEADERS := $(wildcard dtrain*.h tools/*.h tools/*/*.h tests/*/*.h tests/*/*/*.h bench/*.h) tests/nccl/mock/nccl_mock.c
+TEST_INCLUDES := -I. -Itests -Itests/support -Itests/cuda
 
 # The implementation, compiled once for the tests and benchmarks that use what the header declares. From
 # an archive: a program that has it within itself, to look inside, takes none of this.
@@ -152,18 +154,18 @@ $(BUILD)/dtrain.a: dtrain.h
 	$(IMPLEMENTATION) -o $(@:.a=.o)
 	rm -f $@ && $(AR) rc $@ $(@:.a=.o)
 
-$(BUILD)/%: examples/%.c $(HEADERS)
+$(BUILD)/%: %.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(CFLAGS) -I. $< -o $@ $(LIBS)
-$(BUILD)/tests/%: tests/%.c $(BUILD)/dtrain.a $(HEADERS)
+$(BUILD)/tests/%: %.c $(BUILD)/dtrain.a $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) -I. -Itests $< $(BUILD)/dtrain.a -o $@ $(LIBS)
-$(BUILD)/tests/test_nccl: CFLAGS += -Itests/nccl_mock
+	$(CC) $(STRICT) $(CFLAGS) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+$(BUILD)/tests/test_nccl: CFLAGS += -Itests/nccl/mock
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(CFLAGS) -I. -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
 
-$(BUILD)/mpi/%: examples/%.c $(HEADERS)
+$(BUILD)/mpi/%: %.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(MPICC) $(STRICT) $(CFLAGS) -DDTRAIN_USE_MPI -I. $< -o $@ $(LIBS)
 
@@ -175,11 +177,11 @@ $(BUILD)/emu/dtrain.o: dtrain.h
 	$(IMPLEMENTATION) $(EMULATION) -o $@
 $(BUILD)/emu/%.o: %.cpp $(HEADERS)
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CFLAGS) $(EMULATION) -I. -Itests -c $< -o $@
+	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CFLAGS) $(EMULATION) $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/emu/%.o: %.c $(HEADERS)
 	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) $(EMULATION) -I. -Itests -c $< -o $@
-$(BUILD)/emu/test_cuda_nccl.o $(BUILD)/emu/test_cuda_compression.o: EMULATION += -Itests/nccl_mock
+	$(CC) $(STRICT) $(CFLAGS) $(EMULATION) $(TEST_INCLUDES) -c $< -o $@
+$(BUILD)/emu/test_cuda_nccl.o $(BUILD)/emu/test_cuda_compression.o: EMULATION += -Itests/nccl/mock
 $(BUILD)/emu/emulated.a: $(addprefix $(BUILD)/emu/,dtrain.o dtrain_cuda.o cuda_emulation.o)
 	rm -f $@ && $(AR) rc $@ $^
 $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
@@ -194,7 +196,7 @@ $(BUILD)/cuda/dtrain.o: dtrain.h
 $(BUILD)/cuda/dtrain.a: $(addprefix $(BUILD)/cuda/,dtrain.o dtrain_cuda.o)
 	rm -f $@ && $(AR) rc $@ $^
 $(BUILD)/cuda/%: %.c $(BUILD)/cuda/dtrain.a $(HEADERS)
-	$(NVCC) -O3 $(ARCH) -DDTRAIN_USE_CUDA -I. -Itests $< $(BUILD)/cuda/dtrain.a -o $@ -lcublasLt $(LIBS) $(NCCL)
+	$(NVCC) -O3 $(ARCH) -DDTRAIN_USE_CUDA $(TEST_INCLUDES) $< $(BUILD)/cuda/dtrain.a -o $@ -lcublasLt $(LIBS) $(NCCL)
 
 .PHONY: examples help run cuda mpi gpu-programs gpu-check test bench bench-strategies bench-comm bench-scaling check-simulator asan tsan valgrind fuzz mutate golden lint clean
 .SECONDARY:

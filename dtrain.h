@@ -84,7 +84,7 @@
        }
 
    With the tape the model is its forward function and nothing else: see examples/mlp.c and
-   examples/train_gpt.c.
+   tools/train_gpt/train_gpt.c.
 
    ------------------------------------------------------------------------------------------------
    [M3] Glossary

@@ -23,7 +23,7 @@
    Results are a function of the inputs alone: no floating-point atomics anywhere.
 
    The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
-   cublasLt.h (tests/cuda_emulation): that is how its kernels are tested where there is no GPU. */
+   cublasLt.h (tests/cuda/emulation): that is how its kernels are tested where there is no GPU. */
 
 #include "dtrain.h"
 

@@ -40,7 +40,7 @@
 #include "dtrain.h"
 
 #include "bench.h"
-#include "examples/gpt.h"
+#include "tools/train_gpt/gpt.h"
 
 enum {
     MAX_REPS = 16,

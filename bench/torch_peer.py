@@ -2,7 +2,7 @@
 
 python3 bench/torch_peer.py THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS [cpu|cuda [PRECISION]]
 
-The model of examples/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
+The model of tools/train_gpt/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
 On a GPU it is compiled (torch.compile), with autocast for bf16 and TF32 products for tf32; attention
 is scaled_dot_product_attention with the backend PyTorch chooses. Prints the medians over the steps
 after the first two; those compile.

@@ -42,7 +42,7 @@ for cc in gcc clang; do
         try "$cc -std=$std -pedantic" $cc -std=$std -pedantic $warn -c "$build/impl.c" -o "$build/impl_$cc.o"
     done
     try "$cc -O3 -ffast-math -march=native finds overflows" sh -c "$cc -std=c99 -O3 -ffast-math -march=native $warn \
-        -Itests tests/test_scaler.c -o '$build/scaler_$cc' -lm -lpthread && '$build/scaler_$cc'"
+        -Itests -Itests/support tests/unit/test_scaler.c -o '$build/scaler_$cc' -lm -lpthread && '$build/scaler_$cc'"
     try "$cc without SIMD" $cc -std=c99 -DDTRAIN_NO_SIMD $warn -c "$build/impl.c" -o "$build/nosimd.o"
     try "$cc late implementation" $cc -std=gnu99 $warn -c "$build/late.c" -o "$build/late.o"
     try "$cc static copy" $cc -std=c99 -I. -Wall -Wextra -Werror -Wno-unused-function "$build/static.c" -o "$build/static" -lm -lpthread

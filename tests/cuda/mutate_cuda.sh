@@ -5,4 +5,4 @@
 if ! command -v python3 >/dev/null 2>&1; then
     echo "  skip mutation of the kernels: python3 is not installed"; echo "0 passed, 0 failed, 1 skipped"; exit 0
 fi
-exec python3 tests/mutate_cuda.py --count "${1:-40}" --seed "${2:-1}" --build "${BUILD:-build}/mutate"
+exec python3 tests/cuda/mutate_cuda.py --count "${1:-40}" --seed "${2:-1}" --build "${BUILD:-build}/mutate"

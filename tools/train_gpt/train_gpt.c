@@ -1,11 +1,11 @@
 /* train_gpt.c: trains a GPT on any text, data-parallel or sharded, over the cores of this machine or GPUs.
  *
- *   build:   cc -O2 -I. examples/train_gpt.c -o build/train_gpt -lm -lpthread
+ *   build:   cc -O2 -I. tools/train_gpt/train_gpt.c -o build/train_gpt -lm -lpthread
  *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --data tokens.bin --ranks 1 --threads 2
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
- *   GPUs:    nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
+ *   GPUs:    nvcc -O3 -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
  *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
  *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin --seq 1024
  *

@@ -103,9 +103,9 @@ for pair in openmpi:pmix mpich:pmi2; do
     mpi=${pair%:*} type=${pair#*:}
     command -v mpicc.$mpi >/dev/null 2>&1 || { skip "srun, $mpi" "mpicc.$mpi is not installed"; continue; }
     grep -q "$type" "$tmp/types" || { skip "srun, $mpi" "srun --mpi=list has no $type"; continue; }
-    if [ ! -x "$build/mpi/train_gpt_$mpi" ]; then # tests/test_mpi.sh has made it
+    if [ ! -x "$build/mpi/train_gpt_$mpi" ]; then # tests/cli/test_mpi.sh has made it
         mkdir -p "$build/mpi"
-        mpicc.$mpi -std=c99 ${CFLAGS:--O2 -g} -DDTRAIN_USE_MPI -I. examples/train_gpt.c -o "$build/mpi/train_gpt_$mpi" \
+        mpicc.$mpi -std=c99 ${CFLAGS:--O2 -g} -DDTRAIN_USE_MPI -I. tools/train_gpt/train_gpt.c -o "$build/mpi/train_gpt_$mpi" \
             -lm -lpthread || { result "srun, $mpi: compiles" 1; continue; }
     fi
     same "srun --mpi=$type, $mpi" srun -n 4 --mpi=$type "$build/mpi/train_gpt_$mpi" $flags --comm mpi

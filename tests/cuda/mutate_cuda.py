@@ -1,4 +1,4 @@
-"""Mutation runner over dtrain_cuda.cu, for tests/mutate_cuda.sh.
+"""Mutation runner over dtrain_cuda.cu, for tests/cuda/mutate_cuda.sh.
 
 Every mutant is a file of its own, compiled for the emulated device and linked with the tests of its
 section. Killed: a test fails, crashes or does not end. Survived: all pass, so either a test is missing
@@ -129,7 +129,7 @@ class Runner:
     def __init__(self, build):
         self.build = build
         self.flags = ["-std=c++17", "-O1", "-w", "-DDTRAIN_CUDA_EMULATION", "-DDTRAIN_USE_CUDA"]
-        self.flags += ["-Itests/cuda_emulation", "-I."]
+        self.flags += ["-Itests/cuda/emulation", "-Itests/support", "-Itests/cuda", "-Itests", "-I."]
         self.cxx = os.environ.get("CXX") or "g++"
         self.limits = {}
 

@@ -24,10 +24,10 @@ finish() {
 }
 
 strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
-mock="-I. -Itests -Itests/nccl_mock"
+mock="-I. -Itests -Itests/support -Itests/nccl/mock"
 for version in $versions; do
     flags="${CFLAGS:--O1 -g} -DNCCL_MOCK_VERSION=$version"
-    try "NCCL $version compiles" $cc $strict $flags $mock tests/test_nccl.c "$library" -o "$build/test_nccl_$version" -lm -lpthread
+    try "NCCL $version compiles" $cc $strict $flags $mock tests/nccl/test_nccl.c "$library" -o "$build/test_nccl_$version" -lm -lpthread
 done
 for version in $versions; do # together: they mostly wait for deadlines
     "$build/test_nccl_$version" >"$build/log_$version" 2>&1 &
@@ -87,7 +87,7 @@ fi
 
 # The mock as a library that is opened at run time; its device and its arithmetic are not needed here.
 cat >"$build/library.c" <<'END'
-#include "nccl_mock/nccl_mock.c"
+#include "nccl/mock/nccl_mock.c"
 float dtrain_bf16_to_f32(uint16_t bits) { return bits; }
 float dtrain_f16_to_f32(uint16_t bits) { return bits; }
 uint16_t dtrain_f32_to_bf16(float value) { return (uint16_t)value; }

@@ -1,11 +1,11 @@
 /* simulate.c: how fast a model would train on 1 to 1024 GPUs, without one.
  *
- *   build:   cc -O2 -I. examples/simulate.c -o build/simulate -lm -lpthread
+ *   build:   cc -O2 -I. tools/simulate/simulate.c -o build/simulate -lm -lpthread
  *   run:     build/simulate                                     (gpt2 on 8 to 1024 H100, ddp and full_shard)
  *            build/simulate --model llama8b --cluster h100 --gpus 8,16,32,64,128,256,512,1024
  *                 --strategies full_shard,hybrid_shard --batch-sizes 1,2 --precision bf16 --svg scaling.svg
  *            build/simulate --cluster v100 --network-gbps 100 --strategies ddp --compression topk
- *            build/simulate --check bench/published.txt         (predicted beside published)
+ *            build/simulate --check tools/simulate/published.txt         (predicted beside published)
  *
  * What to expect: a table of step time, throughput, scaling efficiency, exposed communication and memory;
  * as JSON lines with --json, as a picture with --svg. --help lists flags, models and clusters.
@@ -30,7 +30,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-#include "flags.h"
+#include "tools/flags.h"
 
 #include <ctype.h>
 
@@ -607,7 +607,7 @@ static void print_help(void)
 
 /* ---- predicted beside published, and beside own runs --------------------------------------------------
  *
- * A file of published figures (bench/published.txt) has a line each:
+ * A file of published figures (tools/simulate/published.txt) has a line each:
  *
  *     name | flags of both | flags of the base | flags of the target | scale | kind | published | recorded | remark
  *

@@ -123,9 +123,9 @@ done
 "$build/simulate" $cpu --measured "$tmp/measured" >"$tmp/out" 2>&1
 [ "$(grep -c ' [+-]0\.0' "$tmp/out")" -eq 3 ]
 result "measured rows: its own predictions have no error" $? "$tmp/out"
-"$build/simulate" --check bench/published.txt >"$tmp/out" 2>&1
+"$build/simulate" --check tools/simulate/published.txt >"$tmp/out" 2>&1
 result "published figures as recorded" $? "$tmp/out"
-grep 'Megatron 512 GPUs, overlap' bench/published.txt | sed 's/| 76 | [0-9.]* |/| 76 | 70 |/' >"$tmp/changed"
+grep 'Megatron 512 GPUs, overlap' tools/simulate/published.txt | sed 's/| 76 | [0-9.]* |/| 76 | 70 |/' >"$tmp/changed"
 "$build/simulate" --check "$tmp/changed" >"$tmp/out" 2>&1
 [ $? -eq 1 ] && grep -q 'NOT AS RECORDED' "$tmp/out"
 result "a figure that moved fails the check" $? "$tmp/out"

@@ -13,7 +13,7 @@ for tag in $(echo "$tagged" | sed 's/[^0-9]//g' | awk '$1 < 20'); do
 done
 for m in M1 M2 M3 M4 M5 M6; do grep -q "^   \[$m\]" dtrain.h || complain "manual part [$m] is missing"; done
 
-SOURCES="dtrain.h dtrain_nccl.h dtrain_cuda.cu examples/*.[ch] tests/*.[ch] tests/*.cpp tests/cuda_emulation/* tests/nccl_mock/* bench/*.[ch]"
+SOURCES="dtrain.h dtrain_nccl.h dtrain_cuda.cu examples/*.[ch] tools/*.h tools/*/*.[ch] tests/*/*.[ch] tests/*/*.cpp tests/*/*/*.[ch]* bench/*.[ch]"
 for file in $SOURCES; do
     wide=$(awk 'length > 120 { print FILENAME ":" FNR; exit }' "$file")
     [ -z "$wide" ] || complain "$wide is wider than 120 columns"

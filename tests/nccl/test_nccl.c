@@ -1,8 +1,8 @@
-/* test_nccl.c: dtrain_nccl.h over the mock of NCCL and a device whose streams run late (tests/nccl_mock/).
+/* test_nccl.c: dtrain_nccl.h over the mock of NCCL and a device whose streams run late (tests/nccl/mock/).
  * Ranks are processes. Expected values are naive loops over every rank's input, which is a function of
  * (rank, index); all values are small integers, so sums are exact in every data type.
  *
- * Built once for each NCCL_MOCK_VERSION that has a gate: tests/test_nccl.sh. */
+ * Built once for each NCCL_MOCK_VERSION that has a gate: tests/nccl/test_nccl.sh. */
 #include "test.h"
 #include "dtrain.h"
 #define DTRAIN_NCCL_LINKED
@@ -10,8 +10,8 @@
 #include "dtrain_nccl.h"
 
 #include "ranks.h"
-#include "nccl_mock/nccl_mock.c"
-#include "nccl_mock/late_device.h"
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/late_device.h"
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/lsan_interface.h>

@@ -86,11 +86,11 @@ for mpi in openmpi mpich; do
     if ! command -v $cc >/dev/null 2>&1 || ! command -v mpirun.$mpi >/dev/null 2>&1; then
         skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
     fi
-    flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests"
+    flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests -Itests/support"
     status=0
-    $cc $flags tests/test_mpi.c -o "$out/test_$mpi" -lm -lpthread >"$tmp/log" 2>&1 || status=1
+    $cc $flags tests/cli/test_mpi.c -o "$out/test_$mpi" -lm -lpthread >"$tmp/log" 2>&1 || status=1
     # chunks so small that every lane has many, messages so small that ints would overflow early
-    $cc $flags -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 tests/test_mpi.c -o "$out/small_$mpi" \
+    $cc $flags -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 tests/cli/test_mpi.c -o "$out/small_$mpi" \
         -lm -lpthread >>"$tmp/log" 2>&1 || status=1
     result "$mpi: compiles" $status "$tmp/log"
     [ $status -eq 0 ] || continue
@@ -170,7 +170,7 @@ for mpi in openmpi mpich; do
 
     # train_gpt: the bits of forked ranks.
     status=0
-    $cc $strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. examples/train_gpt.c -o "$out/train_gpt_$mpi" -lm -lpthread \
+    $cc $strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. tools/train_gpt/train_gpt.c -o "$out/train_gpt_$mpi" -lm -lpthread \
         >"$tmp/log" 2>&1 || status=1
     gpt="$out/train_gpt_$mpi --layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 8 --warmup 2 --sample 0 --threads 1
          --eval-batches 2 --timeout 60 --deterministic"

@@ -11,8 +11,8 @@
 
 #include "ranks.h"
 #ifdef DTRAIN_CUDA_EMULATION
-#include "nccl_mock/nccl_mock.c"
-#include "nccl_mock/emulated_device.h"
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/emulated_device.h"
 #endif
 
 /* ---- what is run ---- */

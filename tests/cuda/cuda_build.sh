@@ -94,7 +94,7 @@ line="$nvcc -O1 -gencode=arch=compute_$last,code=sm_$last -DDTRAIN_USE_CUDA -I."
 try "one nvcc line makes a program" $line "$build/first.c" dtrain_cuda.cu -lcublasLt -o "$build/first"
 programs=
 [ ! -x "$build/first" ] || programs=$build/first
-for example in examples/*.c; do
+for example in examples/*.c tools/*/*.c; do
     program=$build/$(basename "$example" .c)
     try "$example" $line "$example" "$kernels" -lcublasLt -o "$program"
 done
@@ -105,8 +105,8 @@ done
 if ! echo '#include <nccl.h>' | $nvcc -E -x cu - >/dev/null 2>&1; then
     skip "programs with NCCL" "nccl.h is not installed"
 else
-    try "train_gpt with NCCL" $line -DDTRAIN_USE_NCCL examples/train_gpt.c "$kernels" -lcublasLt -ldl -o "$build/train_nccl"
-    try "tests/gpu_nccl.c, NCCL linked" $line -DDTRAIN_NCCL_LINKED tests/gpu_nccl.c "$kernels" -lcublasLt -lnccl -o "$build/gpu_nccl"
+    try "train_gpt with NCCL" $line -DDTRAIN_USE_NCCL tools/train_gpt/train_gpt.c "$kernels" -lcublasLt -ldl -o "$build/train_nccl"
+    try "tests/nccl/gpu_nccl.c, NCCL linked" $line -DDTRAIN_NCCL_LINKED tests/nccl/gpu_nccl.c "$kernels" -lcublasLt -lnccl -o "$build/gpu_nccl"
     [ ! -x "$build/train_nccl" ] || programs="$programs|$build/train_nccl --device cuda --ranks 2 --steps 2"
     [ ! -x "$build/gpu_nccl" ] || programs="$programs|$build/gpu_nccl two"
 fi

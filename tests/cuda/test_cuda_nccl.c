@@ -9,8 +9,8 @@
 
 #include "ranks.h"
 #include "strategy_model.h"
-#include "nccl_mock/nccl_mock.c"
-#include "nccl_mock/emulated_device.h"
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/emulated_device.h"
 
 #if defined(__SANITIZE_THREAD__)
 #define TEST_RACES 1

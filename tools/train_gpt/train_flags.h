@@ -3,7 +3,7 @@
 #ifndef TRAIN_FLAGS_H
 #define TRAIN_FLAGS_H
 
-#include "flags.h"
+#include "tools/flags.h"
 #include "gpt.h"
 
 static struct {
