@@ -319,11 +319,11 @@ static void test_topk(void)
 {
     for (int ranks = 1; ranks <= MOST; ranks++) {
         settings how = plain("top-k", DTRAIN_TOPK);
-        if (ranks % 2 || ranks_full()) check_settings(how, ranks);
+        if (ranks % 2 || test_full()) check_settings(how, ranks);
         how.name = "top-k, momentum, micro-batches";
         how.desc.topk_momentum = 0.9f;
         how.micro = 2;
-        if (ranks % 2 == 0 || ranks_full()) check_settings(how, ranks);
+        if (ranks % 2 == 0 || test_full()) check_settings(how, ranks);
     }
     settings how = plain("top-k, no error feedback", DTRAIN_TOPK);
     how.desc.no_error_feedback = true;
@@ -344,7 +344,7 @@ static void test_balanced(void)
         how.name = "balanced, momentum, one bucket";
         how.desc.topk_momentum = 0.5f;
         how.desc.first_bucket_bytes = how.desc.bucket_bytes = 1 << 20;
-        if (ranks == 1 || ranks == 3 || ranks_full()) check_settings(how, ranks);
+        if (ranks == 1 || ranks == 3 || test_full()) check_settings(how, ranks);
     }
 }
 
@@ -373,7 +373,7 @@ static void test_powersgd(void)
         how.desc.powersgd_rank = 3;
         how.desc.dense_steps = 0;
         how.micro = 2;
-        if (ranks % 2 == 0 || ranks_full()) check_settings(how, ranks);
+        if (ranks % 2 == 0 || test_full()) check_settings(how, ranks);
     }
 }
 

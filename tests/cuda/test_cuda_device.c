@@ -2,6 +2,7 @@
  * errors, through the public table. */
 #include "test.h"
 #include "dtrain.h"
+#include "allocator.h"
 #include "cuda_testing.h"
 
 static bool says(const char *words) { return strstr(dtrain_last_error(), words) != NULL; }
@@ -68,43 +69,29 @@ static void test_math(void)
     gpu_close();
 }
 
-static long host_bytes_held, host_failing;
-static void *host_alloc(void *user, size_t bytes)
-{
-    (void)user;
-    if (host_failing > 0 && --host_failing == 0) return NULL;
-    host_bytes_held += (long)bytes;
-    return malloc(bytes);
-}
-static void host_free(void *user, void *memory, size_t bytes)
-{
-    (void)user;
-    host_bytes_held -= (long)bytes;
-    free(memory);
-}
-
 static void test_allocator(void)
 {
     dtrain_device_desc desc;
     dtrain_stream *stream, *left;
+    counted_memory memory;
     memset(&desc, 0, sizeof desc);
-    desc.allocator.alloc = host_alloc;
-    desc.allocator.free = host_free;
+    memset(&memory, 0, sizeof memory);
+    desc.allocator = counted_allocator(&memory);
     for (long n = 1; n <= 2; n++) {
-        host_failing = n;
+        memory.fail_at = memory.calls + n;
         CHECK(dtrain_device_create(dtrain_cuda_device_ops(), &desc, &gpu) == DTRAIN_ERROR_MEMORY);
-        CHECK(gpu == NULL && host_bytes_held == 0);
+        CHECK(gpu == NULL && memory.live == 0 && memory.wrong == 0);
     }
-    host_failing = 0;
+    memory.fail_at = 0;
     CHECK(dtrain_device_create(dtrain_cuda_device_ops(), &desc, &gpu) == DTRAIN_OK);
-    CHECK(host_bytes_held > 0);
-    host_failing = 1;
+    CHECK(memory.live > 0);
+    memory.fail_at = memory.calls + 1;
     CHECK(gpu->ops->stream_create(gpu, false, &stream) == DTRAIN_ERROR_MEMORY && !stream);
     CHECK(gpu->ops->stream_create(gpu, false, &stream) == DTRAIN_OK);
     CHECK(gpu->ops->stream_create(gpu, false, &left) == DTRAIN_OK);
     gpu->ops->stream_destroy(gpu, stream);
     gpu_close(); /* and the stream that was left */
-    CHECK(host_bytes_held == 0);
+    CHECK(memory.live == 0 && memory.wrong == 0);
 }
 
 #ifdef DTRAIN_CUDA_EMULATION

@@ -551,28 +551,7 @@ static int orders_main(dtrain_world *world, void *user)
 }
 static void test_same_bits_in_any_order(void) { cuda_run(2, orders_main, NULL); }
 
-typedef struct failing {
-    int64_t countdown, alive, calls;
-} failing;
-static failing *budget; /* of the process: each rank has its own after the fork */
-
-static void *failing_alloc(void *user, size_t bytes)
-{
-    failing *f = (failing *)user;
-    void *memory = NULL;
-    f->calls++;
-    if (f->countdown && --f->countdown == 0) return NULL;
-    if (posix_memalign(&memory, 64, bytes ? bytes : 1) != 0) return NULL;
-    f->alive++;
-    return memory;
-}
-static void failing_free(void *user, void *memory, size_t bytes)
-{
-    failing *f = (failing *)user;
-    (void)bytes;
-    f->alive -= memory != NULL;
-    free(memory);
-}
+static counted_memory *budget; /* of the process: each rank has its own after the fork */
 
 /* user: bit 0: the driver's allocations fail, not the allocator's. Every call up to the last. */
 static int failures_main(dtrain_world *world, void *user)
@@ -580,7 +559,7 @@ static int failures_main(dtrain_world *world, void *user)
     const bool driver = *(const int *)user != 0;
     dtrain_device *device = dtrain_world_device(world);
     const holdings before = held(device);
-    const int64_t alive = budget->alive;
+    const long live = budget->live;
     int failures = 0;
     for (int64_t n = 1;; n++) {
         dtrain_strategy_desc desc = dtrain_strategy_defaults();
@@ -592,24 +571,24 @@ static int failures_main(dtrain_world *world, void *user)
         desc.kind = DTRAIN_ZERO3;
         desc.offload = ALL;
         if (driver) dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_ALLOCATION, n);
-        else budget->countdown = n;
+        else budget->fail_at = budget->calls + n;
         dtrain_result result = dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy);
         if (result == DTRAIN_OK)
             result = dtrain_optimizer_create(world, strategy, &adamw, &optimizer);
-        const bool reached = driver ? result != DTRAIN_OK : budget->countdown == 0;
+        const bool reached = driver ? result != DTRAIN_OK : budget->calls >= budget->fail_at;
         CHECK(result == DTRAIN_OK || strlen(dtrain_last_error()) > 20);
         CHECK(!reached || result != DTRAIN_OK);
         dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_ALLOCATION, 0);
-        budget->countdown = 0;
+        budget->fail_at = 0;
         dtrain_optimizer_destroy(optimizer);
         dtrain_strategy_destroy(strategy);
         const holdings after = held(device);
         CHECK_MSG(after.device == before.device && after.pinned == before.pinned &&
                       after.streams == before.streams && after.events == before.events &&
-                      budget->alive == alive,
+                      budget->live == live,
                   "allocation %lld: %zu bytes, %lld pinned, %lld allocations are left",
                   (long long)n, after.device - before.device,
-                  (long long)(after.pinned - before.pinned), (long long)(budget->alive - alive));
+                  (long long)(after.pinned - before.pinned), (long long)(budget->live - live));
         if (!reached) break;
         failures++;
     }
@@ -618,13 +597,11 @@ static int failures_main(dtrain_world *world, void *user)
 }
 static void test_failures(void)
 {
-    budget = (failing *)ranks_shared(sizeof *budget);
+    budget = (counted_memory *)ranks_shared(sizeof *budget);
     for (int driver = 0; driver < 2; driver++) {
         dtrain_launch_desc desc = cuda_desc(1);
         memset(budget, 0, sizeof *budget);
-        desc.allocator.alloc = failing_alloc;
-        desc.allocator.free = failing_free;
-        desc.allocator.user = budget;
+        desc.allocator = counted_allocator(budget);
         dtrain_emulation_set_quiet(1);
         CHECK(ranks_launch(&desc, failures_main, &driver, NULL) == DTRAIN_OK);
     }

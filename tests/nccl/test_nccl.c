@@ -323,7 +323,7 @@ static void test_collectives(void)
 {
     static const int sizes[] = {1, 2, 3, 4, 8};
     for (size_t i = 0; i < 5; i++) {
-        int step = sizes[i] == 2 || sizes[i] == 3 || ranks_full();
+        int step = sizes[i] == 2 || sizes[i] == 3 || test_full();
         nccl_run(sizes[i], rank_collectives, &step);
     }
 }
@@ -644,26 +644,15 @@ static int rank_memory(dtrain_world *world, void *user)
 }
 static void test_memory(void) { nccl_run(2, rank_memory, NULL); }
 
-static int allocator_calls;
-static void *counting_alloc(void *user, size_t bytes)
-{
-    (void)user;
-    allocator_calls++;
-    return malloc(bytes);
-}
-static void counting_free(void *user, void *memory, size_t bytes)
-{
-    (void)user;
-    (void)bytes;
-    free(memory);
-}
+static counted_memory steady_memory; /* of this process */
 
 static int rank_steady(dtrain_world *world, void *user)
 {
     dtrain_comm *comm = dtrain_world_comm(world);
     buffer b = buffer_make(comm, IN_COMM, 400);
     late_counts before = late_count;
-    int calls = 0, queries = 0;
+    long calls = 0;
+    int queries = 0;
     float host[100];
     (void)user;
     for (int step = 0; step < 200; step++) {
@@ -678,20 +667,19 @@ static int rank_steady(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_MAX, NULL));
         if (step == 0) {
             before = late_count;
-            calls = allocator_calls;
+            calls = steady_memory.calls;
         }
     }
     CHECK_MSG(queries == 0, "device operations are polled: %d queries", queries);
     CHECK(late_count.allocations == before.allocations && late_count.events == before.events);
-    CHECK(late_count.streams == before.streams && allocator_calls == calls);
+    CHECK(late_count.streams == before.streams && steady_memory.calls == calls);
     buffer_free(&b);
     return 0;
 }
 static void test_steady_state(void)
 {
     dtrain_launch_desc desc = nccl_desc(2, 20000);
-    desc.allocator.alloc = counting_alloc;
-    desc.allocator.free = counting_free;
+    desc.allocator = counted_allocator(&steady_memory);
     CHECK_MSG(ranks_launch(&desc, rank_steady, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 

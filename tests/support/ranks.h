@@ -3,6 +3,8 @@
 #ifndef DTRAIN_TEST_RANKS_H
 #define DTRAIN_TEST_RANKS_H
 
+#include "allocator.h"
+
 #include <dirent.h>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -17,13 +19,6 @@
 #endif
 
 enum { RANKS_MOST = 64 };
-
-/* DTRAIN_TEST_FULL=1 runs the long matrices. */
-static inline int ranks_full(void)
-{
-    const char *text = getenv("DTRAIN_TEST_FULL");
-    return text && *text && strcmp(text, "0") != 0;
-}
 
 /* SplitMix64: one 64-bit state makes well mixed numbers. */
 static inline uint64_t ranks_mix(uint64_t x)
@@ -132,38 +127,6 @@ static inline bool ranks_await(const int32_t *count, int32_t wanted)
     return CHECK_MSG(__atomic_load_n(count, __ATOMIC_ACQUIRE) >= wanted, "the others do not come");
 }
 static inline void ranks_count(int32_t *count) { __atomic_fetch_add(count, 1, __ATOMIC_RELEASE); }
-
-/* ---- memory ---- */
-
-/* An allocator that counts, and that fails once where it is told to. */
-typedef struct ranks_tracker {
-    long calls, fail_at, live, live_bytes; /* atomic */
-} ranks_tracker;
-
-static inline void *ranks_tracked_alloc(void *user, size_t bytes)
-{
-    ranks_tracker *t = (ranks_tracker *)user;
-    void *memory;
-    if (__atomic_add_fetch(&t->calls, 1, __ATOMIC_ACQ_REL) == t->fail_at) return NULL;
-    memory = malloc(bytes);
-    __atomic_add_fetch(&t->live, 1, __ATOMIC_ACQ_REL);
-    __atomic_add_fetch(&t->live_bytes, (long)bytes, __ATOMIC_ACQ_REL);
-    return memory;
-}
-static inline void ranks_tracked_free(void *user, void *memory, size_t bytes)
-{
-    ranks_tracker *t = (ranks_tracker *)user;
-    __atomic_add_fetch(&t->live, -1, __ATOMIC_ACQ_REL);
-    __atomic_add_fetch(&t->live_bytes, -(long)bytes, __ATOMIC_ACQ_REL);
-    free(memory);
-}
-static inline void ranks_track(dtrain_launch_desc *desc, ranks_tracker *t)
-{
-    memset(t, 0, sizeof *t);
-    desc->allocator.alloc = ranks_tracked_alloc;
-    desc->allocator.free = ranks_tracked_free;
-    desc->allocator.user = t;
-}
 
 /* ---- launching ---- */
 

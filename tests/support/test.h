@@ -3,11 +3,15 @@
  *     static void test_sum(void) { CHECK(1 + 1 == 2); }
  *     int main(int argc, char **argv)
  *     {
- *         test_begin(argc, argv);     // ./test_x [part of a test's name]
+ *         test_begin(argc, argv);     // ./test_x [part of a test's name]: it must match one
  *         RUN(test_sum);
  *         SKIP(test_torch, "python3 has no torch");
  *         return test_summary();      // prints "N passed, N failed[, N skipped]"
  *     }
+ *
+ * A test that finds out by itself that it cannot run here calls test_cannot("why") and returns; it counts as
+ * skipped. Long sweeps ask test_full(): DTRAIN_TEST_FULL=1 runs all of them, the default is a sample that
+ * has every kind.
  *
  * RUN forks: a test that crashes, hangs or exits is one failed test, and the next one starts from
  * a clean process. Every test has a deadline (240 s, DTRAIN_TEST_TIMEOUT seconds); what it leaves
@@ -40,6 +44,7 @@
 
 typedef struct test_counters {
     long checks, failed_checks;
+    char cannot[256]; /* why this test cannot run here; empty: it can */
 } test_counters;
 
 static test_counters *test_shared; /* mapped before any fork */
@@ -55,6 +60,19 @@ static int test_passed, test_failed, test_skipped;
                (double)(tolerance))
 #define RUN(test) test_run(#test, test)
 #define SKIP(test, reason) test_skip(#test, reason)
+
+/* DTRAIN_TEST_FULL=1: sweeps run in full. */
+static inline int test_full(void)
+{
+    const char *text = getenv("DTRAIN_TEST_FULL");
+    return text && *text && strcmp(text, "0") != 0;
+}
+
+/* Marks the test that runs as skipped, unless one of its checks fails. The test returns after it. */
+static inline void test_cannot(const char *why)
+{
+    snprintf(test_shared->cannot, sizeof test_shared->cannot, "%s", why);
+}
 
 static inline int test_close(double a, double b, double tolerance)
 {
@@ -172,8 +190,15 @@ static inline const char *test_verdict(int ended, int status, int leftover)
         snprintf(text, sizeof text, "exit code %d", WEXITSTATUS(status));
         return text;
     }
-    if (test_shared->checks == 0) return "checked nothing";
+    if (test_shared->checks == 0 && !test_shared->cannot[0]) return "checked nothing";
     return leftover ? "left processes behind" : NULL;
+}
+
+static inline void test_skip(const char *name, const char *reason)
+{
+    if (!strstr(name, test_filter)) return;
+    test_skipped++;
+    printf("  skip %-44s %s\n", name, reason);
 }
 
 static inline void test_run(const char *name, void (*test)(void))
@@ -206,6 +231,10 @@ static inline void test_run(const char *name, void (*test)(void))
     }
     leftover = test_sweep(child);
     verdict = test_verdict(ended, status, leftover);
+    if (!verdict && test_shared->cannot[0]) {
+        test_skip(name, test_shared->cannot);
+        return;
+    }
     if (verdict) test_failed++;
     else test_passed++;
     printf("  %s %-44s %6.2f s  %7ld checks%s%s\n", verdict ? "FAIL" : "ok  ", name,
@@ -213,15 +242,12 @@ static inline void test_run(const char *name, void (*test)(void))
            verdict ? verdict : "");
 }
 
-static inline void test_skip(const char *name, const char *reason)
-{
-    if (!strstr(name, test_filter)) return;
-    test_skipped++;
-    printf("  skip %-44s %s\n", name, reason);
-}
-
 static inline int test_summary(void)
 {
+    if (test_passed + test_failed + test_skipped == 0) {
+        printf("  FAIL no test has \"%s\" in its name\n", test_filter);
+        test_failed++;
+    }
     if (test_skipped)
         printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);
     else printf("%d passed, %d failed\n", test_passed, test_failed);

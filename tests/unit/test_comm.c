@@ -442,9 +442,9 @@ typedef int (*visit_fn)(const desk *d, call *c, uint64_t number);
 
 static int run_varied(const desk *d, call *c, uint64_t number)
 {
-    uint64_t v, variants = ranks_full() ? 32 : 1;
+    uint64_t v, variants = test_full() ? 32 : 1;
     for (v = 0; v < variants; v++) {
-        vary(c, d, ranks_full() ? v * (uint64_t)d->size + number : ranks_mix(number) >> 7);
+        vary(c, d, test_full() ? v * (uint64_t)d->size + number : ranks_mix(number) >> 7);
         if (!run_call(d, c)) return 0;
     }
     return 1;
@@ -502,11 +502,11 @@ static int rank_sizes_to_70(dtrain_world *world, void *user)
     if (open_desk(&d, world, 70 * 8 * (size_t)dtrain_world_size(world))) return 1;
     for (count = 0; count <= 70; count++)
         for (k = 0; k < KINDS; k++)
-            for (v = 0; v < (ranks_full() ? 16u : 2u); v++) {
+            for (v = 0; v < (test_full() ? 16u : 2u); v++) {
                 call c =
                     make_call(kinds[k], dtypes[number % 3], ops[number / 3 % 2], count, number);
                 number++;
-                vary(&c, &d, ranks_full() ? v * (uint64_t)d.size : ranks_mix(number) >> 9);
+                vary(&c, &d, test_full() ? v * (uint64_t)d.size : ranks_mix(number) >> 9);
                 if (!run_call(&d, &c)) return 1;
             }
     close_desk(&d);
@@ -525,7 +525,7 @@ static void test_sizes_to_70(void)
  * the whole buffer and for a rank's slice of it. */
 static size_t rank_limit(int ranks)
 {
-    if (ranks_full()) return (size_t)1 << 21;
+    if (test_full()) return (size_t)1 << 21;
     return (size_t)1 << (RANKS_SANITIZED ? 16 : ranks == 2 ? 20 : 18);
 }
 static int rank_limits(dtrain_world *world, void *user)
@@ -545,8 +545,8 @@ static int rank_limits(dtrain_world *world, void *user)
             number++;
             c.count = bytes / dtrain_dtype_bytes(c.dtype) * spread + (size_t)(nudges[n] + 1) - 1;
             if (c.count * dtrain_dtype_bytes(c.dtype) > limit + 1024) continue;
-            if (bytes > 70000 && n % 2 == 0 && !ranks_full()) continue;
-            for (v = 0; v < (bytes <= 70000 ? 4 : ranks_full() ? 2 : 1); v++) {
+            if (bytes > 70000 && n % 2 == 0 && !test_full()) continue;
+            for (v = 0; v < (bytes <= 70000 ? 4 : test_full() ? 2 : 1); v++) {
                 vary(&c, &d, ranks_mix(number + (uint64_t)v * 1000) >> 5);
                 if (!run_call(&d, &c)) return 1;
             }
@@ -558,7 +558,7 @@ static int rank_limits(dtrain_world *world, void *user)
 static void test_limits(void)
 {
     int ranks, m;
-    for (ranks = 2; ranks <= (ranks_full() ? 8 : 4); ranks++)
+    for (ranks = 2; ranks <= (test_full() ? 8 : 4); ranks++)
         for (m = 0; m < MODES; m++) ranks_run(ranks, (uint32_t)m, rank_limits, NULL);
 }
 
@@ -597,7 +597,7 @@ static int rank_large(dtrain_world *world, void *user)
         for (v = 0; v < 4; v++) {
             bool whole;
             call c;
-            if ((k + (size_t)v) % 2 && !ranks_full()) continue;
+            if ((k + (size_t)v) % 2 && !test_full()) continue;
             whole = kinds[k] == DTRAIN_REDUCE_SCATTER || kinds[k] == DTRAIN_ALL_GATHER ||
                     kinds[k] == DTRAIN_ALL_TO_ALL;
             c = make_call(kinds[k], DTRAIN_F32, DTRAIN_MEAN, count / (whole ? (size_t)d.size : 1),
@@ -614,7 +614,7 @@ static int rank_large(dtrain_world *world, void *user)
 static void test_large(void)
 {
     ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_large, NULL);
-    if (ranks_full()) ranks_run(3, DTRAIN_LAUNCH_THREADS, rank_large, NULL);
+    if (test_full()) ranks_run(3, DTRAIN_LAUNCH_THREADS, rank_large, NULL);
 }
 
 /* ---- memory, alignment ---- */
@@ -661,7 +661,7 @@ static int rank_memory_mix(dtrain_world *world, void *user)
         for (k = 0; k < KINDS; k++)
             for (mask = 0; mask < 16; mask++) {
                 call c = make_call(kinds[k], DTRAIN_F32, DTRAIN_MEAN, counts[i], i + 31);
-                if (i == 3 && !ranks_full() && mask % 5) continue;
+                if (i == 3 && !test_full() && mask % 5) continue;
                 c.send_memory = mask >> (d.rank % 2 * 2) & 1;
                 c.recv_memory = mask >> (d.rank % 2 * 2 + 1) & 1;
                 if (!run_call(&d, &c)) return 1;
@@ -687,7 +687,7 @@ static int rank_random_calls(dtrain_world *world, void *user)
     int i;
     desk d;
     if (open_desk(&d, world, most * 8 * (size_t)dtrain_world_size(world))) return 1;
-    for (i = 0; i < (ranks_full() ? 2000 : 250); i++) {
+    for (i = 0; i < (test_full() ? 2000 : 250); i++) {
         call c = make_call(kinds[ranks_random(&state, KINDS)], dtypes[ranks_random(&state, 5)],
                            ops[ranks_random(&state, 5)], 0, ranks_random(&state, 0));
         size_t size = (size_t)1 << ranks_random(&state, 15);
@@ -704,7 +704,7 @@ static int rank_random_calls(dtrain_world *world, void *user)
 static void test_random_calls(void)
 {
     uint64_t seed;
-    for (seed = 1; seed <= (ranks_full() ? 40u : 8u); seed++)
+    for (seed = 1; seed <= (test_full() ? 40u : 8u); seed++)
         ranks_run((int)(seed % 4) + 2, seed % 3 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS,
                   rank_random_calls, &seed);
 }
@@ -1077,7 +1077,7 @@ static int check_message(dtrain_dtype dtype, uint64_t tag, int from, size_t coun
 static int rank_ring(dtrain_world *world, void *user)
 {
     static const size_t counts[] = {0, 1, 7, 64, 1000, 16411, 262147, 1400003};
-    size_t i, last = ranks_full() ? 8 : RANKS_SANITIZED ? 6 : 7;
+    size_t i, last = test_full() ? 8 : RANKS_SANITIZED ? 6 : 7;
     int v, n = dtrain_world_size(world), next, before;
     desk d;
     (void)user;
@@ -1260,7 +1260,7 @@ static int rank_nested_split(dtrain_world *world, void *user)
     dtrain_comm *all = dtrain_world_comm(world);
     int rank = dtrain_world_rank(world), round;
     (void)user;
-    for (round = 0; round < (ranks_full() ? 200 : 40); round++) {
+    for (round = 0; round < (test_full() ? 200 : 40); round++) {
         dtrain_comm *half, *quarter, *single;
         RANKS_TRY(dtrain_comm_split(all, rank / 4, round % 2 ? rank : -rank, &half));
         RANKS_TRY(dtrain_comm_split(half, rank / 2, rank, &quarter));
@@ -1531,6 +1531,6 @@ int main(int argc, char **argv)
     RUN(test_alloc_limits);
     RUN(test_info);
     RUN(test_info_times);
-    if (!ranks_full()) printf("  note DTRAIN_TEST_FULL=1 runs the long forms\n");
+    if (!test_full()) printf("  note DTRAIN_TEST_FULL=1 runs the long forms\n");
     return test_summary();
 }

@@ -357,7 +357,7 @@ static dtrain_result field_backward(field *f, const field_case *c, dtrain_strate
             const float g = field_grad(c, k, rank, step, micro, i);
             to->grad[i] = to->grad_written ? to->grad[i] + g : g;
         }
-        DTRAIN__TRY(dtrain_strategy_ready(s, (size_t)k));
+        TRY(dtrain_strategy_ready(s, (size_t)k));
     }
     return dtrain_strategy_finish(s);
 }
@@ -367,8 +367,8 @@ static dtrain_result field_step(field *f, const field_case *c, dtrain_strategy *
 {
     int micro;
     for (micro = 0; micro < c->micro; micro++) {
-        DTRAIN__TRY(dtrain_strategy_accumulate(s, micro + 1 < c->micro));
-        DTRAIN__TRY(field_backward(f, c, s, rank, step, micro));
+        TRY(dtrain_strategy_accumulate(s, micro + 1 < c->micro));
+        TRY(field_backward(f, c, s, rank, step, micro));
     }
     return DTRAIN_OK;
 }
@@ -379,7 +379,7 @@ static dtrain_result field_keep(const field *f, const field_case *c, dtrain_stra
 {
     const dtrain_compression_state *states;
     size_t count, i;
-    DTRAIN__TRY(dtrain_strategy_compression(s, &states, &count));
+    TRY(dtrain_strategy_compression(s, &states, &count));
     for (i = 0; i < count; i++) {
         const int p = (int)(states[i].param - f->params);
         const int64_t at = field_at(p) + states[i].offset;
@@ -1425,7 +1425,7 @@ static void test_node_kinds_8_ranks(void)
 {
     check_node_kinds(8, 2, DTRAIN_LAUNCH_PROCESSES, 0, 2e-6);
     check_node_kinds(8, 4, DTRAIN_LAUNCH_THREADS, 0, 2e-6);
-    if (ranks_full()) {
+    if (test_full()) {
         check_node_kinds(8, 1, DTRAIN_LAUNCH_PROCESSES, 0, 2e-6);
         check_node_kinds(8, 8, DTRAIN_LAUNCH_PROCESSES, 0, 2e-6);
     }
@@ -1493,7 +1493,7 @@ static dtrain_result squares_step(squares *m, dtrain_strategy *s, int rank, int 
     for (p = SQUARES - 1; p >= 0; p--) {
         for (i = 0; i < SQUARE; i++)
             m->params[p].grad[i] = field_noise(field_mix(p, rank, step, 0, i));
-        DTRAIN__TRY(dtrain_strategy_ready(s, (size_t)p));
+        TRY(dtrain_strategy_ready(s, (size_t)p));
     }
     return dtrain_strategy_finish(s);
 }
@@ -1913,7 +1913,7 @@ static void test_no_state(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, stateless_
 /* ---- memory ---- */
 
 typedef struct tracked {
-    ranks_tracker memory;
+    counted_memory memory;
     int method;
 } tracked;
 
@@ -1921,7 +1921,8 @@ static dtrain_launch_desc tracked_launch(tracked *t, int method)
 {
     dtrain_launch_desc desc = ranks_desc(4, DTRAIN_LAUNCH_THREADS);
     t->method = method;
-    ranks_track(&desc, &t->memory);
+    memset(&t->memory, 0, sizeof t->memory);
+    desc.allocator = counted_allocator(&t->memory);
     return desc;
 }
 
@@ -1972,7 +1973,7 @@ static void test_steady_state(void)
         dtrain_launch_desc desc = tracked_launch(&t, method);
         CHECK_MSG(ranks_launch(&desc, steady_rank, &t, NULL) == DTRAIN_OK, "%s",
                   dtrain_last_error());
-        CHECK(t.memory.live == 0);
+        CHECK(t.memory.live == 0 && t.memory.wrong == 0);
     }
 }
 
@@ -2094,7 +2095,7 @@ static dtrain_result death_step(const death *d, squares *m, dtrain_strategy *s, 
         if (rank == d->victim && !d->after_us && step == d->step && p == d->param)
             kill(getpid(), SIGKILL);
         m->params[p].grad[step % SQUARE] = (float)(rank + p);
-        DTRAIN__TRY(dtrain_strategy_ready(s, (size_t)p));
+        TRY(dtrain_strategy_ready(s, (size_t)p));
     }
     return dtrain_strategy_finish(s);
 }
@@ -2148,7 +2149,7 @@ static void test_deaths(void)
 {
     int method, seed;
     for (method = 0; method < METHODS; method++)
-        for (seed = 0; seed < (ranks_full() ? 40 : 6); seed++) check_death(method, seed);
+        for (seed = 0; seed < (test_full() ? 40 : 6); seed++) check_death(method, seed);
 }
 
 /* Rank 1 destroys its strategy in the middle of a backward: an error for the others, and no hang. */

@@ -4,6 +4,7 @@
  *     make build/tests/test_data && build/tests/test_data */
 #include "test.h"
 #include "dtrain.h"
+#include "allocator.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -565,23 +566,7 @@ static void test_loader_file_shrinks(void)
     dtrain_dataset_close(dataset);
 }
 
-/* Every allocation fails once: an error, no leak (the sanitizer looks), no crash. */
-typedef struct failing_allocator {
-    int calls, fail_at;
-    long balance;
-} failing_allocator;
-static void *failing_alloc(void *user, size_t bytes)
-{
-    failing_allocator *state = (failing_allocator *)user;
-    if (state->calls++ == state->fail_at) return NULL;
-    state->balance += (long)bytes;
-    return malloc(bytes);
-}
-static void failing_free(void *user, void *memory, size_t bytes)
-{
-    ((failing_allocator *)user)->balance -= (long)bytes;
-    free(memory);
-}
+/* Every allocation fails once: an error, no leak, no crash. */
 static int memory_rank(dtrain_world *world, void *user)
 {
     dtrain_dataset_desc data;
@@ -604,19 +589,18 @@ static void test_memory_failures(void)
 {
     dtrain_launch_desc launch;
     dtrain_result result = DTRAIN_ERROR_MEMORY;
-    int fail_at = 0;
+    int fail_at = 1;
     write_counting_file("counting");
     memset(&launch, 0, sizeof launch);
     launch.mode = DTRAIN_LAUNCH_THREADS;
     for (; result != DTRAIN_OK && fail_at < 1000; fail_at++) {
-        failing_allocator state;
+        counted_memory state;
         memset(&state, 0, sizeof state);
         state.fail_at = fail_at;
-        launch.allocator.alloc = failing_alloc;
-        launch.allocator.free = failing_free;
-        launch.allocator.user = &state;
+        launch.allocator = counted_allocator(&state);
         result = dtrain_launch(&launch, memory_rank, NULL, NULL);
-        CHECK_MSG(state.balance == 0, "%ld bytes left after failure %d", state.balance, fail_at);
+        CHECK_MSG(state.live == 0 && state.live_bytes == 0 && state.wrong == 0,
+                  "%ld blocks left after failure %d", state.live, fail_at);
     }
     CHECK(result == DTRAIN_OK && fail_at > 4);
 }

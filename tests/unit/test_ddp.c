@@ -1,9 +1,7 @@
 /* test_ddp.c: [S27] registration and buckets, [S28] DDP. The model is a small tied autoencoder with its
  * own backward; one rank on the whole batch is the oracle. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
-
 #include "test.h"
+#include "dtrain.h"
 #include "ranks.h"
 
 /* ---- The model: y = s W^T tanh(W x + b1) + b2 + f, loss = |y - x|^2 / 2 + 0.0005 x0^2 |big|^2 ---- */
@@ -159,15 +157,15 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
     for (micro = 0; micro < c->accumulation; micro++) {
         bool last = micro == c->accumulation - 1;
         int first = (step * ranks + rank) * share * c->accumulation + micro * share;
-        DTRAIN__TRY(dtrain_strategy_accumulate(ddp, !last));
+        TRY(dtrain_strategy_accumulate(ddp, !last));
         memset(m->g, 0, sizeof m->g);
         for (k = 0; k < share; k++)
             sum += model_sample(m, (uint64_t)(first + k), 1.0f / (float)(share * c->accumulation));
         dtrain_comm_query(dtrain_world_comm(world), &before);
-        DTRAIN__TRY(backward(m, ddp, c->shuffle, (uint64_t)(step * 100 + rank)));
+        TRY(backward(m, ddp, c->shuffle, (uint64_t)(step * 100 + rank)));
         dtrain_comm_query(dtrain_world_comm(world), &after);
         CHECK(last || after.operation_count == before.operation_count);
-        DTRAIN__TRY(dtrain_strategy_finish(ddp));
+        TRY(dtrain_strategy_finish(ddp));
     }
     *loss = (float)(sum / (share * c->accumulation));
     return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
@@ -799,7 +797,7 @@ static dtrain_result partial_backward(dtrain_param *p, dtrain_strategy *ddp, int
     int i, k;
     for (i = 0; i < marked; i++) {
         for (k = 0; k < 4; k++) p[i].grad[k] = (float)(rank + 1);
-        DTRAIN__TRY(dtrain_strategy_ready(ddp, (size_t)i));
+        TRY(dtrain_strategy_ready(ddp, (size_t)i));
     }
     return DTRAIN_OK;
 }
@@ -815,7 +813,7 @@ static int missing_zero_main(dtrain_world *world, void *user)
     int rank = dtrain_world_rank(world), i, copying;
     desc.bucket_bytes = desc.first_bucket_bytes = 128;
     for (copying = 0; copying < 2; copying++) {
-        int before = dtrain__load(&log->warnings);
+        int before = __atomic_load_n(&log->warnings, __ATOMIC_ACQUIRE);
         many_params(p, names, values, grads, copying);
         for (i = 0; i < 4 * MANY; i++) grads[i] = 99;
         RANKS_TRY(dtrain_strategy_create(world, p, MANY, &desc, &ddp));
@@ -828,8 +826,8 @@ static int missing_zero_main(dtrain_world *world, void *user)
             CHECK_CLOSE(p[MANY - 1].grad[3], 4.0f / 3, 1e-6);
         }
         if (rank == 1) {
-            CHECK_MSG(dtrain__load(&log->warnings) == before + 1, "%d warnings",
-                      dtrain__load(&log->warnings) - before);
+            CHECK_MSG(__atomic_load_n(&log->warnings, __ATOMIC_ACQUIRE) == before + 1,
+                      "%d warnings", __atomic_load_n(&log->warnings, __ATOMIC_ACQUIRE) - before);
             CHECK_MSG(strstr(log->text, "\"p2\", ") && strstr(log->text, "\"p9\" and 2 more"), "%s",
                       log->text);
             CHECK(!strstr(log->text, "p1\"") && !strstr(log->text, "p10"));
@@ -837,8 +835,8 @@ static int missing_zero_main(dtrain_world *world, void *user)
         RANKS_TRY(partial_backward(p, ddp, rank, rank == 1 ? 1 : MANY)); /* p1 is new */
         RANKS_TRY(dtrain_strategy_finish(ddp));
         if (rank == 1)
-            CHECK_MSG(dtrain__load(&log->warnings) == before + 2 && strstr(log->text, "\"p1\"") &&
-                          !strstr(log->text, "p2"),
+            CHECK_MSG(__atomic_load_n(&log->warnings, __ATOMIC_ACQUIRE) == before + 2 &&
+                          strstr(log->text, "\"p1\"") && !strstr(log->text, "p2"),
                       "%s", log->text);
         RANKS_TRY(dtrain_strategy_finish(ddp)); /* no backward at all: everything is zero */
         for (i = 0; i < MANY; i++) CHECK(p[i].grad[0] == 0);
@@ -1175,14 +1173,15 @@ static int tracked_main(dtrain_world *world, void *user)
 static void test_allocation_failures(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
-    ranks_tracker t;
+    counted_memory t;
     int n;
     desc.log_level = DTRAIN_LOG_ERROR;
     for (n = 1; n < 400; n++) {
         double start = dtrain_seconds();
         dtrain_result result;
-        ranks_track(&desc, &t);
+        memset(&t, 0, sizeof t);
         t.fail_at = n;
+        desc.allocator = counted_allocator(&t);
         result = dtrain_launch(&desc, tracked_main, NULL, NULL);
         CHECK_MSG(t.live == 0 && t.live_bytes == 0, "call %d fails: %ld blocks, %ld bytes leak", n,
                   t.live, t.live_bytes);
@@ -1198,7 +1197,7 @@ static void test_allocation_failures(void)
 /* From the second step on nothing is allocated and nothing moves. */
 static int steady_main(dtrain_world *world, void *user)
 {
-    ranks_tracker *t = (ranks_tracker *)user;
+    counted_memory *t = (counted_memory *)user;
     config c = usual(0);
     dtrain_strategy *ddp;
     dtrain_optimizer *optimizer;
@@ -1230,10 +1229,11 @@ static int steady_main(dtrain_world *world, void *user)
 static void test_steady_state(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
-    ranks_tracker t;
-    ranks_track(&desc, &t);
+    counted_memory t;
+    memset(&t, 0, sizeof t);
+    desc.allocator = counted_allocator(&t);
     CHECK_MSG(ranks_launch(&desc, steady_main, &t, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK(t.live == 0);
+    CHECK(t.live == 0 && t.wrong == 0);
 }
 
 static void test_abandoned_backward(void)
@@ -1270,54 +1270,9 @@ static int group_main(dtrain_world *world, void *user)
 
 static void test_subgroups(void) { ranks_run(5, DTRAIN_LAUNCH_THREADS, group_main, NULL); }
 
-/* DDP's buckets: one after the other, last parameter first, each gradient on a cache line. */
-static void test_bucket_plan(void)
-{
-    static const int64_t counts[] = {100, 1, 0, 16, 17, 300, 5};
-    enum { N = 7 };
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    for (size_t cap = 1; cap < 4000; cap = cap * 3 + 1) {
-        dtrain_param p[N];
-        dtrain__layout layout;
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
-        int64_t next = 0, total = 0;
-        uint32_t bucket = 0;
-        desc.first_bucket_bytes = cap / 2;
-        desc.bucket_bytes = cap;
-        for (size_t i = 0; i < N; i++) {
-            p[i] = ranks_param("x", NULL, NULL, counts[i], 0);
-            p[i].storage = &p[i];
-            p[i].index = (uint32_t)i;
-            p[i].count = counts[i];
-        }
-        p[3].flags = DTRAIN_PARAM_FROZEN;
-        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0, 1, 0) == DTRAIN_OK);
-        for (size_t i = N; i-- > 0;) {
-            const dtrain__entry *entry = &layout.entries[i];
-            if (i == 3) continue;
-            if (entry->bucket != bucket) next = 0;
-            CHECK(entry->bucket == bucket || entry->bucket == bucket + 1);
-            CHECK(entry->offset == next && next % 16 == 0);
-            bucket = entry->bucket;
-            next += (counts[i] + 15) / 16 * 16;
-        }
-        for (size_t b = 0; b < layout.bucket_count; b++) {
-            const size_t limit = b == 0 ? cap / 2 : cap;
-            size_t inside = 0;
-            for (size_t k = 0; k < N; k++)
-                inside += k != 3 && counts[k] && layout.entries[k].bucket == b;
-            CHECK((size_t)layout.buckets[b].count * 4 <= limit || inside == 1);
-            total += layout.buckets[b].count;
-        }
-        CHECK(total == 112 + 16 + 32 + 304 + 16 && !layout.entries[3].trainable);
-        dtrain__layout_free(&layout, &allocator);
-    }
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    RUN(test_bucket_plan);
     RUN(test_arguments);
     RUN(test_alias_chain);
     RUN(test_owned_values);

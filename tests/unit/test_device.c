@@ -6,6 +6,7 @@
 #include "dtrain.h"
 
 #include "test.h"
+#include "allocator.h"
 
 static const char *variant = "";
 #undef CHECK
@@ -885,32 +886,17 @@ static void test_attention(void)
 
 /* ---- Devices ---- */
 
-static size_t counted_bytes;
-static int counted_calls, fail_at;
-static void *counted_alloc(void *user, size_t bytes)
-{
-    (void)user;
-    if (++counted_calls == fail_at) return NULL;
-    counted_bytes += bytes;
-    return malloc(bytes);
-}
-static void counted_free(void *user, void *memory, size_t bytes)
-{
-    (void)user;
-    counted_bytes -= bytes;
-    free(memory);
-}
-
 static void test_device_memory(void)
 {
     dtrain_device_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.thread_count = 2;
-    desc.allocator.alloc = counted_alloc;
-    desc.allocator.free = counted_free;
-    for (fail_at = 0; fail_at < 6; fail_at++) {
+    for (int fail_at = 0; fail_at < 6; fail_at++) {
+        counted_memory memory;
         dtrain_device *d = NULL;
-        counted_calls = 0;
+        memset(&memory, 0, sizeof memory);
+        memory.fail_at = fail_at;
+        desc.allocator = counted_allocator(&memory);
         dtrain_result result = dtrain_device_create(NULL, &desc, &d);
         if (result == DTRAIN_OK) {
             void *a = NULL, *b = NULL;
@@ -932,7 +918,7 @@ static void test_device_memory(void)
             dtrain_device_destroy(d);
         }
         CHECK(result == (fail_at == 0 || fail_at > 5 ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
-        CHECK(counted_bytes == 0);
+        CHECK(memory.live == 0 && memory.wrong == 0);
     }
 }
 

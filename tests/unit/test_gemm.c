@@ -11,6 +11,7 @@
 #include "dtrain.h"
 
 #include "test.h"
+#include "allocator.h"
 #include <sys/resource.h>
 
 #if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
@@ -528,41 +529,20 @@ static void test_not_a_number(void)
 
 /* ---- Workspace ---- */
 
-typedef struct meter {
-    size_t live;
-    int calls, fail_at; /* call number fail_at fails, from 1; 0: none */
-} meter;
-
-static void *meter_alloc(void *user, size_t bytes)
+static counted_memory memory_failing_at(long call)
 {
-    meter *m = (meter *)user;
-    if (++m->calls == m->fail_at) return NULL;
-    m->live += bytes;
-    return malloc(bytes);
-}
-
-static void meter_free(void *user, void *memory, size_t bytes)
-{
-    ((meter *)user)->live -= bytes;
-    free(memory);
-}
-
-static dtrain_allocator meter_allocator(meter *m)
-{
-    dtrain_allocator allocator;
-    memset(&allocator, 0, sizeof allocator);
-    allocator.alloc = meter_alloc;
-    allocator.free = meter_free;
-    allocator.user = m;
-    return allocator;
+    counted_memory memory;
+    memset(&memory, 0, sizeof memory);
+    memory.fail_at = call;
+    return memory;
 }
 
 /* Allocates once, again for more threads and for a half-precision C, then never; says ENOMEM and
  * works again afterwards; frees what it took. */
 static void test_workspace(void)
 {
-    meter m = {0, 0, 1};
-    dtrain_allocator allocator = meter_allocator(&m);
+    counted_memory m = memory_failing_at(1);
+    dtrain_allocator allocator = counted_allocator(&m);
     dtrain__gemm_workspace ws;
     void *aux;
     open_pools();
@@ -576,18 +556,18 @@ static void test_workspace(void)
     CHECK(dtrain__gemm(NULL, &ws, &g) == ENOMEM);
     free(g.c);
     for (int round = 0; round < 3; round++) free(compute(&x, NULL, &ws, 0, &aux));
-    CHECK_MSG(m.calls == 2, "%d allocations after one thread", m.calls);
+    CHECK_MSG(m.calls == 2, "%ld allocations after one thread", m.calls);
     for (int round = 0; round < 3; round++) free(compute(&x, NULL, &ws, 3, &aux));
-    CHECK_MSG(m.calls == 3, "%d allocations after four threads", m.calls);
+    CHECK_MSG(m.calls == 3, "%ld allocations after four threads", m.calls);
     problem_free(&x);
     x.args.alpha = 1;
     x.args.c_dtype = DTRAIN_BF16;
     problem_fill(&x);
     for (int round = 0; round < 3; round++) free(compute(&x, NULL, &ws, 3, &aux));
-    CHECK_MSG(m.calls == 4, "%d allocations after a bf16 C", m.calls);
+    CHECK_MSG(m.calls == 4, "%ld allocations after a bf16 C", m.calls);
     problem_free(&x);
     dtrain__gemm_workspace_free(&ws);
-    CHECK_MSG(m.live == 0, "%zu bytes were not freed", m.live);
+    CHECK_MSG(m.live == 0, "%ld blocks were not freed", m.live);
     close_pools();
 }
 
@@ -758,8 +738,8 @@ static void test_pool_destroyed_at_once(void)
     dtrain__pool_destroy(NULL);
     for (int i = 0; i < 240; i++) {
         int threads = 1 + i % MAX_THREADS;
-        meter m = {0, 0, 0};
-        dtrain_allocator allocator = meter_allocator(&m);
+        counted_memory m = memory_failing_at(0);
+        dtrain_allocator allocator = counted_allocator(&m);
         tally x;
         memset(&x, 0, sizeof x);
         CHECK(dtrain__pool_create(&x.pool, &allocator, threads, i % 2) == 0);
@@ -777,8 +757,8 @@ static void test_pool_destroyed_at_once(void)
 static void test_pool_without_memory(void)
 {
     for (int fail_at = 1; fail_at < 10; fail_at++) {
-        meter m = {0, 0, fail_at};
-        dtrain_allocator allocator = meter_allocator(&m);
+        counted_memory m = memory_failing_at(fail_at);
+        dtrain_allocator allocator = counted_allocator(&m);
         dtrain__pool *pool = NULL;
         int error = dtrain__pool_create(&pool, &allocator, 3, 1);
         CHECK(error == (m.calls < fail_at ? 0 : ENOMEM));
@@ -808,8 +788,8 @@ static void test_pool_without_threads(void)
     if (getrlimit(RLIMIT_NPROC, &before) != 0) return;
     become_nobody();
     for (rlim_t most = 1; most <= 8; most++) {
-        meter m = {0, 0, 0};
-        dtrain_allocator allocator = meter_allocator(&m);
+        counted_memory m = memory_failing_at(0);
+        dtrain_allocator allocator = counted_allocator(&m);
         tally x;
         memset(&x, 0, sizeof x);
         limit = before;

@@ -1,8 +1,7 @@
 /* test_gpt2.c: a GPT-2 written with the tape against PyTorch: logits, loss, every gradient, ten
  * AdamW steps; on the naive and the CPU device, then with DDP on 1, 2 and 3 ranks. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
 #include "test.h"
+#include "dtrain.h"
 #include "naive_device.h"
 #include "reference/gpt2_golden.h"
 
@@ -200,8 +199,7 @@ static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
         for (int i = 0; i < GOLDEN_PARAM_COUNT; i++) model->memory[0][i] = -1;
     for (int i = 0; i < PARAMS && r->library_memory; i++)
         model->params[i].value = model->params[i].grad = NULL;
-    DTRAIN__TRY(
-        dtrain_strategy_create(world, model->params, r->alias ? WITH_HEAD : PARAMS, &desc, ddp));
+    TRY(dtrain_strategy_create(world, model->params, r->alias ? WITH_HEAD : PARAMS, &desc, ddp));
     for (int i = 0; i < PARAMS && r->library_memory; i++)
         memcpy(model->params[i].value, golden_params[i].value,
                (size_t)golden_count(i) * sizeof(float));
@@ -215,11 +213,11 @@ static dtrain_result ddp_gradients(dtrain_world *world, dtrain_strategy *ddp, dt
     int64_t first, batch;
     float scale;
     split_batch(world, &first, &batch, &scale);
-    DTRAIN__TRY(dtrain_tape_begin(tape, 0, 1));
+    TRY(dtrain_tape_begin(tape, 0, 1));
     dtrain_tensor *mean = gpt2_loss(tape, model, first, batch);
-    DTRAIN__TRY(dtrain_tensor_read(tape, mean, loss));
-    DTRAIN__TRY(dtrain_tape_backward(tape, mean, scale));
-    DTRAIN__TRY(dtrain_strategy_finish(ddp));
+    TRY(dtrain_tensor_read(tape, mean, loss));
+    TRY(dtrain_tape_backward(tape, mean, scale));
+    TRY(dtrain_strategy_finish(ddp));
     *loss *= scale;
     return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
                              NULL);
@@ -235,20 +233,20 @@ static dtrain_result ddp_train(dtrain_world *world, const run *r, gpt2 *model)
     uint64_t hash;
     adamw.beta2 = 0.95f;
     adamw.weight_decay = 0.1f;
-    DTRAIN__TRY(ddp_create(world, r, model, &ddp));
-    DTRAIN__TRY(dtrain_optimizer_create(world, ddp, &adamw, &optimizer));
-    DTRAIN__TRY(dtrain_tape_create(world, ddp, NULL, &tape));
+    TRY(ddp_create(world, r, model, &ddp));
+    TRY(dtrain_optimizer_create(world, ddp, &adamw, &optimizer));
+    TRY(dtrain_tape_create(world, ddp, NULL, &tape));
     for (int step = 0; step <= GOLDEN_STEPS; step++) {
-        DTRAIN__TRY(ddp_gradients(world, ddp, tape, model, &loss));
+        TRY(ddp_gradients(world, ddp, tape, model, &loss));
         CHECK_CLOSE(loss, step < GOLDEN_STEPS ? golden_step_loss[step] : golden_final_loss, 2e-5);
         if (step == 0) check_gradients(model, 2e-6);
         if (step == GOLDEN_STEPS) break;
-        DTRAIN__TRY(dtrain_clip_grad_norm(ddp, 1.0f, &norm, &clip));
+        TRY(dtrain_clip_grad_norm(ddp, 1.0f, &norm, &clip));
         CHECK_CLOSE(norm, golden_step_norm[step], 2e-5);
-        DTRAIN__TRY(dtrain_optimizer_step(optimizer, 1e-3f, clip));
+        TRY(dtrain_optimizer_step(optimizer, 1e-3f, clip));
     }
     check_final_values(model);
-    DTRAIN__TRY(dtrain_strategy_verify(ddp, &hash));
+    TRY(dtrain_strategy_verify(ddp, &hash));
     if (dtrain_world_rank(world) == 0) *hash_from_rank = hash;
     dtrain_tape_destroy(tape);
     dtrain_optimizer_destroy(optimizer);
@@ -330,14 +328,20 @@ static void test_ddp_same_bits(void)
     }
 }
 
-/* Gradients are marked while backward is under way: by the time the first operation's turn comes,
- * all parameters but its own. */
+/* Gradients are reduced while backward is under way: with a bucket for each, all have been sent but
+ * those of the first operation, when its turn comes. */
 static dtrain_strategy *watched;
-static size_t marked_then;
+static uint64_t sent_then;
+static uint64_t sent(void)
+{
+    dtrain_comm_info info;
+    dtrain_comm_query(dtrain_strategy_comm(watched), &info);
+    return info.operation_count;
+}
 static dtrain_result watching_embedding_backward(dtrain_device *device,
                                                  const dtrain_embedding_backward_args *args)
 {
-    marked_then = watched->marked_count;
+    sent_then = sent();
     return naive_embedding_backward(device, args);
 }
 
@@ -347,11 +351,13 @@ static int watch_main(dtrain_world *world, void *user)
     gpt2 *model = (gpt2 *)malloc(sizeof *model);
     dtrain_tape *tape = NULL;
     float loss;
+    uint64_t before;
     CHECK(ddp_create(world, r, model, &watched) == DTRAIN_OK);
     CHECK(dtrain_tape_create(world, watched, NULL, &tape) == DTRAIN_OK);
+    before = sent();
     CHECK(ddp_gradients(world, watched, tape, model, &loss) == DTRAIN_OK);
-    CHECK_MSG(marked_then == (size_t)(r->alias ? WITH_HEAD : PARAMS) - 2, "%zu were marked",
-              marked_then);
+    CHECK_MSG(sent_then - before == PARAMS - 2 && sent() - before >= PARAMS,
+              "%d were sent, then %d", (int)(sent_then - before), (int)(sent() - before));
     dtrain_tape_destroy(tape);
     dtrain_strategy_destroy(watched);
     free(model);
@@ -363,9 +369,10 @@ static void test_marked_early(void)
     dtrain_device_ops ops = *naive_device_ops();
     ops.embedding_backward = watching_embedding_backward;
     for (int alias = 0; alias < 2; alias++) {
-        run r = run_of(1, DTRAIN_LAUNCH_THREADS);
+        run r = run_of(2, DTRAIN_LAUNCH_PROCESSES);
         r.device = &ops;
         r.alias = alias != 0;
+        r.bucket_bytes = 1;
         launch(&r, watch_main);
     }
 }
@@ -410,15 +417,15 @@ static dtrain_result accumulate(dtrain_world *world, const run *r, gpt2 *model)
     dtrain_strategy *ddp = NULL;
     dtrain_tape *tape = NULL;
     dtrain_strategy_info info;
-    DTRAIN__TRY(ddp_create(world, r, model, &ddp));
-    DTRAIN__TRY(dtrain_tape_create(world, ddp, NULL, &tape));
+    TRY(ddp_create(world, r, model, &ddp));
+    TRY(dtrain_tape_create(world, ddp, NULL, &tape));
     for (int step = 0; step < 2; step++) { /* twice: the sum must start anew */
         for (int64_t micro = 0; micro < GOLDEN_BATCH; micro++) {
-            DTRAIN__TRY(dtrain_strategy_accumulate(ddp, micro < GOLDEN_BATCH - 1));
-            DTRAIN__TRY(dtrain_tape_begin(tape, 0, 1));
+            TRY(dtrain_strategy_accumulate(ddp, micro < GOLDEN_BATCH - 1));
+            TRY(dtrain_tape_begin(tape, 0, 1));
             dtrain_tensor *loss = gpt2_loss(tape, model, micro, 1);
-            DTRAIN__TRY(dtrain_tape_backward(tape, loss, 1.0f / (float)GOLDEN_BATCH));
-            DTRAIN__TRY(dtrain_strategy_finish(ddp));
+            TRY(dtrain_tape_backward(tape, loss, 1.0f / (float)GOLDEN_BATCH));
+            TRY(dtrain_strategy_finish(ddp));
         }
         check_gradients(model, 2e-6);
     }

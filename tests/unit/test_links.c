@@ -6,6 +6,7 @@
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"
+#include "ports.h"
 #include <sys/resource.h>
 
 enum { MODES = 2, SLACK_NS = 64 /* each booking is rounded up to the next nanosecond */ };
@@ -177,7 +178,7 @@ static void bits_in(uint32_t mode)
     int n, each, r;
     for (n = 1; n <= 8; n++) {
         dtrain_launch_desc desc = ranks_desc(n, mode);
-        if (n > 4 && n < 8 && !ranks_full()) continue;
+        if (n > 4 && n < 8 && !test_full()) continue;
         links_run(&desc, rank_bits, plain);
         for (each = 1; each <= n; each++) {
             if (n % each) continue;
@@ -252,7 +253,7 @@ static dtrain_result all_stamps(dtrain_world *world, const dtrain_work *work, st
     memset(latest, 0, sizeof *latest);
     mine.start = local->started_ns;
     mine.due = local->due_ns;
-    DTRAIN__TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+    TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
     for (i = 0; i < dtrain_world_size(world); i++) {
         if (all[i].start > latest->start) latest->start = all[i].start;
         if (all[i].due > latest->due) latest->due = all[i].due;
@@ -663,7 +664,7 @@ static int join_all(joined *all, join_how how, char text[4][512])
     int r, status, failures = 0;
     char *page = (char *)ranks_shared(4 * 512);
     char port[16];
-    snprintf(port, sizeof port, "%d", 20000 + (int)getpid() % 10000);
+    snprintf(port, sizeof port, "%d", ports_next());
     for (r = 0; r < 4; r++) {
         fflush(NULL);
         pids[r] = fork();

@@ -5,6 +5,7 @@
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"
+#include "ports.h"
 
 enum { MOST_NAMES = 24 };
 
@@ -313,21 +314,6 @@ typedef struct crew {
     pid_t pids[MOST_NAMES];
 } crew;
 
-static uint16_t free_port(void)
-{
-    struct sockaddr_in address;
-    socklen_t length = sizeof address;
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    memset(&address, 0, sizeof address);
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (bind(fd, (struct sockaddr *)&address, sizeof address) != 0 ||
-        getsockname(fd, (struct sockaddr *)&address, &length) != 0)
-        exit(3);
-    close(fd);
-    return ntohs(address.sin_port);
-}
-
 static void set_words(const char *words)
 {
     char text[512], *at;
@@ -347,7 +333,7 @@ static crew make_crew(int size, dtrain_rank_fn rank_main, void *user)
     memset(&c, 0, sizeof c);
     c.size = size;
     c.timeout_ms = 20000;
-    c.port = free_port();
+    c.port = ports_next();
     c.rank_main = rank_main;
     c.user = user;
     c.ends = (outcome *)ranks_shared(MOST_NAMES * sizeof *c.ends);
@@ -1030,7 +1016,7 @@ static void apart_run(int size, int (*rank_main)(dtrain_world *, void *), void *
     pid_t pids[MOST_NAMES];
     int i, status;
     a.size = size;
-    a.port = free_port();
+    a.port = ports_next();
     a.main = rank_main;
     a.user = user;
     for (i = 0; i < size; i++)
@@ -1357,7 +1343,7 @@ static void start_default_threads(int rank, uint16_t port, uint32_t *threads)
 static void test_default_threads(void)
 {
     uint32_t *threads = (uint32_t *)ranks_shared(64), share = dtrain__cores() / 2;
-    const uint16_t port = free_port();
+    const uint16_t port = ports_next();
     int i, status = 1;
     start_default_threads(0, port, threads);
     start_default_threads(1, port, threads);
@@ -1366,21 +1352,7 @@ static void test_default_threads(void)
 }
 
 /* Memory that fails at each call, on rank 0 and on another: an error on both, and everything given back. */
-static int32_t *purse; /* calls, live, the call that fails */
-static void *purse_alloc(void *user, size_t bytes)
-{
-    (void)user;
-    if (__atomic_add_fetch(&purse[0], 1, __ATOMIC_RELAXED) == purse[2]) return NULL;
-    __atomic_add_fetch(&purse[1], 1, __ATOMIC_RELAXED);
-    return malloc(bytes);
-}
-static void purse_free(void *user, void *memory, size_t bytes)
-{
-    (void)user;
-    (void)bytes;
-    __atomic_sub_fetch(&purse[1], 1, __ATOMIC_RELAXED);
-    free(memory);
-}
+static counted_memory *poor_memory; /* shared by all processes */
 
 static int rank_tries(dtrain_world *world, void *user)
 {
@@ -1398,10 +1370,7 @@ static pid_t start_poor(int rank, bool poor, uint16_t port)
     desc.timeout_ms = 500;
     desc.grace_ms = 300;
     desc.log_level = DTRAIN_LOG_ERROR;
-    if (poor) {
-        desc.allocator.alloc = purse_alloc;
-        desc.allocator.free = purse_free;
-    }
+    if (poor) desc.allocator = counted_allocator(poor_memory);
     snprintf(words, sizeof words, "RANK=%d WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 DTRAIN_PORT=%u", rank,
              port);
     set_words(words);
@@ -1413,19 +1382,19 @@ static pid_t start_poor(int rank, bool poor, uint16_t port)
 static void test_no_memory(void)
 {
     int rank, at, failures = 0;
-    purse = (int32_t *)ranks_shared(64);
+    poor_memory = (counted_memory *)ranks_shared(sizeof *poor_memory);
     for (rank = 0; rank < 2; rank++) {
         int status[2] = {1, 1};
         for (at = 1; at < 60 && (status[0] || status[1]); at++) {
-            const uint16_t port = free_port();
+            const uint16_t port = ports_next();
             pid_t pids[2];
             int i;
-            purse[0] = purse[1] = 0;
-            purse[2] = at;
+            memset(poor_memory, 0, sizeof *poor_memory);
+            poor_memory->fail_at = at;
             for (i = 0; i < 2; i++) pids[i] = start_poor(i, i == rank, port);
             for (i = 0; i < 2; i++) CHECK(test_wait(pids[i], 20, &status[i]));
-            CHECK_MSG(purse[1] == 0, "call %d fails on rank %d: %d blocks are left", at, rank,
-                      purse[1]);
+            CHECK_MSG(poor_memory->live == 0 && poor_memory->wrong == 0,
+                      "call %d fails on rank %d: %ld blocks are left", at, rank, poor_memory->live);
             CHECK_MSG((status[0] == 0) == (status[1] == 0),
                       "call %d fails on rank %d: the ranks disagree", at, rank);
             failures += status[rank] != 0;

@@ -206,8 +206,8 @@ static dtrain_result grads_create(dtrain_world *world, grads *g)
 
 static dtrain_result grads_reduce(grads *g)
 {
-    DTRAIN__TRY(dtrain_strategy_ready(g->ddp, 1));
-    DTRAIN__TRY(dtrain_strategy_ready(g->ddp, 0));
+    TRY(dtrain_strategy_ready(g->ddp, 1));
+    TRY(dtrain_strategy_ready(g->ddp, 0));
     return dtrain_strategy_finish(g->ddp);
 }
 
@@ -451,7 +451,7 @@ static dtrain_result remember(rank_state *s, const dtrain_trainer *trainer, int 
     const dtrain_optimizer *optimizer = trainer->desc.optimizer;
     float *params = s->r->params[s->rank][step], *state = s->r->state[s->rank][step];
     for (size_t i = 0; i < 5; i++) {
-        DTRAIN__TRY(dtrain_strategy_read(trainer->desc.strategy, i, params));
+        TRY(dtrain_strategy_read(trainer->desc.strategy, i, params));
         params += s->params[i].count;
     }
     for (size_t i = 0; i < optimizer->tensor_count; i++) {
@@ -472,16 +472,16 @@ static dtrain_result take_steps(dtrain_world *world, rank_state *s, dtrain_train
     dtrain_result result = DTRAIN_OK;
     memset(&desc, 0, sizeof desc);
     desc.jsonl_path = r->log;
-    DTRAIN__TRY(dtrain_metrics_create(world, &desc, &metrics));
+    TRY(dtrain_metrics_create(world, &desc, &metrics));
     for (int step = 0; step < r->steps && result == DTRAIN_OK; step++) {
-        DTRAIN__TRY(remember(s, trainer, step));
+        TRY(remember(s, trainer, step));
         result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
         snprintf(r->error[s->rank], sizeof r->error[0], "%s", dtrain_last_error());
-        DTRAIN__TRY(remember(s, trainer, step + 1));
+        TRY(remember(s, trainer, step + 1));
         if (result == DTRAIN_OK) result = dtrain_metrics_step(metrics, &r->records[s->rank][step]);
         if (result == DTRAIN_OK) r->taken[s->rank]++;
     }
-    DTRAIN__TRY(dtrain_metrics_destroy(metrics));
+    TRY(dtrain_metrics_destroy(metrics));
     return result;
 }
 

@@ -234,7 +234,7 @@ static void test_bf16_autocast(void)
 {
     check_autocast(2, DTRAIN_TAPE_BF16, 0, 4e-3);
     check_autocast(3, DTRAIN_TAPE_BF16, 0, 4e-3);
-    if (ranks_full()) check_autocast(8, DTRAIN_TAPE_BF16, 0, 4e-3);
+    if (test_full()) check_autocast(8, DTRAIN_TAPE_BF16, 0, 4e-3);
 }
 
 static void test_f16_autocast(void) { check_autocast(3, DTRAIN_TAPE_F16, 0, 1e-3); }
@@ -372,16 +372,16 @@ static dtrain_result chain_step(chain *m, dtrain_tape *tape, dtrain_strategy *st
     int i;
     for (i = 0; i < 2 * m->width; i++)
         x[i] = dtrain_random_normal(9, (uint64_t)m->width, (uint64_t)i);
-    DTRAIN__TRY(dtrain_tape_begin(tape, 0, 1));
+    TRY(dtrain_tape_begin(tape, 0, 1));
     h = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, x, false);
     for (i = 0; i < m->units; i++) {
         dtrain_tape_unit(tape, (uint32_t)i);
         h = dtrain_linear(tape, h, &m->params[i], NULL, DTRAIN_ACT_GELU);
     }
     loss = dtrain_mean(tape, h);
-    DTRAIN__TRY(dtrain_tensor_read(tape, loss, loss_value));
-    DTRAIN__TRY(dtrain_tape_backward(tape, loss, 1));
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    TRY(dtrain_tensor_read(tape, loss, loss_value));
+    TRY(dtrain_tape_backward(tape, loss, 1));
+    TRY(dtrain_strategy_finish(strategy));
     return dtrain_optimizer_step(optimizer, 1e-3f, 1);
 }
 
@@ -417,15 +417,15 @@ static dtrain_result chain_train(dtrain_world *world, chain_run *run, chain *m,
     const uint64_t comm_before = shared_bytes(world);
     dtrain_comm_info before, after;
     int step;
-    DTRAIN__TRY(dtrain_strategy_create(world, m->params, (size_t)m->units, &run->desc, strategy));
-    DTRAIN__TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
+    TRY(dtrain_strategy_create(world, m->params, (size_t)m->units, &run->desc, strategy));
+    TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
     run->device_bytes[rank] = dtrain_world_device(world)->allocated_bytes - device_before;
     run->comm_bytes[rank] = shared_bytes(world) - comm_before;
     run->optimizer_bytes[rank] = dtrain_optimizer_state_bytes(*optimizer);
-    DTRAIN__TRY(dtrain_tape_create(world, *strategy, NULL, tape));
+    TRY(dtrain_tape_create(world, *strategy, NULL, tape));
     for (step = 0; step < run->steps; step++) {
         dtrain__strategy_comm_info(*strategy, &before);
-        DTRAIN__TRY(chain_step(m, *tape, *strategy, *optimizer, &run->loss[rank]));
+        TRY(chain_step(m, *tape, *strategy, *optimizer, &run->loss[rank]));
         dtrain__strategy_comm_info(*strategy, &after);
         run->wire_bytes[rank] = after.wire_bytes - before.wire_bytes;
     }
@@ -590,24 +590,6 @@ static void test_bytes(void)
 
 /* ---- a model that no rank has room for ---- */
 
-typedef struct limited {
-    size_t used, limit;
-} limited;
-
-static void *limited_alloc(void *user, size_t bytes)
-{
-    limited *l = (limited *)user;
-    if (bytes > l->limit || l->used > l->limit - bytes) return NULL;
-    l->used += bytes;
-    return malloc(bytes);
-}
-
-static void limited_free(void *user, void *memory, size_t bytes)
-{
-    if (memory) ((limited *)user)->used -= bytes;
-    free(memory);
-}
-
 /* Private memory ends at 4 MiB and memory for communication at 5: together less than the model's
  * values (9.4 MiB), not to speak of their gradients and of AdamW's state. */
 static chain_run *run_in_9_mib(uint32_t kind)
@@ -615,11 +597,11 @@ static chain_run *run_in_9_mib(uint32_t kind)
     const size_t mib = (size_t)1 << 20;
     chain_run *run = chain_run_create(24, 320, kind, 2);
     dtrain_launch_desc desc = ranks_desc(8, DTRAIN_LAUNCH_PROCESSES);
-    limited memory = {0, 4 * mib};
+    counted_memory memory;
     dtrain_result result;
-    desc.allocator.alloc = limited_alloc;
-    desc.allocator.free = limited_free;
-    desc.allocator.user = &memory;
+    memset(&memory, 0, sizeof memory);
+    memory.limit_bytes = (long)(4 * mib);
+    desc.allocator = counted_allocator(&memory);
     desc.reserve_bytes = 5 * mib;
     run->desc.memory_limit = 9 * mib;
     run->desc.other_bytes = mib;
@@ -751,7 +733,7 @@ static dtrain_result hand_set(dtrain_strategy *strategy, const hand_model *m)
     const dtrain_shard *shards;
     size_t count, s;
     int64_t i;
-    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &count));
+    TRY(dtrain_strategy_shards(strategy, &shards, &count));
     for (s = 0; s < count; s++)
         for (i = 0; i < shards[s].count; i++)
             shards[s].value[i] =
@@ -787,7 +769,7 @@ static dtrain_result hand_backward(hand_model *m, const hand_run *run, dtrain_st
             const float g = q->value[i] - hand_target(rank, micro, step, p, i);
             q->grad[i] = q->grad_written ? q->grad[i] + g : g;
         }
-        DTRAIN__TRY(dtrain_strategy_ready(strategy, (size_t)p));
+        TRY(dtrain_strategy_ready(strategy, (size_t)p));
     }
     return DTRAIN_OK;
 }
@@ -799,16 +781,16 @@ static dtrain_result hand_pass(hand_model *m, const hand_run *run, dtrain_strate
     uint32_t unit;
     int p;
     for (unit = 0; unit < HAND_UNITS; unit++) {
-        DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
+        TRY(dtrain_strategy_gather(strategy, unit));
         hand_look(m, unit, "forward", forward);
-        DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
+        TRY(dtrain_strategy_release(strategy, unit));
     }
     for (unit = HAND_UNITS; unit-- > 0;) {
         if (step == 1 && unit == run->skipped) continue;
-        DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
+        TRY(dtrain_strategy_gather(strategy, unit));
         hand_look(m, unit, "backward", backward);
-        DTRAIN__TRY(hand_backward(m, run, strategy, rank, micro, step, unit));
-        DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
+        TRY(hand_backward(m, run, strategy, rank, micro, step, unit));
+        TRY(dtrain_strategy_release(strategy, unit));
     }
     for (p = 0; p < HAND_PARAMS; p++)
         CHECK((step == 1 && hand_units[p] == run->skipped) ||
@@ -824,10 +806,10 @@ static dtrain_result hand_step(hand_model *m, const hand_run *run, dtrain_strate
     int64_t i;
     uint32_t micro;
     for (micro = 0; micro < run->micro; micro++) {
-        DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro + 1 < run->micro));
-        DTRAIN__TRY(hand_pass(m, run, strategy, rank, micro, step));
+        TRY(dtrain_strategy_accumulate(strategy, micro + 1 < run->micro));
+        TRY(hand_pass(m, run, strategy, rank, micro, step));
     }
-    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &count));
+    TRY(dtrain_strategy_shards(strategy, &shards, &count));
     for (s = 0; s < count; s++)
         for (i = 0; i < shards[s].count; i++) shards[s].value[i] -= 0.25f * shards[s].grad[i];
     return dtrain_strategy_publish(strategy);
@@ -841,7 +823,7 @@ static dtrain_result hand_compare(hand_model *m, const hand_run *run, dtrain_str
     int p;
     for (p = 0; p < HAND_PARAMS; p++) {
         const size_t bytes = (size_t)hand_counts[p] * sizeof(float);
-        DTRAIN__TRY(dtrain_strategy_read(strategy, (size_t)p, found));
+        TRY(dtrain_strategy_read(strategy, (size_t)p, found));
         if (p == STILL && run->owned) continue; /* hand_set could not reach it */
         CHECK_MSG(memcmp(found, expected[p], bytes) == 0, "%s: \"%s\" reads %.9g, expected %.9g",
                   strategy_kind_name(run->kind), m->params[p].name, (double)found[0],
@@ -1011,29 +993,29 @@ static dtrain_result wrong_hook(dtrain_strategy *s, dtrain_param *params, int wr
     switch (wrong) {
     case 0: *word = "unit 2", *other = "unit 0"; return dtrain_strategy_gather(s, 2);
     case 1:
-        DTRAIN__TRY(dtrain_strategy_gather(s, 0));
-        DTRAIN__TRY(dtrain_strategy_release(s, 0));
+        TRY(dtrain_strategy_gather(s, 0));
+        TRY(dtrain_strategy_release(s, 0));
         *word = "unit 2", *other = "unit 1";
         return dtrain_strategy_gather(s, 2);
     case 2: *word = "unit 7"; return dtrain_strategy_gather(s, 7);
     case 3: *word = "unit 7"; return dtrain_strategy_release(s, 7);
     case 4:
-        DTRAIN__TRY(dtrain_strategy_gather(s, 0));
-        DTRAIN__TRY(dtrain_strategy_release(s, 0));
-        DTRAIN__TRY(dtrain_strategy_gather(s, 1));
-        DTRAIN__TRY(dtrain_strategy_release(s, 1));
-        DTRAIN__TRY(dtrain_strategy_gather(s, 2));
+        TRY(dtrain_strategy_gather(s, 0));
+        TRY(dtrain_strategy_release(s, 0));
+        TRY(dtrain_strategy_gather(s, 1));
+        TRY(dtrain_strategy_release(s, 1));
+        TRY(dtrain_strategy_gather(s, 2));
         memset(params[2].grad, 0, (size_t)params[2].count * sizeof(float));
-        DTRAIN__TRY(dtrain_strategy_ready(s, 2));
+        TRY(dtrain_strategy_ready(s, 2));
         *word = "\"p2\"", *other = "twice";
         return dtrain_strategy_ready(s, 2);
     default:
-        DTRAIN__TRY(dtrain_strategy_gather(s, 0));
-        DTRAIN__TRY(dtrain_strategy_release(s, 0));
-        DTRAIN__TRY(dtrain_strategy_gather(s, 1));
-        DTRAIN__TRY(dtrain_strategy_release(s, 1));
-        DTRAIN__TRY(dtrain_strategy_gather(s, 2));
-        DTRAIN__TRY(dtrain_strategy_ready(s, 2));
+        TRY(dtrain_strategy_gather(s, 0));
+        TRY(dtrain_strategy_release(s, 0));
+        TRY(dtrain_strategy_gather(s, 1));
+        TRY(dtrain_strategy_release(s, 1));
+        TRY(dtrain_strategy_gather(s, 2));
+        TRY(dtrain_strategy_ready(s, 2));
         *word = "dtrain_strategy_accumulate";
         return dtrain_strategy_accumulate(s, true);
     }

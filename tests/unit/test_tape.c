@@ -2,9 +2,9 @@
  *
  * Every operation's backward is compared with finite differences, on the naive device and on the
  * CPU device; then the tape's own promises: memory, errors, units, accumulation. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
 #include "test.h"
+#include "dtrain.h"
+#include "allocator.h"
 #include "naive_device.h"
 #include "reference/op_golden.h"
 
@@ -606,7 +606,7 @@ static model language_model(void)
 static dtrain_result language_step(dtrain_tape *tape, model *m, uint64_t seed)
 {
     for (int i = 0; i < m->param_count; i++) m->params[i].grad_written = false;
-    DTRAIN__TRY(dtrain_tape_begin(tape, 0, seed));
+    TRY(dtrain_tape_begin(tape, 0, seed));
     return dtrain_tape_backward(tape, build_language(tape, m), 1);
 }
 
@@ -790,50 +790,6 @@ static void test_gradients_reused(void)
               (unsigned long long)bytes[0]);
 }
 
-static const dtrain_tape *watched_tape;
-static int64_t seen_units[64];
-static int seen_count;
-static dtrain_result watching_gemm(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    seen_units[seen_count++ % 64] = watched_tape->unit;
-    return naive_gemm(device, args);
-}
-static dtrain_result watching_embedding_backward(dtrain_device *device,
-                                                 const dtrain_embedding_backward_args *args)
-{
-    seen_units[seen_count++ % 64] = watched_tape->unit;
-    return naive_embedding_backward(device, args);
-}
-
-static void test_units(void)
-{
-    const int64_t expected[] = {1, 3, /* backward */ 3, 3, 1, 1, 0};
-    dtrain_device_ops ops = *naive_device_ops();
-    dtrain_device_desc desc;
-    dtrain_device *device = NULL;
-    dtrain_tape *tape = NULL;
-    model m = language_model();
-    memset(&desc, 0, sizeof desc);
-    ops.gemm = watching_gemm;
-    ops.embedding_backward = watching_embedding_backward;
-    CHECK(dtrain_device_create(&ops, &desc, &device) == DTRAIN_OK);
-    CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
-    watched_tape = tape;
-    CHECK(language_step(tape, &m, 1) == DTRAIN_OK);
-    CHECK(seen_count == 7);
-    for (int i = 0; i < 7; i++)
-        CHECK_MSG(seen_units[i] == expected[i], "kernel %d ran in unit %d", i, (int)seen_units[i]);
-    CHECK(tape->unit == -1);
-    dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0);
-    build_language(tape, &m);
-    CHECK(tape->unit == 3); /* nothing says that a forward pass has ended, but the next begin */
-    dtrain_tape_begin(tape, 0, 0);
-    CHECK(tape->unit == -1);
-    dtrain_tape_destroy(tape);
-    dtrain_device_destroy(device);
-    model_free(&m);
-}
-
 static void test_accumulation(void)
 {
     model m = language_model();
@@ -906,33 +862,20 @@ static void test_dropout(void)
 }
 
 /* Every allocation fails once: an error, nothing lost, and the next pass is as if nothing had been. */
-static int host_allocations_left;
-static void *failing_alloc(void *user, size_t bytes)
-{
-    (void)user;
-    if (host_allocations_left == 0) return NULL;
-    if (host_allocations_left > 0) host_allocations_left--;
-    return malloc(bytes);
-}
-static void failing_free(void *user, void *memory, size_t bytes)
-{
-    (void)user, (void)bytes;
-    free(memory);
-}
+static counted_memory host_memory; /* of the world that the tape belongs to */
 
-static int step_with_failure(model *m, int host_at, int device_at)
+static int step_with_failure(dtrain_world *world, model *m, int host_at, int device_at)
 {
     dtrain_device *device = open_device(0);
     dtrain_tape *tape = NULL;
-    CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
-    tape->allocator.alloc = failing_alloc;
-    tape->allocator.free = failing_free;
-    host_allocations_left = host_at;
+    CHECK(dtrain_tape_create(world, NULL, device, &tape) == DTRAIN_OK);
+    host_memory.fail_at = host_at < 0 ? 0 : host_memory.calls + host_at + 1;
     naive_allocations_left = device_at;
     dtrain_result result = language_step(tape, m, 1);
     CHECK(result == DTRAIN_OK || result == DTRAIN_ERROR_MEMORY);
     CHECK(dtrain_tape_error(tape) == result);
-    host_allocations_left = naive_allocations_left = -1;
+    host_memory.fail_at = 0;
+    naive_allocations_left = -1;
     CHECK(language_step(tape, m, 1) == DTRAIN_OK);
     CHECK_CLOSE(m->params[1].grad[5], m->params[1].init_scale, 1e-6);
     dtrain_tape_destroy(tape);
@@ -941,9 +884,10 @@ static int step_with_failure(model *m, int host_at, int device_at)
     return result != DTRAIN_OK;
 }
 
-static void test_allocation_failures(void)
+static int allocation_failures_main(dtrain_world *world, void *user)
 {
     model m = language_model();
+    (void)user;
     int at = 0;
     m.params[1].init_scale = NAN;
     dtrain_device *device = open_device(0);
@@ -953,11 +897,22 @@ static void test_allocation_failures(void)
     m.params[1].init_scale = m.params[1].grad[5];
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
-    for (at = 0; step_with_failure(&m, -1, at); at++) {}
+    for (at = 0; step_with_failure(world, &m, -1, at); at++) {}
     CHECK_MSG(at > 4, "only %d device allocations", at);
-    for (at = 0; step_with_failure(&m, at, -1); at++) {}
+    for (at = 0; step_with_failure(world, &m, at, -1); at++) {}
     CHECK_MSG(at > 5, "only %d host allocations", at);
     model_free(&m);
+    return 0;
+}
+
+static void test_allocation_failures(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = DTRAIN_LAUNCH_THREADS;
+    desc.allocator = counted_allocator(&host_memory);
+    CHECK(dtrain_launch(&desc, allocation_failures_main, NULL, NULL) == DTRAIN_OK);
+    CHECK(host_memory.live == 0 && host_memory.wrong == 0);
 }
 
 /* ---- Errors ------------------------------------------------------------------------------------*/
@@ -1131,7 +1086,6 @@ int main(int argc, char **argv)
     RUN(test_plan_device);
     RUN(test_little_waste);
     RUN(test_gradients_reused);
-    RUN(test_units);
     RUN(test_accumulation);
     RUN(test_dropout);
     RUN(test_allocation_failures);

@@ -1,0 +1,231 @@
+/* test_internals.c: what cannot be seen from outside: the layout of buckets, two reports at one moment, the
+ * unit that a kernel runs in, the trainer's seeds and its books about stragglers. One program, because the
+ * implementation has to be compiled into it once more. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "naive_device.h"
+#include "ranks.h"
+
+/* ---- buckets ---- */
+
+/* DDP's buckets: one after the other, last parameter first, each gradient on a cache line. */
+static void test_bucket_plan(void)
+{
+    static const int64_t counts[] = {100, 1, 0, 16, 17, 300, 5};
+    enum { N = 7 };
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    for (size_t cap = 1; cap < 4000; cap = cap * 3 + 1) {
+        dtrain_param p[N];
+        dtrain__layout layout;
+        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        int64_t next = 0, total = 0;
+        uint32_t bucket = 0;
+        desc.first_bucket_bytes = cap / 2;
+        desc.bucket_bytes = cap;
+        for (size_t i = 0; i < N; i++) {
+            p[i] = ranks_param("x", NULL, NULL, counts[i], 0);
+            p[i].storage = &p[i];
+            p[i].index = (uint32_t)i;
+            p[i].count = counts[i];
+        }
+        p[3].flags = DTRAIN_PARAM_FROZEN;
+        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0, 1, 0) == DTRAIN_OK);
+        for (size_t i = N; i-- > 0;) {
+            const dtrain__entry *entry = &layout.entries[i];
+            if (i == 3) continue;
+            if (entry->bucket != bucket) next = 0;
+            CHECK(entry->bucket == bucket || entry->bucket == bucket + 1);
+            CHECK(entry->offset == next && next % 16 == 0);
+            bucket = entry->bucket;
+            next += (counts[i] + 15) / 16 * 16;
+        }
+        for (size_t b = 0; b < layout.bucket_count; b++) {
+            const size_t limit = b == 0 ? cap / 2 : cap;
+            size_t inside = 0;
+            for (size_t k = 0; k < N; k++)
+                inside += k != 3 && counts[k] && layout.entries[k].bucket == b;
+            CHECK((size_t)layout.buckets[b].count * 4 <= limit || inside == 1);
+            total += layout.buckets[b].count;
+        }
+        CHECK(total == 112 + 16 + 32 + 304 + 16 && !layout.entries[3].trainable);
+        dtrain__layout_free(&layout, &allocator);
+    }
+}
+
+/* ---- reports ---- */
+
+/* Two ranks report at the same moment: rank 1 writes, as slowly as can be, and rank 0 comes second.
+ * What rank 0 sees behind its own report must be rank 1's. */
+static int rank_reports_second(dtrain_world *world, void *user)
+{
+    dtrain__report *report = &world->control->report;
+    char mine = 0, all[2];
+    (void)user;
+    if (dtrain_world_rank(world) == 1) dtrain__store(&report->state, 1);
+    RANKS_TRY(dtrain_world_exchange(world, &mine, 1, all));
+    if (dtrain_world_rank(world) == 1) {
+        ranks_sleep_us(20000);
+        report->rank = 1;
+        report->code = DTRAIN_ERROR_TIMEOUT;
+        snprintf(report->text, sizeof report->text, "the first report");
+        dtrain__store(&report->state, 2);
+        return 0;
+    }
+    dtrain_world_report(world, DTRAIN_ERROR_TIMEOUT, "the second report");
+    CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER &&
+          strstr(dtrain_last_error(), "the first report"));
+    return 0;
+}
+
+static void test_reports_together(void)
+{
+    dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_THREADS);
+    (void)ranks_launch(&desc, rank_reports_second, NULL, NULL);
+    desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
+    (void)ranks_launch(&desc, rank_reports_second, NULL, NULL);
+}
+
+/* ---- units ---- */
+
+enum { UNITS = 5, WIDTH = 8, TOKENS = 6 };
+
+static const dtrain_tape *watched_tape;
+static int64_t seen_units[64];
+static int seen_count;
+static dtrain_result watching_gemm(dtrain_device *device, const dtrain_gemm_args *args)
+{
+    seen_units[seen_count++ % 64] = watched_tape->unit;
+    return naive_gemm(device, args);
+}
+static dtrain_result watching_attention(dtrain_device *device, const dtrain_attention_args *args)
+{
+    seen_units[seen_count++ % 64] = watched_tape->unit;
+    return naive_attention(device, args);
+}
+static dtrain_result watching_embedding_backward(dtrain_device *device,
+                                                 const dtrain_embedding_backward_args *args)
+{
+    seen_units[seen_count++ % 64] = watched_tape->unit;
+    return naive_embedding_backward(device, args);
+}
+
+/* An embedding in unit 0, and a linear layer with attention in each of the others. */
+typedef struct column {
+    dtrain_param params[UNITS];
+    float memory[2][UNITS][3 * WIDTH * WIDTH];
+    int32_t tokens[TOKENS];
+} column;
+
+static dtrain_tensor *column_loss(dtrain_tape *tape, column *c)
+{
+    const int64_t shape[1] = {TOKENS};
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, c->tokens, false);
+    dtrain_tape_unit(tape, 0);
+    x = dtrain_embedding(tape, x, &c->params[0], NULL);
+    for (uint32_t u = 1; u < UNITS; u++) {
+        dtrain_tape_unit(tape, u);
+        x = dtrain_linear(tape, x, &c->params[u], NULL, DTRAIN_ACT_NONE);
+        x = dtrain_attention(tape, x, TOKENS, 2, DTRAIN_CAUSAL);
+    }
+    return dtrain_mean(tape, x);
+}
+
+/* Trains one step on a device whose kernel `watch` is replaced, and compares the units it ran in. */
+static void check_units(const dtrain_device_ops *ops, uint32_t checkpoint_every,
+                        const int64_t *expected, int count)
+{
+    static column c;
+    dtrain_device_desc desc;
+    dtrain_device *device = NULL;
+    dtrain_tape *tape = NULL;
+    memset(&c, 0, sizeof c);
+    for (int u = 0; u < UNITS; u++)
+        c.params[u] = ranks_param("w", c.memory[0][u], c.memory[1][u], u ? 3 * WIDTH : 20, WIDTH);
+    memset(&desc, 0, sizeof desc);
+    CHECK(dtrain_device_create(ops, &desc, &device) == DTRAIN_OK);
+    CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
+    CHECK(dtrain_tape_checkpoint(tape, checkpoint_every, 0) == DTRAIN_OK);
+    watched_tape = tape;
+    seen_count = 0;
+    dtrain_tape_begin(tape, 0, 1);
+    CHECK(dtrain_tape_backward(tape, column_loss(tape, &c), 1) == DTRAIN_OK);
+    CHECK_MSG(seen_count == count, "%d kernels, expected %d", seen_count, count);
+    for (int i = 0; i < count; i++)
+        CHECK_MSG(seen_units[i] == expected[i], "kernel %d ran in unit %d", i, (int)seen_units[i]);
+    CHECK(tape->unit == -1);
+    dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0);
+    column_loss(tape, &c);
+    CHECK(tape->unit == UNITS - 1); /* only the next begin says that a forward pass has ended */
+    dtrain_tape_begin(tape, 0, 0);
+    CHECK(tape->unit == -1);
+    dtrain_tape_destroy(tape);
+    dtrain_device_destroy(device);
+}
+
+static void test_units(void)
+{
+    static const int64_t gemms[] = {1, 2, 3, 4, /* backward */ 4, 4, 3, 3, 2, 2, 1, 1, 0};
+    static const int64_t attentions[] = {1, 2, 3, 4, /* made again in backward */ 2, 1};
+    dtrain_device_ops ops = *naive_device_ops();
+    ops.gemm = watching_gemm;
+    ops.embedding_backward = watching_embedding_backward;
+    check_units(&ops, 0, gemms, 13);
+    ops = *naive_device_ops();
+    ops.attention = watching_attention;
+    check_units(&ops, 1, attentions, 6);
+}
+
+/* ---- the trainer ---- */
+
+static void test_dropout_seeds_differ(void)
+{
+    uint64_t seeds[2 * 3 * 4];
+    dtrain_trainer trainer;
+    memset(&trainer, 0, sizeof trainer);
+    trainer.desc.accumulation = 3;
+    int count = 0;
+    for (trainer.rank = 0; trainer.rank < 2; trainer.rank++)
+        for (trainer.step = 0; trainer.step < 4; trainer.step++)
+            for (uint32_t micro = 0; micro < 3; micro++) {
+                seeds[count++] = dtrain__step_seed(&trainer) + dtrain__micro_seed(micro);
+                for (int i = 0; i < count - 1; i++) CHECK(seeds[i] != seeds[count - 1]);
+            }
+}
+
+/* The counting itself, without a clock: nine slow steps, a break, another rank, and so on. */
+static void test_straggler_counting(void)
+{
+    float words[3 * DTRAIN__WORD_COUNT] = {0};
+    double compute[3];
+    bool named[3] = {false, false, false};
+    dtrain_trainer t;
+    dtrain_step_record record;
+    memset(&t, 0, sizeof t);
+    memset(&record, 0, sizeof record);
+    t.words = words, t.compute = compute, t.named = named, t.ranks = 3, t.slow_rank = -1;
+    t.rank = 1; /* warnings are rank 0's; here only the books are looked at */
+    for (int step = 0; step < 60; step++) {
+        int slow = step < 9 ? 2 : step == 9 ? -1 : step < 25 ? 0 : step < 30 ? 2 : 0;
+        for (int r = 0; r < 3; r++) {
+            words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP] = 1.0f;
+            words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_EXPOSED] = r == slow ? 0.1f : 0.7f;
+        }
+        dtrain__straggler_count(&t, &record);
+        CHECK_CLOSE(record.straggler_score, slow < 0 ? 1 : 3, 1e-5);
+        if (slow >= 0) CHECK(t.slow_rank == slow);
+        dtrain__straggler_warn(&t, &record);
+        CHECK(named[0] == (step >= 19) && !named[1] && !named[2]);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_bucket_plan);
+    RUN(test_reports_together);
+    RUN(test_units);
+    RUN(test_dropout_seeds_differ);
+    RUN(test_straggler_counting);
+    return test_summary();
+}
