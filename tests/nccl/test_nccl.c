@@ -814,6 +814,7 @@ typedef struct fault_case {
     char (*sentences)[1024]; /* (ranks), shared */
     double *seconds;         /* (ranks), shared */
     int *aborts;             /* (ranks), shared */
+    int32_t *told;           /* how many have seen an error, shared */
 } fault_case;
 
 enum { FAULT_AT = 5 };
@@ -831,7 +832,7 @@ static int rank_fault(dtrain_world *world, void *user)
     const double begin = dtrain_seconds();
     for (int i = 0; result == DTRAIN_OK && i < 8; i++) {
         const size_t count = f->wrong_count && rank == 1 && i == 2 ? 50 : 100;
-        if (f->absent && rank == 1 && i == 2) ranks_sleep_us(4000000);
+        if (f->absent && rank == 1 && i == 2) ranks_await(f->told, 3);
         if (f->wrong_kind && rank == 1 && i == 2)
             result = dtrain_all_to_all(comm, host, other, 25, DTRAIN_F32, NULL);
         else if (f->blocking)
@@ -841,6 +842,7 @@ static int rank_fault(dtrain_world *world, void *user)
                 dtrain_all_reduce(comm, b.memory, b.memory, count, DTRAIN_F32, DTRAIN_SUM, NULL);
         if (result == DTRAIN_OK && !f->blocking) result = device->ops->synchronize(device);
     }
+    ranks_count(f->told);
     f->results[rank] = result;
     f->seconds[rank] = dtrain_seconds() - begin;
     snprintf(f->sentences[rank], sizeof f->sentences[rank], "%s", dtrain_last_error());
@@ -865,6 +867,7 @@ static void run_fault(const char *name, fault_case f, const char *words, int dea
     f.sentences = (char(*)[1024])ranks_shared(RANKS * sizeof *f.sentences);
     f.seconds = (double *)ranks_shared(RANKS * sizeof *f.seconds);
     f.aborts = (int *)ranks_shared(RANKS * sizeof *f.aborts);
+    f.told = (int32_t *)ranks_shared(sizeof *f.told);
     const dtrain_result result = ranks_launch(&desc, rank_fault, &f, NULL);
     CHECK_MSG(dead < 0 || result == DTRAIN_ERROR_RANK_FAILED, "%s: %s", name,
               dtrain_result_name(result));
@@ -943,11 +946,17 @@ static void test_death(void)
 }
 
 /* A child of a split that a peer never makes; a wrong argument; both are failures of the communicator. */
+typedef struct mistake {
+    int kind;
+    int32_t told;
+} mistake;
+
 static int rank_bad_argument(dtrain_world *world, void *user)
 {
     dtrain_comm *comm = dtrain_world_comm(world), *half;
     buffer b = buffer_make(comm, IN_COMM, 400);
-    const int kind = *(int *)user, rank = dtrain_world_rank(world);
+    mistake *m = (mistake *)user;
+    const int kind = m->kind, rank = dtrain_world_rank(world);
     dtrain_result result = DTRAIN_OK, expected = rank ? DTRAIN_ERROR_PEER : DTRAIN_ERROR_ARGUMENT;
     if (kind == 0 && rank == 0)
         result = dtrain_all_reduce(comm, b.memory, (char *)b.memory + 3, 10, DTRAIN_F32, DTRAIN_SUM,
@@ -957,8 +966,10 @@ static int rank_bad_argument(dtrain_world *world, void *user)
                                    DTRAIN_F32, DTRAIN_SUM, NULL);
     if (kind == 2) {
         expected = DTRAIN_ERROR_TIMEOUT;
-        if (rank == 0) result = dtrain_comm_split(comm, 0, 0, &half);
-        else ranks_sleep_us(4000000);
+        if (rank == 0) {
+            result = dtrain_comm_split(comm, 0, 0, &half);
+            ranks_count(&m->told);
+        } else ranks_await(&m->told, 1);
     }
     if (rank) result = dtrain_barrier(comm);
     if (rank && kind == 2) expected = DTRAIN_ERROR_PEER;
@@ -968,9 +979,10 @@ static int rank_bad_argument(dtrain_world *world, void *user)
 }
 static void test_bad_arguments(void)
 {
-    for (int kind = 0; kind < 3; kind++) {
+    mistake *m = (mistake *)ranks_shared(sizeof *m);
+    for (m->kind = 0; m->kind < 3; m->kind++) {
         dtrain_launch_desc desc = nccl_desc(2, 1500);
-        ranks_launch(&desc, rank_bad_argument, &kind, NULL);
+        ranks_launch(&desc, rank_bad_argument, m, NULL);
     }
 }
 

@@ -378,6 +378,7 @@ static void test_stopped_rank(void)
     double took;
     st.told = new_story();
     desc.timeout_ms = 700;
+    desc.grace_ms = 300;
     CHECK(ranks_launch(&desc, rank_stops, &st, &info) == DTRAIN_ERROR_RANK_FAILED);
     took = st.told->when[0] - st.told->happened;
     CHECK_MSG(st.told->result[0] == DTRAIN_ERROR_TIMEOUT ||

@@ -883,10 +883,16 @@ typedef enum trouble {
     TROUBLES
 } trouble;
 
+typedef struct troubled {
+    trouble what;
+    int32_t heard; /* by how many */
+} troubled;
+
 /* Rank 1 makes trouble, all others must hear of it. */
 static int rank_in_trouble(dtrain_world *world, void *user)
 {
-    const trouble what = *(trouble *)user;
+    troubled *t = (troubled *)user;
+    const trouble what = t->what;
     const int rank = dtrain_world_rank(world);
     char mine[32] = "", all[32 * 3];
     dtrain_result result = DTRAIN_OK, expected = DTRAIN_ERROR_PEER;
@@ -894,14 +900,15 @@ static int rank_in_trouble(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_world_exchange(world, mine, 32, all));
     if (rank == 1) {
         if (what == DIFFERENT_BYTES) (void)dtrain_world_exchange(world, mine, 31, all);
-        if (what == MISSING) ranks_sleep_us(800000);
+        if (what == MISSING)
+            ranks_await(&t->heard, 1); /* the first is in time, the second hears it */
         if (what == LEAVES || what == LEAVES_TO_LOOK) return 0;
         if (what == DIES || what == DIES_TO_LOOK) raise(SIGKILL);
         if (what < REPORTS) return 0;
         dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "the test device is lost");
         dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "a second report");
         CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER && says("device is lost"));
-        ranks_sleep_us(300000);
+        ranks_await(&t->heard, 2);
         return 0;
     }
     if (what == REPORTS_TO_COMM) result = dtrain_barrier(dtrain_world_comm(world));
@@ -911,6 +918,7 @@ static int rank_in_trouble(dtrain_world *world, void *user)
             result = dtrain_world_look(world);
     if (what == DIFFERENT_BYTES && result == DTRAIN_ERROR_MISMATCH) expected = result;
     if (what == MISSING && result == DTRAIN_ERROR_TIMEOUT) expected = result; /* whoever is first */
+    ranks_count(&t->heard);
     CHECK_MSG(result == expected && says_rank(1), "trouble %d: %s: %s", (int)what,
               dtrain_result_name(result), dtrain_last_error());
     if (what >= REPORTS && what <= REPORTS_TO_LOOK)
@@ -924,14 +932,18 @@ static int rank_in_trouble(dtrain_world *world, void *user)
 
 static void test_exchange_trouble(void)
 {
+    troubled *t = (troubled *)ranks_shared(sizeof *t);
     trouble what;
     uint32_t mode;
     for (mode = PROCESSES; mode <= THREADS; mode++)
         for (what = DIFFERENT_BYTES; what < TROUBLES; what = (trouble)(what + 1)) {
             dtrain_launch_desc desc = ranks_desc(3, mode);
             if (mode == THREADS && (what == DIES || what == DIES_TO_LOOK)) continue;
+            if (mode == THREADS && what == LEAVES_TO_LOOK && !test_full()) continue; /* 2 s */
             if (what == MISSING) desc.timeout_ms = 300;
-            (void)ranks_launch(&desc, rank_in_trouble, &what, NULL);
+            t->what = what;
+            t->heard = 0;
+            (void)ranks_launch(&desc, rank_in_trouble, t, NULL);
         }
 }
 

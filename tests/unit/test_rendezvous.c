@@ -578,15 +578,17 @@ static void test_keys(void)
     crew_check(&c, 1, 2, DTRAIN_ERROR_MISMATCH, "DTRAIN_JOB_KEY", "another run");
 }
 
-/* The stranger goes away after a second and the right rank comes: the run starts. */
+/* The stranger is turned away and the right rank comes: the run starts. */
 static void test_other_key_goes_away(void)
 {
     crew c = make_crew(2, rank_is_glad, NULL);
     c.words[2] = "DTRAIN_JOB_KEY=red";
     crew_start(&c, 0, 0);
+    c.timeout_ms = 500;
     crew_start(&c, 2, 1);
-    ranks_sleep_us(1000000);
-    kill(c.pids[2], SIGKILL);
+    ranks_await(&c.ends[2].done, 1);
+    CHECK(c.ends[2].result != DTRAIN_OK);
+    c.timeout_ms = 20000;
     crew_start(&c, 1, 1);
     crew_wait(&c);
     CHECK_MSG(c.ends[0].result == DTRAIN_OK && c.ends[1].result == DTRAIN_OK, "%s %s",
@@ -608,20 +610,34 @@ static void test_missing_rank(void)
     crew_check(&c, 0, 1, DTRAIN_ERROR_TIMEOUT, "rank 0", "refused");
 }
 
+/* Of two ranks that have met, one is killed. Whether they have met cannot be seen from here, and who is killed
+ * before is nobody to the other one: so that rank is started and killed, with more time each time, until
+ * the other one has ended. */
+static void meet_and_kill(crew *c, int victim)
+{
+    const int other = 1 - victim;
+    long us = 50000;
+    int status;
+    c->ends[other].done = 0;
+    crew_start(c, other, other);
+    for (; !c->ends[other].done && us < 4000000; us *= 2) {
+        const double end = test_seconds() + 1e-6 * (double)us;
+        crew_start(c, victim, victim);
+        while (test_seconds() < end) ranks_sleep_us(5000);
+        kill(c->pids[victim], SIGKILL);
+        waitpid(c->pids[victim], &status, 0);
+        c->pids[victim] = 0;
+        while (test_seconds() < end + 0.1 && !c->ends[other].done) ranks_sleep_us(5000);
+    }
+    crew_wait(c);
+}
+
 static void test_rank_leaves_early(void)
 {
     crew c = make_crew(3, rank_never_runs, NULL);
-    crew_start(&c, 0, 0);
-    crew_start(&c, 1, 1);
-    ranks_sleep_us(2000000); /* both have met by then */
-    kill(c.pids[1], SIGKILL);
-    crew_wait(&c);
+    meet_and_kill(&c, 1);
     crew_check(&c, 0, 1, DTRAIN_ERROR_PEER, "rank 1", "before all ranks had come");
-    crew_start(&c, 0, 0);
-    crew_start(&c, 1, 1);
-    ranks_sleep_us(2000000); /* both have met by then */
-    kill(c.pids[0], SIGKILL);
-    crew_wait(&c);
+    meet_and_kill(&c, 0);
     crew_check(&c, 1, 2, DTRAIN_ERROR_PEER, "rank 0", "before all ranks had come");
 }
 
@@ -725,11 +741,12 @@ static void test_port_in_use(void)
     crew c = make_crew(2, rank_never_runs, NULL);
     struct sockaddr_in address;
     char port[16];
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    const int on = 1, fd = socket(AF_INET, SOCK_STREAM, 0);
     memset(&address, 0, sizeof address);
     address.sin_family = AF_INET;
     address.sin_port = htons(c.port);
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     CHECK(bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && listen(fd, 1) == 0);
     snprintf(port, sizeof port, "port %u", c.port);
     c.timeout_ms = 1500;
@@ -848,7 +865,7 @@ static void test_false_rank_0(void)
     CHECK(bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && listen(fd, 9) == 0);
     c.timeout_ms = 1500;
     crew_start(&c, 0, 1);
-    for (; test_seconds() < start + 2.5; ranks_sleep_us(2000)) {
+    for (; !c.ends[0].done && test_seconds() < start + RANKS_SOON; ranks_sleep_us(2000)) {
         const int guest = accept(fd, NULL, NULL);
         const uint32_t magic = DTRAIN__FRAME_MAGIC;
         if (guest < 0) continue;
@@ -944,10 +961,13 @@ static void test_deaths(void)
 static int rank_0_is_early(dtrain_world *world, void *user)
 {
     const int rank = dtrain_world_rank(world);
-    (void)user;
+    int32_t *gone = (int32_t *)user;
     RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
-    if (rank == 0) return 0;
-    ranks_sleep_us(300000);
+    if (rank == 0) {
+        ranks_count(gone);
+        return 0;
+    }
+    ranks_await(gone, 1);
     if (rank == 2) raise(SIGKILL);
     while (dtrain_world_look(world) == DTRAIN_OK) ranks_sleep_us(1000);
     CHECK_MSG(has(dtrain_last_error(), "rank 2"), "%s", dtrain_last_error());
@@ -956,7 +976,7 @@ static int rank_0_is_early(dtrain_world *world, void *user)
 
 static void test_rank_0_stays(void)
 {
-    crew c = make_crew(3, rank_0_is_early, NULL);
+    crew c = make_crew(3, rank_0_is_early, ranks_shared(sizeof(int32_t)));
     crew_start_all(&c);
     crew_wait(&c);
     CHECK_MSG(c.ends[0].result == DTRAIN_ERROR_RANK_FAILED && has(c.ends[0].error, "rank 2"), "%s",
@@ -1121,32 +1141,42 @@ static void test_mad_rank(void)
 }
 
 /* A rank that speaks for another one is cut off; the other one is believed to be well. */
+typedef struct lie {
+    dtrain__frame_kind kind;
+    int32_t heard; /* by how many */
+} lie;
+
 static int rank_lies(dtrain_world *world, void *user)
 {
     const int rank = dtrain_world_rank(world);
     dtrain__connection *end = &world->link->ends[0];
     int32_t mine = rank, all[8];
     dtrain_result result = DTRAIN_OK;
+    lie *l = (lie *)user;
     RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
     if (rank == 2) {
-        const dtrain__frame_kind kind = *(dtrain__frame_kind *)user;
+        const dtrain__frame_kind kind = l->kind;
         dtrain__frame_put(end, kind, 1, 3, kind == DTRAIN__FATE ? DTRAIN__RETURNED : 2, &mine,
                           sizeof mine);
         (void)dtrain__flush(end);
-        ranks_sleep_us(200000);
+        ranks_await(&l->heard, 2);
         return 0;
     }
     while (result == DTRAIN_OK) result = dtrain_world_exchange(world, &mine, sizeof mine, all);
     CHECK_MSG(result == DTRAIN_ERROR_PEER && has(dtrain_last_error(), "rank 2 is gone"), "%s",
               dtrain_last_error());
+    ranks_count(&l->heard);
     return 0;
 }
 
 static void test_lies(void)
 {
-    dtrain__frame_kind kind;
-    for (kind = DTRAIN__POST; kind <= DTRAIN__REPORT; kind = (dtrain__frame_kind)(kind + 1))
-        apart_run(3, rank_lies, &kind);
+    lie *l = (lie *)ranks_shared(sizeof *l);
+    for (l->kind = DTRAIN__POST; l->kind <= DTRAIN__REPORT;
+         l->kind = (dtrain__frame_kind)(l->kind + 1)) {
+        l->heard = 0;
+        apart_run(3, rank_lies, l);
+    }
 }
 
 /* ---- several hosts ---- */
@@ -1352,15 +1382,14 @@ static void test_default_threads(void)
 }
 
 /* Memory that fails at each call, on rank 0 and on another: an error on both, and everything given back. */
-static counted_memory *poor_memory; /* shared by all processes */
-
 static int rank_tries(dtrain_world *world, void *user)
 {
     (void)user;
     return dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK ? 0 : 1;
 }
 
-static pid_t start_poor(int rank, bool poor, uint16_t port)
+/* A rank with `memory`, or with malloc. */
+static pid_t start_poor(int rank, counted_memory *memory, uint16_t port)
 {
     const pid_t pid = fork();
     dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
@@ -1370,7 +1399,7 @@ static pid_t start_poor(int rank, bool poor, uint16_t port)
     desc.timeout_ms = 500;
     desc.grace_ms = 300;
     desc.log_level = DTRAIN_LOG_ERROR;
-    if (poor) desc.allocator = counted_allocator(poor_memory);
+    if (memory) desc.allocator = counted_allocator(memory);
     snprintf(words, sizeof words, "RANK=%d WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 DTRAIN_PORT=%u", rank,
              port);
     set_words(words);
@@ -1379,27 +1408,36 @@ static pid_t start_poor(int rank, bool poor, uint16_t port)
     exit(result ? 1 : 0);
 }
 
+/* Eight runs beside one another: most of the time they wait for a deadline. */
 static void test_no_memory(void)
 {
-    int rank, at, failures = 0;
-    poor_memory = (counted_memory *)ranks_shared(sizeof *poor_memory);
+    enum { AT_ONCE = 8, MOST_CALLS = 60 };
+    counted_memory *memory = (counted_memory *)ranks_shared(AT_ONCE * sizeof *memory);
+    int rank, first, i, r, failures = 0;
     for (rank = 0; rank < 2; rank++) {
-        int status[2] = {1, 1};
-        for (at = 1; at < 60 && (status[0] || status[1]); at++) {
-            const uint16_t port = ports_next();
-            pid_t pids[2];
-            int i;
-            memset(poor_memory, 0, sizeof *poor_memory);
-            poor_memory->fail_at = at;
-            for (i = 0; i < 2; i++) pids[i] = start_poor(i, i == rank, port);
-            for (i = 0; i < 2; i++) CHECK(test_wait(pids[i], 20, &status[i]));
-            CHECK_MSG(poor_memory->live == 0 && poor_memory->wrong == 0,
-                      "call %d fails on rank %d: %ld blocks are left", at, rank, poor_memory->live);
-            CHECK_MSG((status[0] == 0) == (status[1] == 0),
-                      "call %d fails on rank %d: the ranks disagree", at, rank);
-            failures += status[rank] != 0;
+        bool enough = false;
+        for (first = 1; first < MOST_CALLS && !enough; first += AT_ONCE) {
+            pid_t pids[AT_ONCE][2];
+            for (i = 0; i < AT_ONCE; i++) {
+                const uint16_t port = ports_next();
+                memset(&memory[i], 0, sizeof memory[i]);
+                memory[i].fail_at = first + i;
+                for (r = 0; r < 2; r++)
+                    pids[i][r] = start_poor(r, r == rank ? &memory[i] : NULL, port);
+            }
+            for (i = 0; i < AT_ONCE; i++) {
+                int status[2] = {1, 1};
+                for (r = 0; r < 2; r++) CHECK(test_wait(pids[i][r], 20, &status[r]));
+                CHECK_MSG(memory[i].live == 0 && memory[i].wrong == 0,
+                          "call %d fails on rank %d: %ld blocks are left", first + i, rank,
+                          memory[i].live);
+                CHECK_MSG((status[0] == 0) == (status[1] == 0),
+                          "call %d fails on rank %d: the ranks disagree", first + i, rank);
+                failures += status[rank] != 0;
+                enough = enough || (status[0] == 0 && status[1] == 0);
+            }
         }
-        CHECK_MSG(at < 60, "rank %d never has enough", rank);
+        CHECK_MSG(enough, "rank %d never has enough", rank);
     }
     CHECK_MSG(failures > 10, "only %d failures", failures);
 }
