@@ -2,17 +2,8 @@
 # train_gpt under launchers: processes with torchrun's variables, torchrun and mpirun where they are
 # installed (srun: tests/cli/test_slurm.sh), network namespaces as hosts. Ranks that a launcher starts compute the same bits as
 # ranks that dtrain_launch forks; a killed rank ends all; nothing is left behind.
-build=${BUILD:-build}
-tmp=$(mktemp -d)
-passed=0 failed=0 skipped=0
-
-result() { # result NAME 0|1 [file to show]
-    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
-    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 15 "$3"; fi
-}
-skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
-
-port=$((20000 + $$ % 10000))
+. tests/support/shell.sh
+take_ports
 gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 2 --sample 0 --threads 1 --timeout 20"
 losses() { grep -v final "$1" | sed 's/.*"loss": \([^,]*\),.*/\1/'; }
 
@@ -24,8 +15,6 @@ rank() {
 }
 # ended R: waits for rank R; its status
 ended() { eval "wait \$pid_$1"; }
-# leftovers: nothing of ours runs, nothing has a name in /dev/shm
-leftovers() { ! pgrep -f "train_gpt.*$tmp" >/dev/null 2>&1 && ! ls /dev/shm 2>/dev/null | grep -q dtrain; }
 
 for n in 2 3 8; do
     $gpt --ranks $n --steps 6 --log "$tmp/forked" >/dev/null 2>"$tmp/err"
@@ -37,13 +26,13 @@ for n in 2 3 8; do
     [ "$(wc -l <"$tmp/b")" -eq 6 ] && cmp -s "$tmp/a" "$tmp/b"
     result "$n ranks: the same bits as forked ranks" $? "$tmp/b"
 done
-leftovers; result "nothing is left" $?
+nothing_left; result "nothing is left" $?
 
 # Killed while they train: $! is timeout, its child is the rank.
 for victim in 0 1 2; do
     rm -f "$tmp/killed"
     for r in 0 1 2; do rank $r 3 --steps 1000000 --log "$tmp/killed"; done
-    for i in $(seq 200); do grep -q loss "$tmp/killed" 2>/dev/null && break; sleep 0.1; done
+    wait_line 20 loss "$tmp/killed"
     eval "parent=\$pid_$victim"
     pkill -9 -P "$parent"
     status=0
@@ -51,12 +40,12 @@ for victim in 0 1 2; do
         ended $r && status=1
         [ $r -eq $victim ] || grep -q "rank $victim is gone" "$tmp/$r.err" || { status=1; echo "rank $r: $(cat "$tmp/$r.err")"; }
     done
-    leftovers || status=1
+    nothing_left || status=1
     result "rank $victim of 3 is killed: the others say so and end" $status
 done
 
 # Two network namespaces are two hosts: they meet, and the CPU's communicator says what is missing.
-if [ "$(id -u)" = 0 ] && command -v ip >/dev/null 2>&1 && ip netns add dtrain_$$_a 2>/dev/null; then
+if [ "$(id -u)" = 0 ] && have ip && ip netns add dtrain_$$_a 2>/dev/null; then
     a=dtrain_$$_a b=dtrain_$$_b net=10.213.7
     { ip netns add $b && ip link add dt$$a netns $a type veth peer name dt$$b netns $b &&
         ip -n $a addr add $net.1/24 dev dt$$a && ip -n $b addr add $net.2/24 dev dt$$b &&
@@ -71,6 +60,8 @@ if [ "$(id -u)" = 0 ] && command -v ip >/dev/null 2>&1 && ip netns add dtrain_$$
         # The cable is pulled during the rendezvous of three.
         WORLD_SIZE=3 RANK=0 ip netns exec $a timeout 60 $gpt --ranks 3 --timeout 3 >"$tmp/0.out" 2>"$tmp/0.err" & p=$!
         WORLD_SIZE=3 RANK=1 ip netns exec $b timeout 60 $gpt --ranks 3 --timeout 3 >"$tmp/1.out" 2>"$tmp/1.err" & q=$!
+        # state 01 is a connection; the greeting over it takes microseconds, and cannot be seen from here
+        wait_for 10 ip netns exec $a grep -q ':733C [0-9A-F:]* 01 ' /proc/net/tcp
         sleep 1; ip -n $b link set dt$$b down
         wait $p; wait $q
         grep -q "have not come: 2" "$tmp/0.err" && grep -q "rank 0 .* waiting" "$tmp/1.err"
@@ -94,15 +85,11 @@ same() { # same NAME COMMAND...: two ranks under it have the losses of two forke
 if torchrun --no_python --nproc_per_node 2 /bin/true >/dev/null 2>&1; then
     same "torchrun" torchrun --no_python --nproc_per_node 2
 else skip "torchrun" "not installed, or cannot start /bin/true"; fi
-if command -v mpirun >/dev/null 2>&1; then
+if have mpirun; then
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM
         same "mpirun of Open MPI" mpirun --oversubscribe -n 2
     else same "mpirun of MPICH" mpirun -n 2; fi
 else skip "mpirun" "not installed"; fi
-
-rm -rf "$tmp"
-if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-else echo "$passed passed, $failed failed"; fi
-[ "$failed" -eq 0 ]
+finish

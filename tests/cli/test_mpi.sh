@@ -2,21 +2,13 @@
 # The communicator over MPI [S26.6] with each MPI that is installed: what test_comm.c asks of the local
 # communicator, for 1 to 8 ranks; every way to fail, where each rank must say what happened; and train_gpt,
 # which must end with the bits of forked ranks. DTRAIN_TEST_FULL=1 adds 2^31 bytes in one call.
-build=${BUILD:-build}
+. tests/support/shell.sh
 out=$build/mpi
-tmp=$(mktemp -d)
 mkdir -p "$out"
-passed=0 failed=0 skipped=0
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-
-result() { # result NAME 0|1 [file to show]
-    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
-    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 15 "$3"; fi
-}
-skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
+take_ports # the next of them for each run
 
 strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
-port=$((20000 + $$ % 9000))
 # A launcher kills all ranks when one fails; here each is to find it out by itself. Hydra tells the
 # survivors with a signal.
 start() { # start RANKS COMMAND...
@@ -49,7 +41,8 @@ refused() { # refused NAME WORDS: the last command has failed and said so
 # Two hosts: network namespaces with names of their own, two ranks on each. The launcher reaches the second
 # one through $tmp/agent in place of ssh.
 a=dtrain_$$_a b=dtrain_$$_b net=10.214.7 hosts=1
-if [ "$(id -u)" = 0 ] && command -v ip >/dev/null 2>&1 && ip netns add $a 2>"$tmp/err"; then
+at_end="{ ip netns del $a; ip netns del $b; } 2>/dev/null"
+if [ "$(id -u)" = 0 ] && have ip && ip netns add $a 2>"$tmp/err"; then
     { ip netns add $b && ip link add dm$$a netns $a type veth peer name dm$$b netns $b &&
         ip -n $a addr add $net.1/24 dev dm$$a && ip -n $b addr add $net.2/24 dev dm$$b &&
         ip -n $a link set dm$$a up && ip -n $b link set dm$$b up && ip -n $a link set lo up &&
@@ -83,7 +76,7 @@ for mpi in openmpi mpich; do
     # ends that rank with the job, as soon as the first process has ended.
     [ $mpi = openmpi ] && far="mpirun.openmpi --oversubscribe --mca plm_rsh_agent $tmp/agent \
         -H dtrain-a:2,dtrain-b:2 -x MASTER_ADDR -x DTRAIN_PORT -x DTRAIN_MPI_OUT"
-    if ! command -v $cc >/dev/null 2>&1 || ! command -v mpirun.$mpi >/dev/null 2>&1; then
+    if ! have $cc || ! have mpirun.$mpi; then
         skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
     fi
     flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests -Itests/support"
@@ -96,7 +89,7 @@ for mpi in openmpi mpich; do
     [ $status -eq 0 ] || continue
     printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$tmp/impl.c"
     for pair in "clang -std=c99" "g++ -std=c++17 -x c++"; do
-        command -v "${pair%% *}" >/dev/null 2>&1 || { skip "$mpi: dtrain.h, $pair" "not installed"; continue; }
+        have "${pair%% *}" || { skip "$mpi: dtrain.h, $pair" "not installed"; continue; }
         OMPI_CC=${pair%% *} MPICH_CC=${pair%% *} $cc ${pair#* } -pedantic -Wall -Wextra -Wconversion -Werror \
             -DDTRAIN_USE_MPI -I. -c "$tmp/impl.c" -o "$tmp/impl.o" >"$tmp/log" 2>&1
         result "$mpi: dtrain.h, $pair" $? "$tmp/log"
@@ -195,10 +188,4 @@ for mpi in openmpi mpich; do
     fi
 done
 
-pgrep -f "$out/(test|small|train_gpt)_(openmpi|mpich)" >"$tmp/log" 2>&1
-[ $? -ne 0 ]; result "nothing is left" $? "$tmp/log"
-ip netns del $a 2>/dev/null; ip netns del $b 2>/dev/null
-rm -rf "$tmp"
-if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-else echo "$passed passed, $failed failed"; fi
-[ "$failed" -eq 0 ]
+finish

@@ -1,15 +1,9 @@
 #!/bin/sh
 # The simulator where its answer can be computed by hand, where it must agree with the library, and where it
 # can only be sane; its files; bad input; and the published figures as they were recorded.
-build=${BUILD:-build}
-tmp=$(mktemp -d)
-passed=0 failed=0 skipped=0
+. tests/support/shell.sh
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
-
-result() { # result NAME 0|1 [file to show]
-    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
-    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 5 "$3"; fi
-}
+bad_lines=1
 
 # simulate FLAGS: rows to $tmp/rows; field KEY ROW: a number of a row; near NAME A B: equal to 1e-6
 simulate() { "$build/simulate" --json "$tmp/rows" --straggler 0 "$@" >"$tmp/out" 2>"$tmp/err" || cat "$tmp/err"; }
@@ -22,13 +16,7 @@ holds() { # holds NAME CONDITION-OF-AWK
     awk "BEGIN { exit !($2) }" </dev/null
     result "$1: $2" $?
 }
-bad() { # bad NAME PATTERN FLAGS: one sentence, no table, not 0
-    name=$1 pattern=$2; shift 2
-    timeout 20 "$build/simulate" "$@" >"$tmp/out" 2>"$tmp/err"
-    status=$?
-    { [ "$status" -ne 0 ] && [ "$status" -lt 124 ] && grep -q -E -- "$pattern" "$tmp/err" && [ "$(wc -l <"$tmp/err")" -eq 1 ]; }
-    result "bad input: $name" $? "$tmp/err"
-}
+refused() { name=$1 pattern=$2; shift 2; bad "$name" "$pattern" "$build/simulate" "$@"; }
 
 # GPT-2 without biases: 12 blocks of 9 x 768^2 + 3 x 768^2 and two norms, tables, a norm. Elements, and flops of a
 # sample: matrices twice each token, causal attention half of 4 T^2 C, the head.
@@ -108,12 +96,12 @@ result "one process, whatever a launcher says" $? "$tmp/out"
 "$build/simulate" --gpus 1,2,4,8,16,32,64,128,256,512,1024 --batch-sizes 4,16 --json "$tmp/rows" --svg "$tmp/svg" >"$tmp/out" 2>&1
 grep -q 'GPUs</text>' "$tmp/svg" && grep -q 'full_shard, batch 16' "$tmp/svg" && [ "$(grep -c '<polyline' "$tmp/svg")" -eq 4 ]
 result "the picture has axes, a legend and a line each" $? "$tmp/svg"
-if command -v python3 >/dev/null 2>&1; then
+if have python3; then
     python3 -c 'import json, sys; assert len([json.loads(l) for l in open(sys.argv[1])]) == 44' "$tmp/rows" 2>"$tmp/err"
     result "rows are JSON" $? "$tmp/err"
     python3 -c 'import sys, xml.dom.minidom as x; x.parse(sys.argv[1])' "$tmp/svg" 2>"$tmp/err"
     result "the picture is XML" $? "$tmp/err"
-else skipped=$((skipped + 2)); echo "  skip rows are JSON, the picture is XML: no python3"; fi
+else skip "rows are JSON, the picture is XML" "no python3" 2; fi
 cpu="--cluster cpu --strategies ddp --straggler 0"
 : >"$tmp/measured"
 for nodes in 1 2 4; do
@@ -133,27 +121,23 @@ result "a figure that moved fails the check" $? "$tmp/out"
 result "--help has models and clusters" $? "$tmp/out"
 
 # Bad input.
-bad "unknown model" "gpt9.*no model" --model gpt9
-bad "unknown cluster" "b200.*no cluster" --cluster b200
-bad "unknown strategy" "zero9.*several.*of: ddp" --strategies ddp,zero9
-bad "unknown flag" "--gpu\"" --gpu 8
-bad "flag without value" "--gpus needs" --gpus
-bad "a list with a hole" "--gpus is \"\"" --gpus 8,,16
-bad "zero GPUs" "--gpus is \"0\"" --gpus 0
-bad "a fraction" "whole number" --batch-sizes 1.5
-bad "a node and a half" "12: expected at most 8, or whole nodes of 8" --gpus 8,12
-bad "global batch" "512.*3 GPUs do not divide" --gpus 3 --global-batch 512
-bad "a rate that communication forbids" "leaves .* at most" --gpus 8 --cluster p100 --measured-rate 1e9
-bad "more checkpoints than blocks" "12 blocks" --checkpointing 13
-bad "a combination the library refuses" "hierarchical|node_size" --hierarchical --strategies zero3 --gpus 8
-bad "no such file to check" "nowhere" --check "$tmp/nowhere"
+refused "unknown model" "gpt9.*no model" --model gpt9
+refused "unknown cluster" "b200.*no cluster" --cluster b200
+refused "unknown strategy" "zero9.*several.*of: ddp" --strategies ddp,zero9
+refused "unknown flag" "--gpu\"" --gpu 8
+refused "flag without value" "--gpus needs" --gpus
+refused "a list with a hole" "--gpus is \"\"" --gpus 8,,16
+refused "zero GPUs" "--gpus is \"0\"" --gpus 0
+refused "a fraction" "whole number" --batch-sizes 1.5
+refused "a node and a half" "12: expected at most 8, or whole nodes of 8" --gpus 8,12
+refused "global batch" "512.*3 GPUs do not divide" --gpus 3 --global-batch 512
+refused "a rate that communication forbids" "leaves .* at most" --gpus 8 --cluster p100 --measured-rate 1e9
+refused "more checkpoints than blocks" "12 blocks" --checkpointing 13
+refused "a combination the library refuses" "hierarchical|node_size" --hierarchical --strategies zero3 --gpus 8
+refused "no such file to check" "nowhere" --check "$tmp/nowhere"
 echo '{"nodes": 1}' >"$tmp/measured"
-bad "measured rows without step_ms" "line 1: expected" --measured "$tmp/measured"
+refused "measured rows without step_ms" "line 1: expected" --measured "$tmp/measured"
 echo 'name | | | 1' >"$tmp/changed"
-bad "published rows without fields" "9 fields" --check "$tmp/changed"
-bad "a file that cannot be written" "nowhere/x" --gpus 8 --json "$tmp/nowhere/x"
-
-rm -rf "$tmp"
-if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-else echo "$passed passed, $failed failed"; fi
-[ "$failed" -eq 0 ]
+refused "published rows without fields" "9 fields" --check "$tmp/changed"
+refused "a file that cannot be written" "nowhere/x" --gpus 8 --json "$tmp/nowhere/x"
+finish

@@ -2,27 +2,14 @@
 # A cluster of one node under srun: munged, slurmctld and slurmd of a private configuration, in a folder and
 # on ports of their own. Ranks that srun starts compute the same bits as forked ranks, over shared memory
 # and, with the MPIs that srun can start, over MPI. All of it is gone afterwards.
-build=${BUILD:-build}
-passed=0 failed=0 skipped=0
-
-result() { # result NAME 0|1 [file to show]
-    if [ "$2" -eq 0 ]; then passed=$((passed + 1)); printf '  ok   %s\n' "$1"
-    else failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; [ -z "$3" ] || tail -n 15 "$3"; fi
-}
-skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
-finish() {
-    if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-    else echo "$passed passed, $failed failed"; fi
-    [ "$failed" -eq 0 ]; exit
-}
+. tests/support/shell.sh
 PATH=$PATH:/usr/sbin:/sbin
 for program in munged slurmctld slurmd srun; do
-    command -v $program >/dev/null 2>&1 || { skip "srun" "$program is not installed (munge, slurmctld, slurmd, slurm-client)"; finish; }
+    have $program || { skip "srun" "$program is not installed (munge, slurmctld, slurmd, slurm-client)"; finish; }
 done
 [ "$(id -u)" = 0 ] || { skip "srun" "slurmd needs root"; finish; }
 
-tmp=$(mktemp -d) # sockets have short names
-port=$((30000 + $$ % 20000))
+take_ports
 host=$(hostname -s 2>/dev/null || hostname)
 mkdir -p "$tmp/state" "$tmp/spool"
 export SLURM_CONF="$tmp/slurm.conf"
@@ -62,7 +49,7 @@ dd if=/dev/urandom of="$tmp/munge.key" bs=1024 count=1 2>/dev/null
 chmod 400 "$tmp/munge.key"
 munged --foreground --force --socket="$tmp/munge.sock" --key-file="$tmp/munge.key" --pid-file="$tmp/munged.pid" \
     --log-file="$tmp/munged.log" --seed-file="$tmp/munged.seed" --num-threads=2 >"$tmp/munged.out" 2>&1 & munged=$!
-for i in $(seq 300); do [ -S "$tmp/munge.sock" ] && break; sleep 0.1; done
+wait_for 30 [ -S "$tmp/munge.sock" ]
 slurmctld -D >"$tmp/slurmctld.out" 2>&1 & slurmctld=$!
 slurmd -D -N "$host" >"$tmp/slurmd.out" 2>&1 & slurmd=$!
 stop() {
@@ -70,14 +57,9 @@ stop() {
     wait $slurmd $slurmctld 2>/dev/null
     kill $munged 2>/dev/null
     wait $munged 2>/dev/null
-    rm -rf "$tmp"
 }
-trap 'stop' EXIT
-trap 'exit 1' INT TERM
-for i in $(seq 240); do
-    sinfo -h -o %T 2>/dev/null | grep -q idle && break
-    sleep 0.25
-done
+at_end=stop
+wait_for 60 sh -c 'sinfo -h -o %T | grep -q idle'
 timeout 60 srun -n 2 true >"$tmp/log" 2>&1
 status=$?
 [ $status -eq 0 ] || cat "$tmp/slurmctld.log" "$tmp/slurmd.log" "$tmp"/*.out >>"$tmp/log"
@@ -101,7 +83,7 @@ same "srun, shared memory" srun -n 4 $build/train_gpt $flags
 srun --mpi=list >"$tmp/types" 2>&1
 for pair in openmpi:pmix mpich:pmi2; do
     mpi=${pair%:*} type=${pair#*:}
-    command -v mpicc.$mpi >/dev/null 2>&1 || { skip "srun, $mpi" "mpicc.$mpi is not installed"; continue; }
+    have mpicc.$mpi || { skip "srun, $mpi" "mpicc.$mpi is not installed"; continue; }
     grep -q "$type" "$tmp/types" || { skip "srun, $mpi" "srun --mpi=list has no $type"; continue; }
     if [ ! -x "$build/mpi/train_gpt_$mpi" ]; then # tests/cli/test_mpi.sh has made it
         mkdir -p "$build/mpi"
@@ -123,11 +105,4 @@ timeout 120 srun -n 3 --kill-on-bad-exit=0 sh -c 'if [ $SLURM_PROCID = 1 ]; then
 [ $? -ne 0 ] && grep -q 'rank 1 is gone' "$tmp/log"
 result "srun: a killed rank is named and ends the others" $? "$tmp/log"
 
-daemons="$munged $slurmctld $slurmd"
-stop
-trap - EXIT
-alive=0
-for id in $daemons; do kill -0 "$id" 2>/dev/null && alive=1; done
-[ ! -e "$tmp" ] || alive=1
-result "nothing is left" $alive
 finish

@@ -2,57 +2,46 @@
 # dtrain_nccl.h for every version of NCCL that it treats differently: the tests of test_nccl.c against the
 # mock, compiled with that version's header. Then, where the CUDA Toolkit and NCCL are installed, against
 # the real header, and the real library on a machine without a GPU: a sentence, no crash and no hang.
+. tests/support/shell.sh
 cc=${CC:-cc}
-build=${BUILD:-build}/nccl
+out=$build/nccl
 versions=${NCCL_VERSIONS:-21501 21801 21901 22203 22703} # test_nccl itself is 22809
-library=${BUILD:-build}/dtrain.a
-mkdir -p "$build"
-make -s BUILD="${BUILD:-build}" CC="$cc" "$library" || exit 1
-passed=0 failed=0 skipped=0
-
-ok() { passed=$((passed + 1)); printf '  ok   %s\n' "$1"; }
-fail() { failed=$((failed + 1)); printf '  FAIL %s\n' "$1"; tail -n 20 "$build/log"; }
-skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
-try() { # try NAME COMMAND...: one test, its output shown when it fails
-    name=$1; shift
-    if "$@" >"$build/log" 2>&1; then ok "$name"; else fail "$name: $*"; fi
-}
-finish() {
-    if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-    else echo "$passed passed, $failed failed"; fi
-    [ "$failed" -eq 0 ]; exit
-}
+library=$build/dtrain.a
+mkdir -p "$out"
+make -s BUILD="$build" CC="$cc" "$library" || exit 1
+ok() { result "$1" 0; }
+fail() { result "$1" 1 "$tmp/log"; }
 
 strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
 mock="-I. -Itests -Itests/support -Itests/nccl/mock"
 for version in $versions; do
     flags="${CFLAGS:--O1 -g} -DNCCL_MOCK_VERSION=$version"
-    try "NCCL $version compiles" $cc $strict $flags $mock tests/nccl/test_nccl.c "$library" -o "$build/test_nccl_$version" -lm -lpthread
+    try "NCCL $version compiles" $cc $strict $flags $mock tests/nccl/test_nccl.c "$library" -o "$out/test_nccl_$version" -lm -lpthread
 done
 for version in $versions; do # together: they mostly wait for deadlines
-    "$build/test_nccl_$version" >"$build/log_$version" 2>&1 &
+    "$out/test_nccl_$version" >"$out/log_$version" 2>&1 &
 done
 wait
 for version in $versions; do
-    tail -n 40 "$build/log_$version" >"$build/log"
-    if tail -n 1 "$build/log" | grep -q '^[0-9]* passed, 0 failed'; then ok "NCCL $version: $(tail -n 1 "$build/log")"
+    tail -n 40 "$out/log_$version" >"$tmp/log"
+    if tail -n 1 "$tmp/log" | grep -q '^[0-9]* passed, 0 failed'; then ok "NCCL $version: $(tail -n 1 "$tmp/log")"
     else fail "NCCL $version"; fi
 done
 
-printf '#define DTRAIN_NCCL_IMPLEMENTATION\n#include "dtrain_nccl.h"\n' >"$build/nccl.c"
-if $cc -std=c99 -DNCCL_MOCK_VERSION=21402 $mock -c "$build/nccl.c" -o "$build/old.o" >"$build/log" 2>&1; then
+printf '#define DTRAIN_NCCL_IMPLEMENTATION\n#include "dtrain_nccl.h"\n' >"$out/nccl.c"
+if $cc -std=c99 -DNCCL_MOCK_VERSION=21402 $mock -c "$out/nccl.c" -o "$out/old.o" >"$tmp/log" 2>&1; then
     fail "the header of 2.14 is refused"
-elif grep -q 'needs the header of NCCL 2.15.1' "$build/log"; then ok "the header of 2.14 is refused"
+elif grep -q 'needs the header of NCCL 2.15.1' "$tmp/log"; then ok "the header of 2.14 is refused"
 else fail "the header of 2.14 is refused with a sentence"; fi
 
 for pair in "gcc -std=c99" "clang -std=c99" "gcc -std=c11" "g++ -std=c++17 -x c++" "clang++ -std=c++17 -x c++"; do
     compiler=${pair%% *}
-    command -v "$compiler" >/dev/null 2>&1 || { skip "dtrain_nccl.h, $pair" "not installed"; continue; }
-    try "dtrain_nccl.h, $pair" $pair -pedantic -Wall -Wextra -Werror $mock -c "$build/nccl.c" -o "$build/nccl.o"
+    have "$compiler" || { skip "dtrain_nccl.h, $pair" "not installed"; continue; }
+    try "dtrain_nccl.h, $pair" $pair -pedantic -Wall -Wextra -Werror $mock -c "$out/nccl.c" -o "$out/nccl.o"
 done
 
 # A program that has it in a file of its own asks for the version, then for two ranks.
-cat >"$build/ask.c" <<'END'
+cat >"$out/ask.c" <<'END'
 #include "dtrain.h"
 #include "dtrain_nccl.h"
 #include <stdio.h>
@@ -68,7 +57,7 @@ int main(void)
 }
 END
 missing='-DDTRAIN_NCCL_LIBRARY="libnccl-that-is-not-there.so.2"'
-cat >"$build/stubs.c" <<'END'
+cat >"$out/stubs.c" <<'END'
 #include <cuda_runtime_api.h>
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
 {
@@ -78,15 +67,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
 }
 const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "an error"; }
 END
-try "a program of two files, no library" $cc -std=c99 $mock "$missing" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" "$library" -o "$build/ask" -lm -lpthread -ldl
-if [ -x "$build/ask" ]; then
-    "$build/ask" >"$build/log" 2>&1
-    if [ $? -eq 1 ] && grep -q 'NCCL could not be opened (libnccl-that-is-not-there' "$build/log"; then ok "a missing library is a sentence"
+try "a program of two files, no library" $cc -std=c99 $mock "$missing" "$out/ask.c" "$out/nccl.c" "$out/stubs.c" "$library" -o "$out/ask" -lm -lpthread -ldl
+if [ -x "$out/ask" ]; then
+    "$out/ask" >"$tmp/log" 2>&1
+    if [ $? -eq 1 ] && grep -q 'NCCL could not be opened (libnccl-that-is-not-there' "$tmp/log"; then ok "a missing library is a sentence"
     else fail "a missing library is a sentence"; fi
 fi
 
 # The mock as a library that is opened at run time; its device and its arithmetic are not needed here.
-cat >"$build/library.c" <<'END'
+cat >"$out/library.c" <<'END'
 #include "nccl/mock/nccl_mock.c"
 float dtrain_bf16_to_f32(uint16_t bits) { return bits; }
 float dtrain_f16_to_f32(uint16_t bits) { return bits; }
@@ -98,11 +87,11 @@ void *nccl_mock_device_alloc(size_t bytes) { return malloc(bytes); }
 void nccl_mock_device_free(void *memory) { free(memory); }
 END
 opened() { # opened NAME VERSION STATUS WORDS
-    $cc -std=c99 -fPIC -shared -DNCCL_MOCK_VERSION=$2 $mock "$build/library.c" -o "$build/libmock.so" >"$build/log" 2>&1 || { fail "$1"; return; }
-    "$build/ask_mock" >"$build/log" 2>&1
-    if [ $? -eq "$3" ] && grep -q "$4" "$build/log"; then ok "$1"; else fail "$1"; fi
+    $cc -std=c99 -fPIC -shared -DNCCL_MOCK_VERSION=$2 $mock "$out/library.c" -o "$out/libmock.so" >"$tmp/log" 2>&1 || { fail "$1"; return; }
+    "$out/ask_mock" >"$tmp/log" 2>&1
+    if [ $? -eq "$3" ] && grep -q "$4" "$tmp/log"; then ok "$1"; else fail "$1"; fi
 }
-try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$build/libmock.so\"" "$build/ask.c" "$build/nccl.c" "$build/stubs.c" "$library" -o "$build/ask_mock" -lm -lpthread -ldl
+try "a program that opens its library" $cc -std=c99 $mock "-DDTRAIN_NCCL_LIBRARY=\"$out/libmock.so\"" "$out/ask.c" "$out/nccl.c" "$out/stubs.c" "$library" -o "$out/ask_mock" -lm -lpthread -ldl
 opened "the library that was compiled for" 22809 0 "header 22809, library 22809"
 opened "an older library lacks functions: its version is named" 21501 1 "is version 2.15.1, but"
 
@@ -116,16 +105,16 @@ fi
 real="-isystem $cuda/include -I."
 for pair in "gcc -std=c99" "clang -std=c99" "g++ -std=c++17 -x c++"; do
     compiler=${pair%% *}
-    command -v "$compiler" >/dev/null 2>&1 || { skip "the real header, $pair" "not installed"; continue; }
-    try "the real header, $pair" $pair -pedantic -Wall -Wextra -Werror $real -c "$build/nccl.c" -o "$build/nccl.o"
+    have "$compiler" || { skip "the real header, $pair" "not installed"; continue; }
+    try "the real header, $pair" $pair -pedantic -Wall -Wextra -Werror $real -c "$out/nccl.c" -o "$out/nccl.o"
 done
-echo '#include <mpi.h>' >"$build/mpi.c"
-if mpicc -E "$build/mpi.c" >/dev/null 2>&1; then
-    try "the real header, MPI" mpicc -std=c99 -Wall -Wextra -Werror -DDTRAIN_NCCL_USE_MPI $real -c "$build/nccl.c" -o "$build/nccl_mpi.o"
+echo '#include <mpi.h>' >"$out/mpi.c"
+if mpicc -E "$out/mpi.c" >/dev/null 2>&1; then
+    try "the real header, MPI" mpicc -std=c99 -Wall -Wextra -Werror -DDTRAIN_NCCL_USE_MPI $real -c "$out/nccl.c" -o "$out/nccl_mpi.o"
 else skip "the real header, MPI" "mpicc is not installed"; fi
 
 # The library says "no device" in its own words, through the same calls that a world makes.
-cat >"$build/alone.c" <<'END'
+cat >"$out/alone.c" <<'END'
 #include "dtrain.h"
 #include <string.h>
 #define DTRAIN_NCCL_IMPLEMENTATION
@@ -155,11 +144,11 @@ int main(void)
 END
 lib=$cuda/lib64; [ -e "$lib/libnccl.so" ] || lib=$cuda/lib
 for mode in "opened|-ldl" "linked|-DDTRAIN_NCCL_LINKED -L$lib -lnccl -Wl,-rpath,$lib"; do
-    try "a program with the real NCCL, ${mode%%|*}" $cc -std=c99 $real "-DDTRAIN_NCCL_LIBRARY=\"$lib/libnccl.so.2\"" "$build/alone.c" "$library" -o "$build/alone" ${mode#*|} -L"$lib" -lcudart -Wl,-rpath,"$lib" -lm -lpthread
-    [ -x "$build/alone" ] || continue
-    CUDA_VISIBLE_DEVICES= timeout 60 "$build/alone" >"$build/log" 2>&1
-    if [ $? -eq 1 ] && grep -q 'NCCL reports "unhandled cuda error' "$build/log"; then ok "no device, ${mode%%|*}: $(cut -c 1-90 "$build/log" | head -n 1)"
+    try "a program with the real NCCL, ${mode%%|*}" $cc -std=c99 $real "-DDTRAIN_NCCL_LIBRARY=\"$lib/libnccl.so.2\"" "$out/alone.c" "$library" -o "$out/alone" ${mode#*|} -L"$lib" -lcudart -Wl,-rpath,"$lib" -lm -lpthread
+    [ -x "$out/alone" ] || continue
+    CUDA_VISIBLE_DEVICES= timeout 60 "$out/alone" >"$tmp/log" 2>&1
+    if [ $? -eq 1 ] && grep -q 'NCCL reports "unhandled cuda error' "$tmp/log"; then ok "no device, ${mode%%|*}: $(cut -c 1-90 "$tmp/log" | head -n 1)"
     else fail "no device, ${mode%%|*}"; fi
-    rm -f "$build/alone"
+    rm -f "$out/alone"
 done
 finish

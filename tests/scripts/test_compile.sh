@@ -1,17 +1,9 @@
 #!/bin/sh
 # Two files are enough: dtrain.h compiles alone in every dialect, links from two translation units,
 # and leaves only dtrain_ symbols. Compilers that are not installed are skipped by name.
-build=${BUILD:-build}/compile
+. tests/support/shell.sh
+build=$build/compile
 mkdir -p "$build"
-passed=0 failed=0 skipped=0
-
-# try NAME COMMAND...: one test, its output shown when it fails
-try() {
-    name=$1; shift
-    if "$@" >"$build/log" 2>&1; then passed=$((passed + 1)); printf '  ok   %s\n' "$name"
-    else failed=$((failed + 1)); printf '  FAIL %s: %s\n' "$name" "$*"; head -n 20 "$build/log"; fi
-}
-skip() { skipped=$((skipped + 1)); printf '  skip %s: %s\n' "$1" "$2"; }
 
 cat >"$build/impl.c" <<'END'
 #define DTRAIN_IMPLEMENTATION
@@ -37,7 +29,7 @@ END
 
 warn="-I. -Wall -Wextra -Wconversion -Werror"
 for cc in gcc clang; do
-    if ! command -v $cc >/dev/null 2>&1; then skip "$cc" "not installed"; continue; fi
+    if ! have $cc; then skip "$cc" "not installed"; continue; fi
     for std in c99 c11 c17 gnu99; do
         try "$cc -std=$std -pedantic" $cc -std=$std -pedantic $warn -c "$build/impl.c" -o "$build/impl_$cc.o"
     done
@@ -51,7 +43,7 @@ for cc in gcc clang; do
     try "$cc exports dtrain_ only" sh -c "! nm -g --defined-only $build/impl_$cc.o | awk '{print \$3}' | grep -v '^dtrain_'"
 done
 for cxx in g++ clang++; do
-    if ! command -v $cxx >/dev/null 2>&1; then skip "$cxx" "not installed"; continue; fi
+    if ! have $cxx; then skip "$cxx" "not installed"; continue; fi
     for std in c++17 c++20; do
         try "$cxx -std=$std" $cxx -x c++ -std=$std -pedantic $warn -c "$build/impl.c" -o "$build/impl_$cxx.o"
     done
@@ -60,7 +52,7 @@ for cxx in g++ clang++; do
         try "$cxx links them" $cxx "$build/user_$cxx.o" "$build/impl_gcc.o" -o "$build/mixed_$cxx" -lm -lpthread
     fi
 done
-if command -v nvcc >/dev/null 2>&1; then
+if have nvcc; then
     cp "$build/impl.c" "$build/impl.cu"
     try "nvcc, in a .cu" nvcc -std=c++17 -I. -c "$build/impl.cu" -o "$build/impl_nvcc.o"
 else skip "nvcc" "not installed"; fi
@@ -76,6 +68,4 @@ for program in readme manual; do
     try "the program of the $program learns" sh -c "'$build/$program' | grep -q 'w = 3.000'"
 done
 
-if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-else echo "$passed passed, $failed failed"; fi
-[ "$failed" -eq 0 ]
+finish

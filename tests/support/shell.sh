@@ -103,8 +103,10 @@ take_ports() {
     done
 }
 
-# finish: the last line of a script
+# finish: the last line of a script; cleans up, looks for leftovers, prints the counts
 finish() {
+    eval "$at_end"
+    at_end=
     nothing_left; result "nothing is left" $?
     if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
     else echo "$passed passed, $failed failed"; fi
