@@ -799,6 +799,7 @@ static void test_device_failures(void)
     for (int ranks = 1; ranks <= 2; ranks++)
         for (uint32_t n = 1; n < 60; n += n < 8 ? 1 : 11)
             for (int fault = 0; fault < 2; fault++) {
+                if (!test_full() && (n + (uint32_t)fault + (uint32_t)ranks) % 2) continue;
                 run how = plain();
                 dtrain_launch_desc desc = cuda_desc(ranks, DTRAIN_LAUNCH_PROCESSES);
                 dtrain_emulation_set_quiet(1);
@@ -812,7 +813,7 @@ static void test_device_failures(void)
                           dtrain_result_name(ended));
                 failures += result->steps;
             }
-    CHECK_MSG(failures >= 40, "only %d of the faults were reached", failures);
+    CHECK_MSG(failures >= (test_full() ? 40 : 20), "only %d of the faults were reached", failures);
 }
 
 static int nothing_main(dtrain_world *world, void *user)

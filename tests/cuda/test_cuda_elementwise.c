@@ -345,8 +345,10 @@ static void test_activation(void)
     EACH(s, shapes)
     EACH(d, dtypes)
     EACH(h, shifts)
-    for (uint32_t activation = DTRAIN_ACT_NONE; activation <= DTRAIN_ACT_GELU; activation++)
+    for (uint32_t activation = DTRAIN_ACT_NONE; activation <= DTRAIN_ACT_GELU; activation++) {
+        if (!test_full() && (s + d + h + activation + (size_t)order) % 2) continue;
         check_activation(activation, shapes[s][0], shapes[s][1], dtypes[d], shifts[h], h == s % 2);
+    }
     gpu_close();
 }
 
@@ -455,6 +457,7 @@ static void test_sum(void)
     EACH(c, sum_counts)
     EACH(d, dtypes)
     {
+        if (!test_full() && sum_counts[c] == 1000000 && dtypes[d] != DTRAIN_F32) continue;
         check_sum(sum_counts[c], dtypes[d], false, false);
         check_sum(sum_counts[c], dtypes[d], true, c % 2 == 0);
     }
@@ -573,16 +576,14 @@ static void test_large(void)
     const int64_t count = 600011;
     gpu_open();
     EACH(s, shifts)
-    {
-        check_add(count, DTRAIN_F32, DTRAIN_BF16, shifts[s]);
-        check_add(count, DTRAIN_F16, DTRAIN_F16, shifts[s]);
-        check_axpby(count, DTRAIN_F32, shifts[s], true);
-        check_axpby(count, DTRAIN_BF16, shifts[s], true);
-        check_dropout(count, DTRAIN_F32, shifts[s], 0.1f, true);
-        check_dropout(count, DTRAIN_F16, shifts[s], 0.1f, true);
-        check_activation(DTRAIN_ACT_GELU, 601, 1000, DTRAIN_BF16, shifts[s], true);
-        check_finite(count, DTRAIN_F32, shifts[s]);
-        check_finite(count, DTRAIN_F16, shifts[s]);
+    for (size_t half = 0; half < 2; half++) {
+        if (!test_full() && half != s % 2) continue;
+        check_add(count, half ? DTRAIN_F32 : DTRAIN_F16, half ? DTRAIN_BF16 : DTRAIN_F16,
+                  shifts[s]);
+        check_axpby(count, half ? DTRAIN_F32 : DTRAIN_BF16, shifts[s], true);
+        check_dropout(count, half ? DTRAIN_F16 : DTRAIN_F32, shifts[s], 0.1f, true);
+        check_finite(count, half ? DTRAIN_F32 : DTRAIN_F16, shifts[s]);
+        if (half) check_activation(DTRAIN_ACT_GELU, 601, 1000, DTRAIN_BF16, shifts[s], true);
     }
     gpu_close();
 }
