@@ -1,0 +1,30 @@
+/* Logging, allocator. */
+
+#pragma once
+
+#include "core/api.h"
+
+typedef enum dtrain_log_level {
+    DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
+    DTRAIN_LOG_ERROR = 1,
+    DTRAIN_LOG_WARNING = 2,
+    DTRAIN_LOG_INFO = 3,
+    DTRAIN_LOG_DEBUG = 4
+} dtrain_log_level;
+
+/* Receives every message at or below the level in force. `text` is one line without '\n', valid
+ * during the call. Called on the thread that has something to say. Without a callback, warnings
+ * and errors of every rank and infos of rank 0 go to stderr. */
+typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, const char *text);
+
+/* Run-time allocator. All fields zero means malloc and free. `alloc` returns memory aligned for any
+ * type or NULL; `free` receives the size that was asked for. Both may be called from several
+ * threads. dtrain allocates at creation time only, never inside a training step. */
+typedef struct dtrain_allocator {
+    void *(*alloc)(void *user, size_t bytes);
+    void (*free)(void *user, void *memory, size_t bytes);
+    void *user;
+} dtrain_allocator;
+
+/* Seconds on the monotonic clock all deadlines and timings use. */
+DTRAIN_API double dtrain_seconds(void);
