@@ -430,11 +430,11 @@ DTRAIN_API double dtrain_seconds(void);
 
 typedef enum dtrain_dtype {
     DTRAIN_DTYPE_NONE = 0,
-    DTRAIN_F32 = 1,
-    DTRAIN_BF16 = 2, /* the upper half of an fp32 */
-    DTRAIN_F16 = 3,  /* IEEE 754 binary16 */
-    DTRAIN_I32 = 4,
-    DTRAIN_I64 = 5
+    DTRAIN_DTYPE_F32 = 1,
+    DTRAIN_DTYPE_BF16 = 2, /* the upper half of an fp32 */
+    DTRAIN_DTYPE_F16 = 3,  /* IEEE 754 binary16 */
+    DTRAIN_DTYPE_I32 = 4,
+    DTRAIN_DTYPE_I64 = 5
 } dtrain_dtype;
 
 /* Bytes of one element, 0 for an unknown type; and its name ("f32"), "?" for an unknown type. */
@@ -484,9 +484,10 @@ typedef struct dtrain_device dtrain_device;
 typedef struct dtrain_device_ops dtrain_device_ops;
 
 typedef enum dtrain_activation {
-    DTRAIN_ACT_NONE = 0,
-    DTRAIN_ACT_RELU = 1,
-    DTRAIN_ACT_GELU = 2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+    DTRAIN_ACTIVATION_NONE = 0,
+    DTRAIN_ACTIVATION_RELU = 1,
+    DTRAIN_ACTIVATION_GELU =
+        2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
 } dtrain_activation;
 
 /* What GEMM and attention may do to fp32 operands; those in BF16 or F16 are not affected. */
@@ -599,7 +600,7 @@ typedef enum dtrain_launch_mode {
  *
  * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
  * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
- * slowest transfer with all that is queued before it. dtrain_world_exchange and dtrain_launch cost
+ * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch cost
  * nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the same
  * desc. */
 typedef struct dtrain_emulation {
@@ -682,25 +683,25 @@ DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
 /* The deadline of every wait for other ranks. */
 DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
 
-#define DTRAIN_EXCHANGE_BYTES 4096
+#define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 
 /* all (size * bytes) = every rank's mine (bytes), in rank order. Collective and blocking, at most
  * until the deadline; every rank passes the same bytes, 0 being a barrier. For small things that
- * are told once (ids, addresses, verdicts): at most DTRAIN_EXCHANGE_BYTES a rank. Needs neither
+ * are told once (ids, addresses, verdicts): at most DTRAIN_WORLD_ALL_GATHER_BYTES a rank. Needs neither
  * communicator nor device. Another rank's failure is DTRAIN_ERROR_PEER; a failure of the exchange
- * itself is told to all ranks as by dtrain_world_report. */
-DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                               void *all);
+ * itself is told to all ranks as by dtrain_world_abort. */
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all);
 
 /* Tells all ranks that this one has failed in a way they cannot see (a device lost, a library's
  * error): their waits, and this rank's own, end with DTRAIN_ERROR_PEER and this text. The first
  * report of a run stands, later ones are dropped. Never blocks. */
-DTRAIN_API void dtrain_world_report(dtrain_world *world, dtrain_result code, const char *text);
+DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
 /* Looks, without blocking, whether a rank has died, left or reported a failure: DTRAIN_OK, or
  * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
  * counts as gone two seconds later: what it took part in may still be finishing here. */
-DTRAIN_API dtrain_result dtrain_world_look(dtrain_world *world);
+DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
 /* Sends one formatted line to the log. */
 #if defined(__GNUC__)
@@ -747,24 +748,25 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
 typedef struct dtrain_work dtrain_work;
 
 typedef enum dtrain_reduce_op {
-    DTRAIN_SUM = 1,
-    DTRAIN_MEAN = 2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
-    DTRAIN_MIN = 3,
-    DTRAIN_MAX = 4,
-    DTRAIN_PROD = 5
+    DTRAIN_REDUCE_SUM = 1,
+    DTRAIN_REDUCE_MEAN =
+        2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
+    DTRAIN_REDUCE_MIN = 3,
+    DTRAIN_REDUCE_MAX = 4,
+    DTRAIN_REDUCE_PROD = 5
 } dtrain_reduce_op;
 
 typedef enum dtrain_collective_kind {
-    DTRAIN_ALL_REDUCE = 1,
-    DTRAIN_REDUCE_SCATTER = 2,
-    DTRAIN_ALL_GATHER = 3,
-    DTRAIN_BROADCAST = 4,
-    DTRAIN_REDUCE = 5,
-    DTRAIN_BARRIER = 6,
-    DTRAIN_SEND = 7,
-    DTRAIN_RECV = 8,
-    DTRAIN_SPLIT = 9,
-    DTRAIN_ALL_TO_ALL = 10
+    DTRAIN_COLLECTIVE_ALL_REDUCE = 1,
+    DTRAIN_COLLECTIVE_REDUCE_SCATTER = 2,
+    DTRAIN_COLLECTIVE_ALL_GATHER = 3,
+    DTRAIN_COLLECTIVE_BROADCAST = 4,
+    DTRAIN_COLLECTIVE_REDUCE = 5,
+    DTRAIN_COLLECTIVE_BARRIER = 6,
+    DTRAIN_COLLECTIVE_SEND = 7,
+    DTRAIN_COLLECTIVE_RECV = 8,
+    DTRAIN_COLLECTIVE_SPLIT = 9,
+    DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
 
 /* recv (count) = op over ranks of send (count). */
@@ -940,31 +942,31 @@ typedef struct dtrain_param {
 typedef struct dtrain_strategy dtrain_strategy;
 
 typedef enum dtrain_strategy_kind {
-    DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_DDP */
-    DTRAIN_DDP = 1,
-    DTRAIN_ZERO1 = 2,
-    DTRAIN_SHARD_GRAD_OP = 3,
-    DTRAIN_FULL_SHARD = 4,
-    DTRAIN_ZERO3 = 5,
-    DTRAIN_HYBRID_SHARD = 6,
-    DTRAIN_STRATEGY_AUTO = 7, /* the least communication that fits; see strategy/memory.h */
-    DTRAIN_NO_SHARD = DTRAIN_DDP
+    DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_STRATEGY_DDP */
+    DTRAIN_STRATEGY_DDP = 1,
+    DTRAIN_STRATEGY_ZERO1 = 2,
+    DTRAIN_STRATEGY_SHARD_GRAD_OP = 3,
+    DTRAIN_STRATEGY_FULL_SHARD = 4,
+    DTRAIN_STRATEGY_ZERO3 = 5,
+    DTRAIN_STRATEGY_HYBRID_SHARD = 6,
+    DTRAIN_STRATEGY_AUTO = 7 /* the least communication that fits; see strategy/memory.h */
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    DTRAIN_MISSING_ZERO = 0, /* counts as zero; named in one warning */
-    DTRAIN_MISSING_ERROR = 1 /* finish fails and names it */
+    DTRAIN_MISSING_GRADIENT_ZERO = 0, /* counts as zero; named in one warning */
+    DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
 } dtrain_missing_gradient;
 
 /* When gradients are reduced in a step of several micro-batches. */
 typedef enum dtrain_accumulation {
-    DTRAIN_ACCUMULATE_DEFAULT = 0,    /* LAST where gradients are whole anyway (DDP, ZERO1), else
+    DTRAIN_ACCUMULATION_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
                                       EVERY; HYBRID_SHARD: SHARD_EVERY */
-    DTRAIN_ACCUMULATE_LAST = 1,       /* in the last backward only: least communication; every rank
+    DTRAIN_ACCUMULATION_LAST = 1,    /* in the last backward only: least communication; every rank
                                       holds whole gradients */
-    DTRAIN_ACCUMULATE_EVERY = 2,      /* in every backward: sharded gradients stay sharded. Not for
+    DTRAIN_ACCUMULATION_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
                                       ZERO1, which would pay for it and gain nothing */
-    DTRAIN_ACCUMULATE_SHARD_EVERY = 3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
+    DTRAIN_ACCUMULATION_SHARD_EVERY =
+        3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
                                          in the last */
 } dtrain_accumulation;
 
@@ -976,7 +978,7 @@ typedef enum dtrain_accumulation {
  *                 optimizer is created; the update runs on the CPU, while gradients come and new
  *                 values go back
  *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
- *                 kind that shards gradients, not under DTRAIN_ACCUMULATE_LAST
+ *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
  *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
  *                 Needs OPTIMIZER and a kind that shards parameters
  *
@@ -1006,7 +1008,7 @@ typedef struct dtrain_strategy_desc {
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                  activations (dtrain_plan_activations), the process itself */
+                                  activations (dtrain_trainer_plan_activations), the process itself */
     uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
@@ -1058,7 +1060,7 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 /* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
  * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
- * DTRAIN_MISSING_ERROR costs one small all-reduce, so that all ranks fail together; the next step
+ * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the next step
  * may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
@@ -1085,7 +1087,7 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
     dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
-    const char *name;          /* "DTRAIN_FULL_SHARD" */
+    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -1152,8 +1154,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  * by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
- *     DTRAIN_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
- *     DTRAIN_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     DTRAIN_COMPRESSION_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
+ *     DTRAIN_COMPRESSION_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -1191,13 +1193,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 typedef enum dtrain_compression {
     DTRAIN_COMPRESSION_NONE = 0,
-    DTRAIN_TOPK = 1,
-    DTRAIN_POWERSGD = 2
+    DTRAIN_COMPRESSION_TOPK = 1,
+    DTRAIN_COMPRESSION_POWERSGD = 2
 } dtrain_compression;
 
 typedef enum dtrain_sparse_exchange {
-    DTRAIN_SPARSE_ALL_GATHER = 0,
-    DTRAIN_SPARSE_BALANCED = 1
+    DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
+    DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
 } dtrain_sparse_exchange;
 
 /* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
@@ -1344,14 +1346,14 @@ DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
-#define DTRAIN_CAUSAL 1u
+#define DTRAIN_ATTENTION_CAUSAL 1u
 /* qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T / sqrt(n/heads)) v per head. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
 /* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
- * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_F32) in
+ * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32) in
  * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
 /* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
@@ -1376,15 +1378,15 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -
  * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
- *     backward(loss, scaler.scale) -> finish -> dtrain_scaler_unscale
- *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_scaler_update
+ *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
+ *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
  *
  * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
  * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
  * costs no collective. */
 
-/* Start from dtrain_scaler_defaults(). */
-typedef struct dtrain_scaler_desc {
+/* Start from dtrain_loss_scaler_defaults(). */
+typedef struct dtrain_loss_scaler_desc {
     float initial_scale;      /* 65536 */
     float growth_factor;      /* 2 */
     float backoff_factor;     /* 0.5 */
@@ -1392,32 +1394,34 @@ typedef struct dtrain_scaler_desc {
     uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
     float minimum_scale;      /* 1: what would fall below is an error */
-} dtrain_scaler_desc;
+} dtrain_loss_scaler_desc;
 
 /* Plain data: copy it, save it, compare it. */
-typedef struct dtrain_scaler {
-    dtrain_scaler_desc desc;
+typedef struct dtrain_loss_scaler {
+    dtrain_loss_scaler_desc desc;
     float scale;            /* of the next step's backward */
     uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
     uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
     uint32_t bad_steps;     /* overflows in a row */
     uint64_t skipped_steps; /* overflows since init */
-} dtrain_scaler;
+} dtrain_loss_scaler;
 
-DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void);
+DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
 /* desc NULL = defaults. Nothing is allocated. */
-DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc);
+DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
+                                                 const dtrain_loss_scaler_desc *desc);
 /* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
  * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
  * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
  * scale mends. Local. */
-DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf);
+DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 /* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
  * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
  * norm is beyond fp32); take no step. Collective, the same on every rank. */
-DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
-                                               dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *grad_scale, bool *found_inf);
+DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
+                                                    dtrain_strategy *strategy, float max_norm,
+                                                    float *norm, float *grad_scale,
+                                                    bool *found_inf);
 
 /* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
  * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
@@ -1434,7 +1438,10 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
-typedef enum dtrain_optimizer_kind { DTRAIN_ADAMW = 1, DTRAIN_SGD = 2 } dtrain_optimizer_kind;
+typedef enum dtrain_optimizer_kind {
+    DTRAIN_OPTIMIZER_ADAMW = 1,
+    DTRAIN_OPTIMIZER_SGD = 2
+} dtrain_optimizer_kind;
 
 /* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
 typedef struct dtrain_optimizer_desc {
@@ -1482,11 +1489,11 @@ typedef struct dtrain_schedule {
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
 
 typedef enum dtrain_lr_scaling {
-    DTRAIN_LR_SCALE_NONE = 0,
-    DTRAIN_LR_SCALE_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
-    DTRAIN_LR_SCALE_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
+    DTRAIN_LR_SCALING_NONE = 0,
+    DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
+    DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
 } dtrain_lr_scaling;
-DTRAIN_API float dtrain_scale_lr(float lr, int ranks, dtrain_lr_scaling rule);
+DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);
 
 /* ================================================================================================
  * src/train/data.h
@@ -1579,10 +1586,11 @@ typedef struct dtrain_trainer_desc {
     float clip;            /* global gradient norm; 0 = off */
     uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    dtrain_scaler_desc loss_scaling; /* all zero: dtrain_scaler_defaults() with DTRAIN_TAPE_F16,
+    dtrain_loss_scaler_desc
+        loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
                                         otherwise off */
-    bool graph;    /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed; /* of dropout */
+    bool graph;       /* GPU: record the step once and replay it: no launch costs. See below */
+    uint64_t seed;    /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -1624,7 +1632,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
  * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
  * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
- * parameters and optimizer state stay, and the scale falls until dtrain_scaler_update gives up. An
+ * parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update gives up. An
  * optimizer of NULL in the desc makes a trainer that only evaluates. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
@@ -1639,27 +1647,27 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
  * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
  * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
  * autocast, parameters need their count or shape. Local. */
-DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
-                                                 const dtrain_trainer_desc *desc,
-                                                 dtrain_memory *memory);
+DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
+                                                         const dtrain_trainer_desc *desc,
+                                                         dtrain_memory *memory);
 
-/* Predicts a step's memory: what strategy and optimizer hold and dtrain_plan_activations;
+/* Predicts a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
  * workspace is what the process held before the model came. Local; needs a next_batch. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory);
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
 
-typedef struct dtrain_auto_batch_desc {
+typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
     /* From here on the loss builds micro-batches of so many samples, with buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
-    const dtrain_trainer_desc *trainer; /* as for dtrain_plan_activations */
+    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
     dtrain_param *params;
     size_t param_count;
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
-} dtrain_auto_batch_desc;
+} dtrain_plan_batch_desc;
 
 /* The largest micro-batch whose step fits, to be asked before anything of the model is allocated:
  *
- *     dtrain_strategy_plan + dtrain_plan_activations(batch) <= memory_limit - other_bytes
+ *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
  * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch.
@@ -1667,14 +1675,16 @@ typedef struct dtrain_auto_batch_desc {
  * one cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
  * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
  * missing. */
-DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_auto_batch_desc *desc,
-                                           uint32_t *batch);
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch);
 
 /* The largest micro-batch of at most `batch` samples, and the accumulation, with which
  * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
  * an error that names the nearest. Local. */
-DTRAIN_API dtrain_result dtrain_accumulation_for(uint64_t global_batch, uint32_t batch, int ranks,
-                                                 uint32_t *micro_batch, uint32_t *accumulation);
+DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
+                                                    int ranks, uint32_t *micro_batch,
+                                                    uint32_t *accumulation);
 
 /* ================================================================================================
  * src/train/metrics.h
@@ -1760,7 +1770,7 @@ typedef struct dtrain_gemm_args {
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACT_NONE x is not read and only d_bias
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
  * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
@@ -2123,8 +2133,8 @@ struct dtrain_device {
 /* For the authors of devices and communicators. reserve is asked before memory is taken, and says
  * which limit it would break; count is told what was taken: bytes more than before on one of
  * device->allocated_bytes and comm_bytes, which it is given the address of. */
-DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t bytes);
-DTRAIN_API void dtrain_device_count(dtrain_device *device, size_t *counter, size_t bytes);
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);
 
 /* ================================================================================================
  * src/comm/backend.h
@@ -2562,11 +2572,11 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_F32:
-    case DTRAIN_I32: return 4;
-    case DTRAIN_BF16:
-    case DTRAIN_F16: return 2;
-    case DTRAIN_I64: return 8;
+    case DTRAIN_DTYPE_F32:
+    case DTRAIN_DTYPE_I32: return 4;
+    case DTRAIN_DTYPE_BF16:
+    case DTRAIN_DTYPE_F16: return 2;
+    case DTRAIN_DTYPE_I64: return 8;
     case DTRAIN_DTYPE_NONE: break;
     }
     return 0;
@@ -2575,11 +2585,11 @@ DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_F32: return "f32";
-    case DTRAIN_BF16: return "bf16";
-    case DTRAIN_F16: return "f16";
-    case DTRAIN_I32: return "i32";
-    case DTRAIN_I64: return "i64";
+    case DTRAIN_DTYPE_F32: return "f32";
+    case DTRAIN_DTYPE_BF16: return "bf16";
+    case DTRAIN_DTYPE_F16: return "f16";
+    case DTRAIN_DTYPE_I32: return "i32";
+    case DTRAIN_DTYPE_I64: return "i64";
     case DTRAIN_DTYPE_NONE: break;
     }
     return "?";
@@ -2882,13 +2892,13 @@ typedef struct dtrain__fate {
     char error[496];   /* the rank's last error, when it did not end well */
 } dtrain__fate;
 
-/* What a rank says in dtrain_world_exchange, the n-th time in half n % 2. Two halves are enough: a
+/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough: a
  * rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank that
  * had read all posts n. */
 typedef struct dtrain__post {
     uint64_t sequence; /* atomic, stored last: exchanges posted so far */
     uint64_t bytes[2];
-    char data[2][DTRAIN_EXCHANGE_BYTES];
+    char data[2][DTRAIN_WORLD_ALL_GATHER_BYTES];
 } dtrain__post;
 
 typedef struct dtrain__report {
@@ -3129,7 +3139,7 @@ typedef struct dtrain__frame {
     uint32_t unused;
 } dtrain__frame;
 
-#define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_EXCHANGE_BYTES)
+#define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
     int socket;          /* -1: closed */
@@ -3365,9 +3375,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, con
 *
  * The control page is the one place where ranks tell each other how they are. */
 
-DTRAIN_API void dtrain_world_report(dtrain_world *world, dtrain_result code, const char *text)
+DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text)
 {
-    if (!world || dtrain__world_check(world, "dtrain_world_report") != DTRAIN_OK) return;
+    if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     dtrain__record_report(world->control, world->rank, code, text ? dtrain__bare(text) : "");
     dtrain__link_news(world);
 }
@@ -3385,10 +3395,10 @@ static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
     return -1;
 }
 
-DTRAIN_API dtrain_result dtrain_world_look(dtrain_world *world)
+DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_look: world is NULL");
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_look"));
+    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_look(world);
     DTRAIN__TRY(dtrain__trouble(world));
     const int left = dtrain__who_left(world, 2000000000u);
@@ -3404,7 +3414,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    dtrain_world_report(world, code, text);
+    dtrain_world_abort(world, code, text);
     return dtrain_fail(code, "%s", text);
 }
 
@@ -3431,26 +3441,26 @@ static dtrain_result dtrain__await_post(dtrain_world *world, int rank, uint64_t 
         if (left)
             return dtrain__exchange_fail(
                 world, DTRAIN_ERROR_PEER,
-                "rank %d left (returned 0) while rank %d waits in dtrain_world_exchange", rank,
+                "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(world, turn,
-                                         "dtrain_world_exchange: rank %d waited %.1f s for rank %d",
-                                         world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__exchange_fail(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
+                world->rank, 1e-9 * (double)world->timeout_ns, rank);
     }
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                               void *all)
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    if (!world || bytes > DTRAIN_EXCHANGE_BYTES || (bytes && (!mine || !all)))
+    if (!world || bytes > DTRAIN_WORLD_ALL_GATHER_BYTES || (bytes && (!mine || !all)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_world_exchange: world or a buffer is NULL, or %zu bytes are "
+                           "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
                            "more than %d",
-                           bytes, DTRAIN_EXCHANGE_BYTES);
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_exchange"));
+                           bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
     const uint64_t sequence = ++world->exchange_count;
     const size_t half = sequence % 2;
@@ -3464,7 +3474,7 @@ DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *
         if (posts[i].bytes[half] != bytes)
             return dtrain__exchange_fail(
                 world, DTRAIN_ERROR_MISMATCH,
-                "dtrain_world_exchange: rank %d passes %llu bytes, rank %d passes %zu", i,
+                "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
                 (unsigned long long)posts[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, posts[i].data[half], bytes);
     }
@@ -3472,10 +3482,11 @@ DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *
         const dtrain_result turn = dtrain__exchange_turn(world, &wait);
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(world, turn,
-                                         "dtrain_world_exchange: rank %d could not tell the others "
-                                         "in %.1f s: a rank does not read",
-                                         world->rank, 1e-9 * (double)world->timeout_ns);
+            return dtrain__exchange_fail(
+                world, turn,
+                "dtrain_world_all_gather: rank %d could not tell the others "
+                "in %.1f s: a rank does not read",
+                world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;
 }
@@ -3668,7 +3679,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
                            bytes, all);
     bytes = dtrain__round_up(bytes ? bytes : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
-    if (device) DTRAIN__TRY(dtrain_device_reserve(device, bytes));
+    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
@@ -3684,7 +3695,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
-    if (device) dtrain_device_count(device, &device->comm_bytes, bytes);
+    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
     *out = dtrain__arena(world->control, world->rank) + at;
     return DTRAIN_OK;
 }
@@ -4270,7 +4281,7 @@ DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
  * is silent and serves to notice the death of a rank only: its connection closes, rank 0 sees it
  * and writes it into the page. Keepalive does the same for a host that is lost.
  *
- * No thread: sockets are looked at from inside waits and dtrain_world_look. Frames come from ranks
+ * No thread: sockets are looked at from inside waits and dtrain_world_poll. Frames come from ranks
  * that have proved to know the key (rendezvous.c); they are checked all the same, and a rank that
  * sends nonsense is cut off. */
 
@@ -4373,7 +4384,7 @@ DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__fra
     if (memcmp(end->in, &magic, seen) != 0) return -1;
     if (end->in_bytes < sizeof *frame) return 0;
     memcpy(frame, end->in, sizeof *frame);
-    if (frame->bytes > DTRAIN_EXCHANGE_BYTES) return -1;
+    if (frame->bytes > DTRAIN_WORLD_ALL_GATHER_BYTES) return -1;
     return end->in_bytes >= sizeof *frame + frame->bytes;
 }
 
@@ -5272,7 +5283,7 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     memset(&own, 0, sizeof own);
     const uint64_t mine = own.host = dtrain__host_id();
     own.emulation = world->emulation;
-    DTRAIN__TRY(dtrain_world_exchange(world, &own, sizeof own, all));
+    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
         while (all[first].host != all[i].host) first++;
@@ -5375,13 +5386,13 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
-    dtrain_result told = dtrain_world_exchange(world, &offer, sizeof offer, offers);
+    dtrain_result told = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (told == DTRAIN_OK) {
         if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
         mine.good = result == DTRAIN_OK && offers[0].file >= 0;
         if (result != DTRAIN_OK)
             snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        told = dtrain_world_exchange(world, &mine, sizeof mine, answers);
+        told = dtrain_world_all_gather(world, &mine, sizeof mine, answers);
     }
     if (offer.file >= 0) close(offer.file);
     *good = told == DTRAIN_OK;
@@ -6054,7 +6065,7 @@ static const dtrain__kind dtrain__kinds[] = {
 /* The row of a dtrain_collective_kind; of an unknown one the row "?". */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
 {
-    return &dtrain__kinds[kind <= DTRAIN_ALL_TO_ALL ? kind : 0];
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
 }
 
 /* "all-reduce sum f32 count 100", for messages. */
@@ -6064,13 +6075,13 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text,
     char root[32] = "";
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (kind->rooted)
-        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_SEND ? "root" : "peer",
+        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer",
                  what->root);
-    if (what->kind == DTRAIN_BARRIER || what->kind == DTRAIN_SPLIT)
+    if (what->kind == DTRAIN_COLLECTIVE_BARRIER || what->kind == DTRAIN_COLLECTIVE_SPLIT)
         snprintf(text, room, "%s", kind->name);
     else
         snprintf(text, room, "%s%s %s count %zu%s", kind->name,
-                 ops[what->op <= DTRAIN_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
+                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
                  what->count, root);
 }
 
@@ -6078,7 +6089,8 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text,
  * slices. */
 DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what)
 {
-    return what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_TO_ALL;
+    return what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+           what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
 }
 DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size)
 {
@@ -6086,8 +6098,9 @@ DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int siz
 }
 DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size)
 {
-    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT ||
-                       what->kind == DTRAIN_ALL_TO_ALL;
+    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     return joins ? what->count * (size_t)size : what->count;
 }
 
@@ -6101,22 +6114,22 @@ static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain
     const size_t send_bytes = dtrain__send_count(what, comm->size) * unit;
     const size_t recv_bytes = dtrain__recv_count(what, comm->size) * unit;
     const size_t slice = (size_t)comm->rank * what->count * unit;
-    bool in_place = send == recv && what->kind != DTRAIN_ALL_TO_ALL;
-    if (what->kind == DTRAIN_ALL_GATHER) in_place = send == recv + slice;
-    if (what->kind == DTRAIN_REDUCE_SCATTER) in_place = recv == send + slice;
+    bool in_place = send == recv && what->kind != DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER) in_place = send == recv + slice;
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER) in_place = recv == send + slice;
     if (in_place || send >= recv + recv_bytes || recv >= send + send_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: send and recv overlap; use %stwo separate ones",
                        dtrain__kind_of(what->kind)->call,
-                       what->kind == DTRAIN_ALL_TO_ALL ? "" : "one buffer in place or ");
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? "" : "one buffer in place or ");
 }
 
 static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const char *call = dtrain__kind_of(what->kind)->call;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool reads = what->kind != DTRAIN_RECV;
-    const bool writes =
-        what->kind != DTRAIN_SEND && (what->kind != DTRAIN_REDUCE || what->root == comm->rank);
+    const bool reads = what->kind != DTRAIN_COLLECTIVE_RECV;
+    const bool writes = what->kind != DTRAIN_COLLECTIVE_SEND &&
+                        (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank);
     size_t bytes;
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -6135,21 +6148,22 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
                                               const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    if (what->kind == DTRAIN_BARRIER) return DTRAIN_OK;
+    if (what->kind == DTRAIN_COLLECTIVE_BARRIER) return DTRAIN_OK;
     if (!dtrain_dtype_bytes(what->dtype))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
                            (int)what->dtype);
-    if (kind->reduces && (what->op < DTRAIN_SUM || what->op > DTRAIN_PROD))
+    if (kind->reduces && (what->op < DTRAIN_REDUCE_SUM || what->op > DTRAIN_REDUCE_PROD))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
                            what->op);
-    if (what->op == DTRAIN_MEAN && (what->dtype == DTRAIN_I32 || what->dtype == DTRAIN_I64))
+    if (what->op == DTRAIN_REDUCE_MEAN &&
+        (what->dtype == DTRAIN_DTYPE_I32 || what->dtype == DTRAIN_DTYPE_I64))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: DTRAIN_MEAN of %s would have to round; sum and divide", kind->call,
-                           dtrain_dtype_name(what->dtype));
+                           "%s: DTRAIN_REDUCE_MEAN of %s would have to round; sum and divide",
+                           kind->call, dtrain_dtype_name(what->dtype));
     if (kind->rooted && (what->root < 0 || what->root >= comm->size))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
                            kind->call, what->root, comm->size - 1);
-    if (kind->rooted && what->kind >= DTRAIN_SEND && what->root == comm->rank)
+    if (kind->rooted && what->kind >= DTRAIN_COLLECTIVE_SEND && what->root == comm->rank)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
                            what->root);
     return dtrain__check_buffers(comm, what);
@@ -6164,13 +6178,13 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
     const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
     const uint64_t n = (uint64_t)size;
     switch (what->kind) {
-    case DTRAIN_ALL_REDUCE: return 2 * (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
-    case DTRAIN_BROADCAST:
-    case DTRAIN_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
-    case DTRAIN_REDUCE_SCATTER:
-    case DTRAIN_ALL_TO_ALL:
-    case DTRAIN_ALL_GATHER: return bytes * (n - 1);
-    case DTRAIN_SEND: return bytes;
+    case DTRAIN_COLLECTIVE_ALL_REDUCE: return 2 * (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
+    case DTRAIN_COLLECTIVE_BROADCAST:
+    case DTRAIN_COLLECTIVE_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+    case DTRAIN_COLLECTIVE_ALL_GATHER: return bytes * (n - 1);
+    case DTRAIN_COLLECTIVE_SEND: return bytes;
     default: return 0;
     }
 }
@@ -6178,7 +6192,7 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
 static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
     const size_t elements =
-        what->kind == DTRAIN_RECV ? what->count : dtrain__send_count(what, comm->size);
+        what->kind == DTRAIN_COLLECTIVE_RECV ? what->count : dtrain__send_count(what, comm->size);
     comm->info.operation_count++;
     comm->info.payload_bytes += (uint64_t)elements * dtrain_dtype_bytes(what->dtype);
     comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
@@ -6258,58 +6272,63 @@ DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, 
                                            size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                            dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_ALL_REDUCE, send, recv, count, dtype, (uint32_t)op, -1, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_ALL_REDUCE, send, recv, count, dtype, (uint32_t)op,
+                       -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
                                                size_t recv_count, dtrain_dtype dtype,
                                                dtrain_reduce_op op, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_REDUCE_SCATTER, send, recv, recv_count, dtype, (uint32_t)op, -1,
-                       work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_REDUCE_SCATTER, send, recv, recv_count, dtype,
+                       (uint32_t)op, -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
                                            size_t send_count, dtrain_dtype dtype,
                                            dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_ALL_GATHER, send, recv, send_count, dtype, 0, -1, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_ALL_GATHER, send, recv, send_count, dtype, 0, -1,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_ALL_TO_ALL, send, recv, count, dtype, 0, -1, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_ALL_TO_ALL, send, recv, count, dtype, 0, -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
                                           dtrain_dtype dtype, int root, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_BROADCAST, buffer, buffer, count, dtype, 0, root, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_BROADCAST, buffer, buffer, count, dtype, 0, root,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
                                        size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                        int root, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_REDUCE, send, recv, count, dtype, (uint32_t)op, root, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_REDUCE, send, recv, count, dtype, (uint32_t)op, root,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_SEND, buffer, NULL, count, dtype, 0, peer, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_SEND, buffer, NULL, count, dtype, 0, peer, work);
 }
 
 DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_RECV, NULL, buffer, count, dtype, 0, peer, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_RECV, NULL, buffer, count, dtype, 0, peer, work);
 }
 
 DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm)
 {
-    return dtrain__run(comm, DTRAIN_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1, NULL);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1,
+                       NULL);
 }
 
 DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
@@ -6523,28 +6542,29 @@ DTRAIN__MIX bool dtrain__mix_is_nan(float value)
 DTRAIN__MIX void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
 {
     size_t i = 0;
-    if (op == DTRAIN_SUM || op == DTRAIN_MEAN) DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
-    if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN)
+        DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
+    if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
     for (; i < count; i++) {
         float one;
         memcpy(&one, x + i * sizeof one, sizeof one);
-        const bool better = op == DTRAIN_MIN ? one < acc[i] : one > acc[i];
+        const bool better = op == DTRAIN_REDUCE_MIN ? one < acc[i] : one > acc[i];
         if (!dtrain__mix_is_nan(acc[i]) && (dtrain__mix_is_nan(one) || better)) acc[i] = one;
     }
 }
 
 /* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                               \
-    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)               \
-    {                                                                                     \
-        size_t i = 0;                                                                     \
-        if (op == DTRAIN_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
-        if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
-        for (; i < count; i++) {                                                          \
-            U one;                                                                        \
-            memcpy(&one, x + i * sizeof one, sizeof one);                                 \
-            if (op == DTRAIN_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
-        }                                                                                 \
+#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
+    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)                      \
+    {                                                                                            \
+        size_t i = 0;                                                                            \
+        if (op == DTRAIN_REDUCE_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
+        if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
+        for (; i < count; i++) {                                                                 \
+            U one;                                                                               \
+            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
+            if (op == DTRAIN_REDUCE_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
+        }                                                                                        \
     }
 DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
@@ -6570,7 +6590,7 @@ static void dtrain__mix_widen(float *to, const char *from, size_t count, dtrain_
 {
     uint16_t bits[DTRAIN__MIX_BLOCK];
     memcpy(bits, from, count * sizeof *bits);
-    dtrain__mix_convert(bits, dtype, to, DTRAIN_F32, count);
+    dtrain__mix_convert(bits, dtype, to, DTRAIN_DTYPE_F32, count);
 }
 
 DTRAIN__MIX void dtrain__mix(dtrain__mix_block *acc, const char *x, size_t count,
@@ -6578,9 +6598,9 @@ DTRAIN__MIX void dtrain__mix(dtrain__mix_block *acc, const char *x, size_t count
 {
     float wide[DTRAIN__MIX_BLOCK];
     switch (dtype) {
-    case DTRAIN_F32: dtrain__mix_f32(acc->f, x, count, op); break;
-    case DTRAIN_I32: dtrain__mix_i32(acc->u, x, count, op); break;
-    case DTRAIN_I64: dtrain__mix_i64(acc->l, x, count, op); break;
+    case DTRAIN_DTYPE_F32: dtrain__mix_f32(acc->f, x, count, op); break;
+    case DTRAIN_DTYPE_I32: dtrain__mix_i32(acc->u, x, count, op); break;
+    case DTRAIN_DTYPE_I64: dtrain__mix_i64(acc->l, x, count, op); break;
     default:
         dtrain__mix_widen(wide, x, count, dtype);
         dtrain__mix_f32(acc->f, (const char *)wide, count, op);
@@ -6601,7 +6621,7 @@ typedef struct dtrain__mix_job {
 DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
 {
     const size_t unit = dtrain_dtype_bytes(job->dtype);
-    const bool half = job->dtype == DTRAIN_BF16 || job->dtype == DTRAIN_F16;
+    const bool half = job->dtype == DTRAIN_DTYPE_BF16 || job->dtype == DTRAIN_DTYPE_F16;
     const float scale = 1.0f / (float)job->in_count;
     dtrain__mix_block acc;
     uint16_t bits[DTRAIN__MIX_BLOCK];
@@ -6613,9 +6633,9 @@ DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
         else memcpy(&acc, job->in[0] + at * unit, m * unit);
         for (int i = 1; i < job->in_count; i++)
             dtrain__mix(&acc, job->in[i] + at * unit, m, job->dtype, job->op);
-        if (job->op == DTRAIN_MEAN)
+        if (job->op == DTRAIN_REDUCE_MEAN)
             for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
-        if (half) dtrain__mix_convert(acc.f, DTRAIN_F32, bits, job->dtype, m);
+        if (half) dtrain__mix_convert(acc.f, DTRAIN_DTYPE_F32, bits, job->dtype, m);
         for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * unit, result, m * unit);
     }
 }
@@ -6627,7 +6647,7 @@ DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
 DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
 {
     const int in_count = job->in_count, out_count = job->out_count;
-    const float scale = job->op == DTRAIN_MEAN ? 1.0f / (float)in_count : 1.0f;
+    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)in_count : 1.0f;
     const bool two = in_count == 2 && out_count == 2;
     const char *const *in = job->in, *in0 = in[0], *in1 = in[1];
     char *const *out = job->out, *out0 = out[0], *out1 = two ? out[1] : NULL;
@@ -6661,7 +6681,7 @@ DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
  * of core/dtype.c, but for NaNs: theirs is the payload of a bf16, and nothing carries into it. */
 DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
 {
-    const float scale = job->op == DTRAIN_MEAN ? 1.0f / (float)job->in_count : 1.0f;
+    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)job->in_count : 1.0f;
     const size_t end = job->count / 16 * 16;
     for (size_t at = 0; at < end; at += 16) {
         dtrain__mix_u x = *(const dtrain__mix_u *)(const void *)(job->in[0] + 2 * at);
@@ -6682,10 +6702,10 @@ DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
 
 DTRAIN__MIX void dtrain__mix_run(const dtrain__mix_job *job)
 {
-    const bool sums = job->op == DTRAIN_SUM || job->op == DTRAIN_MEAN;
+    const bool sums = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
     size_t done = 0;
-    if (sums && job->dtype == DTRAIN_F32) done = dtrain__mix_sums(job);
-    if (sums && job->dtype == DTRAIN_BF16) done = dtrain__mix_bf16_sums(job);
+    if (sums && job->dtype == DTRAIN_DTYPE_F32) done = dtrain__mix_sums(job);
+    if (sums && job->dtype == DTRAIN_DTYPE_BF16) done = dtrain__mix_bf16_sums(job);
     dtrain__mix_blocks(job, done);
 }
 
@@ -7021,8 +7041,9 @@ DTRAIN__PRIVATE bool dtrain__is_small(const dtrain_collective *what, int size)
 static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool given = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_BROADCAST ||
-                       (what->kind == DTRAIN_REDUCE && what->root == comm->rank);
+    const bool given = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                       what->kind == DTRAIN_COLLECTIVE_BROADCAST ||
+                       (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root == comm->rank);
     if (comm->size == 1) return true;
     return dtrain__is_shared(comm->world, what->send,
                              dtrain__send_count(what, comm->size) * unit) &&
@@ -7036,7 +7057,7 @@ DTRAIN__PRIVATE void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
     const size_t bytes =
         dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
-    const bool gives = what->kind != DTRAIN_BROADCAST || what->root == comm->base.rank;
+    const bool gives = what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->base.rank;
     slot->count = what->count;
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
@@ -7060,12 +7081,12 @@ static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective
     if (!count) return; /* a barrier has no buffers; a reduction has no recv but at the root */
     char *out = what->recv ? (char *)what->recv + first * unit : NULL;
     switch (what->kind) {
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE:
         if (rank != what->root) break;
         /* fall through */
-    case DTRAIN_ALL_REDUCE:
-    case DTRAIN_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
+    case DTRAIN_COLLECTIVE_BROADCAST:
         if (rank != what->root) memcpy(out, in[what->root], count * unit);
         break;
     default: /* all-gather, all-to-all, split */
@@ -7106,8 +7127,9 @@ DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
     const dtrain_collective *what = &work->what;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const int size = comm->base.size, rank = comm->base.rank;
-    const bool sliced = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_REDUCE ||
-                        what->kind == DTRAIN_BROADCAST;
+    const bool sliced = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                        what->kind == DTRAIN_COLLECTIVE_REDUCE ||
+                        what->kind == DTRAIN_COLLECTIVE_BROADCAST;
     const char *in[DTRAIN_MAX_RANKS];
     char *out[DTRAIN_MAX_RANKS];
     size_t first = 0, length = what->count;
@@ -7117,12 +7139,12 @@ DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
     for (int i = 0; i < size; i++) {
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
         in[i] = slot->send + first * unit;
-        const bool receives =
-            what->kind == DTRAIN_ALL_REDUCE || (what->kind == DTRAIN_REDUCE) == (i == what->root);
+        const bool receives = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                              (what->kind == DTRAIN_COLLECTIVE_REDUCE) == (i == what->root);
         if (sliced && receives) out[outs++] = slot->recv + first * unit;
     }
     if (!sliced) dtrain__pull(comm, what, in, 0, length);
-    else if (what->kind == DTRAIN_BROADCAST)
+    else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
         dtrain__combine(what, in + what->root, 1, out, outs, length);
     else dtrain__combine(what, in, size, out, outs, length);
 }
@@ -7151,7 +7173,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_in(dtrain__local_comm *comm,
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
     const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
-    if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return DTRAIN_OK;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank)
+        return DTRAIN_OK;
     if (!part->stage) {
         void *stage;
         if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
@@ -7259,20 +7282,20 @@ static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
     if (at.nodes == 1) return traffic;
     traffic.rounds = 1;
     switch (what->kind) {
-    case DTRAIN_BARRIER:
+    case DTRAIN_COLLECTIVE_BARRIER:
         while (1 << traffic.rounds < at.nodes) traffic.rounds++;
         return traffic;
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_BROADCAST:
         if (is_root) traffic.out = (double)(at.nodes - 1) * bytes;
         else if (at.first && !at.at_root) traffic.in = bytes;
         return traffic;
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE:
         traffic.rounds = small ? 1 : 2;
         if (!small) traffic.out = traffic.in = away * bytes / n;
         if (!at.at_root) traffic.out += small ? bytes : bytes / n;
         if (is_root) traffic.in += small ? away * bytes : away * bytes / n;
         return traffic;
-    case DTRAIN_ALL_REDUCE:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
         traffic.rounds = small ? 1 : 2;
         traffic.out = traffic.in = small ? away * bytes : 2 * away * bytes / n;
         return traffic;
@@ -7428,8 +7451,8 @@ static bool dtrain__message_first(const dtrain__local_comm *comm, const dtrain__
 static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm,
                                            const dtrain_collective *what)
 {
-    const int from = what->kind == DTRAIN_SEND ? comm->base.rank : what->root;
-    const int to = what->kind == DTRAIN_SEND ? what->root : comm->base.rank;
+    const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
+    const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
     return dtrain__load(&comm->parts[from]->channels[to]);
 }
 
@@ -7438,10 +7461,10 @@ static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain__
 {
     const dtrain_collective *what = &work->what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
-    if (!channel) return what->kind == DTRAIN_RECV;
+    if (!channel) return what->kind == DTRAIN_COLLECTIVE_RECV;
     const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
     if (work->sent) return filled != 0;
-    return filled == (what->kind == DTRAIN_SEND ? DTRAIN__CELLS : 0u);
+    return filled == (what->kind == DTRAIN_COLLECTIVE_SEND ? DTRAIN__CELLS : 0u);
 }
 
 static bool dtrain__message_crosses(const dtrain__local_comm *comm, const dtrain_collective *what)
@@ -7458,7 +7481,7 @@ static bool dtrain__message_held(const dtrain__local_comm *comm, dtrain__local_w
     const dtrain_world *world = comm->base.world;
     const dtrain_collective *what = &work->what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_SEND || !dtrain__message_crosses(comm, what)) return false;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND || !dtrain__message_crosses(comm, what)) return false;
     if (!work->due_ns) {
         const dtrain__channel *channel = dtrain__channel_of(comm, what);
         const uint64_t sent = channel->cells[channel->tail % DTRAIN__CELLS].started_ns;
@@ -7499,7 +7522,7 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
 {
     const dtrain_collective *what = &work->what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
-    const bool sends = what->kind == DTRAIN_SEND;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     uint64_t *mine = sends ? &channel->head : &channel->tail;
     dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype), rest = bytes - work->moved;
@@ -7526,7 +7549,7 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
 static bool dtrain__message_move(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     if (!dtrain__message_first(comm, work)) return false;
-    if (work->what.kind == DTRAIN_SEND && !dtrain__channel_of(comm, &work->what) &&
+    if (work->what.kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, &work->what) &&
         dtrain__channel_make(comm, work->what.root) != DTRAIN_OK)
         return false;
     while (!work->done && !dtrain__message_stuck(comm, work)) {
@@ -7703,7 +7726,8 @@ static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collect
     work->base.comm = base;
     work->what = *what;
     if (dtrain__node_ranks(base->world)) work->started_ns = dtrain__now_ns();
-    if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
+    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+        work->sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->outstanding++;
@@ -7918,13 +7942,14 @@ static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key
             parts[DTRAIN_MAX_RANKS];
     int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
     dtrain__local_comm *comm = NULL;
-    DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 2, DTRAIN_I64, 0, -1, NULL));
+    DTRAIN__TRY(
+        dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 2, DTRAIN_DTYPE_I64, 0, -1, NULL));
     const int size = dtrain__split_members(all, parent->size, parent->rank, members);
     while (members[rank] != parent->rank) rank++;
     if (color >= 0) (void)dtrain__local_make(parent->world, size, rank, &comm);
     int64_t part = color < 0 ? 1 : comm ? (int64_t)(intptr_t)comm->parts[rank] : 0;
-    const dtrain_result shared =
-        dtrain__run(parent, DTRAIN_SPLIT, &part, parts, 1, DTRAIN_I64, 0, -1, NULL);
+    const dtrain_result shared = dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &part, parts, 1,
+                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
     for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
         if (!parts[i]) lacking = i;
     if (shared != DTRAIN_OK || lacking >= 0) {
@@ -8121,14 +8146,16 @@ static dtrain_result dtrain__images(dtrain__staged_comm *comm, dtrain__staged_wo
 
 static bool dtrain__staged_reads(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    if (what->kind == DTRAIN_RECV || what->kind == DTRAIN_BARRIER) return false;
-    return what->kind != DTRAIN_BROADCAST || what->root == comm->rank;
+    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_BARRIER)
+        return false;
+    return what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->rank;
 }
 static bool dtrain__staged_writes(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    if (what->kind == DTRAIN_SEND || what->kind == DTRAIN_BARRIER) return false;
-    if (what->kind == DTRAIN_BROADCAST) return what->root != comm->rank;
-    return what->kind != DTRAIN_REDUCE || what->root == comm->rank;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_BARRIER)
+        return false;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) return what->root != comm->rank;
+    return what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank;
 }
 
 /* The copy stream takes its turn after everything that compute has queued so far. */
@@ -8643,7 +8670,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result 
     char own[480];
     if (hub->failed) return dtrain__mpi_standing(hub);
     snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    dtrain_world_report(hub->world, code, own);
+    dtrain_world_abort(hub->world, code, own);
     if (dtrain__load(&report->state) == 2) {
         rank = report->rank;
         code = (dtrain_result)report->code;
@@ -8701,7 +8728,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked
     if (asked > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: %zu bytes asked for", asked);
     const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
-    DTRAIN__TRY(dtrain_device_reserve(world->device, bytes));
+    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
     dtrain__mpi_memory *memory = (dtrain__mpi_memory *)dtrain__alloc(
         &world->allocator, 1, sizeof *memory, "the book of communicator memory");
     if (!memory) return DTRAIN_ERROR_MEMORY;
@@ -8722,7 +8749,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked
     memory->bytes = bytes;
     memory->next = hub->memory;
     hub->memory = memory;
-    dtrain_device_count(world->device, &world->device->comm_bytes, bytes);
+    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
     *out = memory->at;
     return DTRAIN_OK;
 }
@@ -8803,7 +8830,7 @@ static void dtrain__mpi_land(dtrain__mpi_comm *comm, const dtrain__mpi_token *to
         break;
     case DTRAIN__RECORD_OUT: work->unsent--; break;
     case DTRAIN__HEAD:
-        if (work->what.kind == DTRAIN_SEND) work->unsent--;
+        if (work->what.kind == DTRAIN_COLLECTIVE_SEND) work->unsent--;
         else work->heard++;
         break;
     case DTRAIN__BODY: dtrain__mpi_lane_land(&work->lane, token->chunk); break;
@@ -8868,8 +8895,8 @@ static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collec
 {
     const char *send = (const char *)what->send;
     *bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_REDUCE && to != what->root) *bytes = 0;
-    if (what->kind == DTRAIN_BROADCAST && comm->rank != what->root) *bytes = 0;
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && to != what->root) *bytes = 0;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && comm->rank != what->root) *bytes = 0;
     return dtrain__cuts(what) && *bytes ? send + (size_t)to * *bytes : send;
 }
 
@@ -8958,9 +8985,9 @@ DTRAIN__PRIVATE void dtrain__mpi_small_path(const dtrain__mpi_comm *comm,
         in[i] = dtrain__mpi_slot(comm, true, work->sequence, i) + sizeof(dtrain__mpi_record);
     in[rank] = dtrain__mpi_gift(&comm->base, what, rank, &own);
     if (dtrain__kind_of(what->kind)->reduces) {
-        if (what->kind != DTRAIN_REDUCE || rank == what->root)
+        if (what->kind != DTRAIN_COLLECTIVE_REDUCE || rank == what->root)
             dtrain__combine(what, in, size, &out, 1, what->count);
-    } else if (what->kind == DTRAIN_BROADCAST) {
+    } else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
         if (rank != what->root) memcpy(out, in[what->root], bytes);
     } else {
         for (int i = 0; i < size; i++, out += bytes)
@@ -8991,11 +9018,11 @@ static bool dtrain__mpi_has_lane(const dtrain_comm *comm, const dtrain_collectiv
     const bool out = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
     const int from = out ? comm->rank : peer, to = out ? peer : comm->rank;
     switch (what->kind) {
-    case DTRAIN_ALL_REDUCE: return true;
-    case DTRAIN_REDUCE: return parts || to == what->root;
-    case DTRAIN_BROADCAST: return parts ? from == what->root : to != what->root;
-    case DTRAIN_REDUCE_SCATTER:
-    case DTRAIN_ALL_TO_ALL: return parts;
+    case DTRAIN_COLLECTIVE_ALL_REDUCE: return true;
+    case DTRAIN_COLLECTIVE_REDUCE: return parts || to == what->root;
+    case DTRAIN_COLLECTIVE_BROADCAST: return parts ? from == what->root : to != what->root;
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: return parts;
     default: return !parts;
     }
 }
@@ -9005,8 +9032,8 @@ static void dtrain__mpi_slice(const dtrain_comm *comm, const dtrain_collective *
                               size_t *first, size_t *length)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_REDUCE ||
-        what->kind == DTRAIN_BROADCAST) {
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE ||
+        what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
         dtrain__slice(what->count, unit, comm->size, owner, first, length);
     } else {
         *first = (size_t)owner * what->count;
@@ -9018,7 +9045,8 @@ static void dtrain__mpi_slice(const dtrain_comm *comm, const dtrain_collective *
 
 static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
-    const bool straight = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_ALL_TO_ALL;
+    const bool straight =
+        what->kind == DTRAIN_COLLECTIVE_ALL_GATHER || what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     return straight ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
@@ -9047,9 +9075,9 @@ static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, i
 static char *dtrain__mpi_sum_at(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t first, size_t at, size_t chunk)
 {
-    if (what->kind == DTRAIN_REDUCE && what->root != comm->base.rank)
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank)
         return dtrain__mpi_temporary(comm, chunk, comm->base.size);
-    return (char *)what->recv + (what->kind == DTRAIN_REDUCE_SCATTER ? 0 : first) + at;
+    return (char *)what->recv + (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ? 0 : first) + at;
 }
 
 /* Chunk of a lane in memory. MPI does not write to what it sends, whatever its type says. */
@@ -9066,9 +9094,10 @@ static char *dtrain__mpi_place(const dtrain__mpi_comm *comm, const dtrain_collec
     case DTRAIN__PART_OUT: return send + first + at;
     case DTRAIN__PART_IN:
         if (dtrain__mpi_adds(what)) return dtrain__mpi_temporary(comm, chunk, peer);
-        return recv + (what->kind == DTRAIN_ALL_TO_ALL ? (size_t)peer * length : first) + at;
+        return recv + (what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? (size_t)peer * length : first) +
+               at;
     case DTRAIN__RESULT_OUT:
-        if (what->kind == DTRAIN_ALL_GATHER) return send + at;
+        if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER) return send + at;
         return dtrain__mpi_sum_at(comm, what, first, at, chunk);
     default: return recv + first + at;
     }
@@ -9084,7 +9113,7 @@ static size_t dtrain__mpi_limit(const dtrain__mpi_comm *comm, const dtrain_colle
     size_t limit = all;
     if (use == DTRAIN__PART_IN && adds) limit = comm->combined + DTRAIN__MPI_DEPTH;
     if (use == DTRAIN__RESULT_OUT && adds) limit = comm->combined;
-    if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_BROADCAST &&
+    if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_COLLECTIVE_BROADCAST &&
         what->root != comm->base.rank)
         limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, what->root)->done;
     if (use == DTRAIN__RESULT_IN && adds && what->send == what->recv)
@@ -9118,7 +9147,8 @@ static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *
     if (at >= length) return false;
     for (int i = 0; i < size; i++)
         if (i != rank && dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, i)->done <= c) return false;
-    if (what->kind == DTRAIN_REDUCE && rank != what->root && /* the place of the sum is taken */
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE &&
+        rank != what->root && /* the place of the sum is taken */
         c >= dtrain__mpi_lane_of(comm, DTRAIN__RESULT_OUT, what->root)->done + DTRAIN__MPI_DEPTH)
         return false;
     for (int i = 0; i < size; i++) in[i] = dtrain__mpi_temporary(comm, c, i);
@@ -9147,8 +9177,8 @@ static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                 dtrain__mpi_lane_of(comm, use, i)->chunks =
                     dtrain__mpi_chunks(comm, what, theirs ? i : rank);
         }
-    if (what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_ALL_TO_ALL) {
-        const size_t cut = what->kind == DTRAIN_ALL_TO_ALL ? (size_t)rank * bytes : 0;
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER || what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL) {
+        const size_t cut = what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? (size_t)rank * bytes : 0;
         char *own = (char *)what->recv + (size_t)rank * bytes;
         if (own != (const char *)what->send + cut)
             memcpy(own, (const char *)what->send + cut, bytes);
@@ -9216,7 +9246,7 @@ static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *
 {
     const dtrain_collective *what = &work->what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const bool sends = what->kind == DTRAIN_SEND;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
     const size_t pieces =
         bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
@@ -9254,7 +9284,7 @@ static void dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *w
 DTRAIN__PRIVATE bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
     const dtrain_collective *what = &work->what;
-    const bool sends = what->kind == DTRAIN_SEND;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
     dtrain__mpi_lane *lane = &work->lane;
@@ -9449,7 +9479,8 @@ static dtrain_result dtrain__mpi_start(dtrain_comm *base, const dtrain_collectiv
     work->record = record;
     work->base.comm = base;
     work->what = *what;
-    if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
+    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+        work->sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->outstanding++;
@@ -9603,7 +9634,8 @@ static dtrain_result dtrain__mpi_split(dtrain_comm *parent, int color, int key, 
     int64_t keys[DTRAIN_MAX_RANKS][2], made = 1, verdicts[DTRAIN_MAX_RANKS], range = 0;
     int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
     dtrain__mpi_comm *comm = NULL;
-    DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 3, DTRAIN_I64, 0, -1, NULL));
+    DTRAIN__TRY(
+        dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
     for (int i = 0; i < parent->size; i++) {
         keys[i][0] = all[i][0];
         keys[i][1] = all[i][1];
@@ -9618,8 +9650,8 @@ static dtrain_result dtrain__mpi_split(dtrain_comm *parent, int color, int key, 
     const int size = dtrain__split_members(keys, parent->size, parent->rank, members);
     while (members[rank] != parent->rank) rank++;
     if (color >= 0) made = dtrain__mpi_make(hub, size, rank, range, &comm) == DTRAIN_OK;
-    const dtrain_result shared =
-        dtrain__run(parent, DTRAIN_SPLIT, &made, verdicts, 1, DTRAIN_I64, 0, -1, NULL);
+    const dtrain_result shared = dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &made, verdicts, 1,
+                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
     for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
         if (!verdicts[i]) lacking = i;
     if (shared != DTRAIN_OK || lacking >= 0) {
@@ -9773,7 +9805,7 @@ static dtrain_result dtrain__mpi_exchange(dtrain_world *world, dtrain__mpi_hello
     if (status != DTRAIN_OK)
         snprintf(mine->error, sizeof mine->error, "%.*s", (int)sizeof mine->error - 1,
                  dtrain__bare(dtrain_last_error()));
-    return dtrain_world_exchange(world, mine, sizeof *mine, all);
+    return dtrain_world_all_gather(world, mine, sizeof *mine, all);
 }
 
 /* A duplicate, so that no message of the host meets one of ours. The call that does not block. */
@@ -9917,7 +9949,7 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");
     if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_world_exchange(world, &mine, sizeof mine, all);
+    const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
     for (int i = 0; result == DTRAIN_OK && i < world->size && pair[0] < 0; i++)
         for (int k = 0; k < i && pair[0] < 0; k++)
             if (all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0)
@@ -10332,9 +10364,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
     memset(&verdict, 0, sizeof verdict);
     verdict.code = (int32_t)mine;
     snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
-    DTRAIN__TRY(dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_I32, DTRAIN_MIN, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     if (first == INT32_MAX) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_I32, (int)first, NULL));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
     if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
                        dtrain_comm_world_rank(comm, (int)first), verdict.text);
@@ -10347,7 +10381,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t valu
     int64_t pair[2] = {(int64_t)value, (int64_t)~value};
     *common = true;
     if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_I64, DTRAIN_MAX, NULL));
+    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     *common = pair[0] == ~pair[1];
     return DTRAIN_OK;
 }
@@ -10360,7 +10394,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value
     const int size = dtrain_comm_size(comm);
     const int64_t mine = (int64_t)value;
     int most = 0;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
     *usual = *odd = 0;
     for (int i = 0; i < size; i++) {
         int same = 0;
@@ -10420,8 +10454,9 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
     DTRAIN__TRY(
         dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
     DTRAIN__TRY(
-        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, usual, NULL));
-    DTRAIN__TRY(dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, odd, NULL));
+        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, usual, NULL));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, odd, NULL));
     if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
@@ -10447,7 +10482,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
     }
     DTRAIN__TRY(dtrain__is_common(comm, all, &common));
     if (common) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_I64, DTRAIN_MAX, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     for (size_t line = 0; line < (size_t)lines; line++) {
         DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(mine, line), &common));
         if (!common) return dtrain__registration_differs(comm, mine, line, gathered);
@@ -10768,12 +10804,12 @@ DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bo
                                              const dtrain__step **way);
 
 static const dtrain__traits dtrain__kinds_of_strategy[] = {
-    {DTRAIN_DDP, "DTRAIN_DDP", false, false, false, false},
-    {DTRAIN_ZERO1, "DTRAIN_ZERO1", true, false, false, false},
-    {DTRAIN_SHARD_GRAD_OP, "DTRAIN_SHARD_GRAD_OP", true, true, false, false},
-    {DTRAIN_FULL_SHARD, "DTRAIN_FULL_SHARD", true, true, true, false},
-    {DTRAIN_ZERO3, "DTRAIN_ZERO3", true, true, true, true},
-    {DTRAIN_HYBRID_SHARD, "DTRAIN_HYBRID_SHARD", true, true, true, false},
+    {DTRAIN_STRATEGY_DDP, "DTRAIN_STRATEGY_DDP", false, false, false, false},
+    {DTRAIN_STRATEGY_ZERO1, "DTRAIN_STRATEGY_ZERO1", true, false, false, false},
+    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "DTRAIN_STRATEGY_SHARD_GRAD_OP", true, true, false, false},
+    {DTRAIN_STRATEGY_FULL_SHARD, "DTRAIN_STRATEGY_FULL_SHARD", true, true, true, false},
+    {DTRAIN_STRATEGY_ZERO3, "DTRAIN_STRATEGY_ZERO3", true, true, true, true},
+    {DTRAIN_STRATEGY_HYBRID_SHARD, "DTRAIN_STRATEGY_HYBRID_SHARD", true, true, true, false},
 };
 
 DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind)
@@ -11028,8 +11064,8 @@ typedef struct dtrain__turns {
 
 static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
 {
-    const bool low_values = layout->desc->param_dtype != DTRAIN_F32;
-    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_F32;
+    const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
     int64_t values = 0, grads = 0;
     dtrain__turns turns;
     memset(&turns, 0, sizeof turns);
@@ -11054,7 +11090,7 @@ static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
                                const dtrain__turns *turns)
 {
-    const bool low = layout->desc->param_dtype != DTRAIN_F32;
+    const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
     if (!bucket->sharded) return;
     if (!layout->slots) {
         bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
@@ -11080,7 +11116,7 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
                               const dtrain__turns *turns)
 {
-    const bool low = layout->desc->reduce_dtype != DTRAIN_F32;
+    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
     const bool work = layout->work && bucket->sharded;
     if (!bucket->trainable) return;
     if (work && bucket->unit != DTRAIN__NONE) {
@@ -11238,7 +11274,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
     for (size_t i = 0; i < count; i++) {
         const dtrain_param *p = &params[i];
         if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
-        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_F32, 0, NULL));
+        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
     }
     return DTRAIN_OK;
 }
@@ -11355,7 +11391,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
-    return strategy->desc.reduce_dtype != DTRAIN_F32;
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
 /* x (count elements of the bucket, from `first` on) as it travels: itself, or rounded. */
@@ -11366,7 +11402,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain_
     *wire = (void *)(uintptr_t)x;
     if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
     *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_F32, *wire, strategy->desc.reduce_dtype);
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -11374,7 +11411,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrai
 {
     if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
     return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_F32);
+                           x, DTRAIN_DTYPE_F32);
 }
 
 DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strategy,
@@ -11388,18 +11425,18 @@ DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strate
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy)
 {
     const bool levels = dtrain__has_replicas(strategy) || strategy->layout.node_ranks > 1;
-    return levels && strategy->desc.reduce_dtype != DTRAIN_F16;
+    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
 }
 
 DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy)
 {
-    return dtrain__sums_first(strategy) ? DTRAIN_SUM : DTRAIN_MEAN;
+    return dtrain__sums_first(strategy) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, float *x, int64_t count)
 {
     const float factor = 1.0f / (float)strategy->layout.all;
-    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_F32};
+    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
     if (count == 0 || !dtrain__sums_first(strategy)) return DTRAIN_OK;
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
@@ -11418,7 +11455,7 @@ static dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy, dtrain_
     void *wire;
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads, 0, bucket->count, &wire));
     return dtrain_all_reduce(strategy->comm, wire, wire, (size_t)bucket->count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype, DTRAIN_MEAN,
+                             (dtrain_dtype)strategy->desc.reduce_dtype, DTRAIN_REDUCE_MEAN,
                              dtrain__reduce_works(strategy, bucket));
 }
 
@@ -11462,7 +11499,7 @@ static dtrain_result dtrain__accumulate_shard(dtrain_strategy *strategy, dtrain_
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                           bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
     if (strategy->layout.host_grads)
         return dtrain__shard_to_host(strategy, bucket, result, strategy->accumulated);
@@ -11547,7 +11584,7 @@ static const dtrain__step dtrain__by_shard_replicas = {dtrain__shard_replicas_be
 /* How buckets travel in the step that begins. */
 DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
 {
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
     memset(strategy->ways, 0, sizeof strategy->ways);
     for (int sharded = 0; sharded < 2; sharded++) {
         const dtrain__step **way = strategy->ways[sharded];
@@ -11680,7 +11717,7 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
  * where it is the shard that travels. */
 static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
     const bool on_host = strategy->layout.host_grads;
     if (!dtrain__has_replicas(strategy) || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
@@ -11744,7 +11781,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 /* True while gradients only add up on this rank. */
 static bool dtrain__only_adds(const dtrain_strategy *strategy)
 {
-    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATE_LAST;
+    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
 }
 
 /* While gradients only add up, nothing tells where one backward ends and the next begins: marks
@@ -11870,7 +11907,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     char names[640];
     dtrain_result result = DTRAIN_OK;
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR;
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
     const size_t count =
         dtrain__list_missing(strategy->params, strategy->param_count, strategy->layout.entries,
                              !strict, names, sizeof names);
@@ -11960,12 +11997,13 @@ static dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) continue;
-        DTRAIN__TRY(
-            dtrain__gather_slices(strategy, b, bucket->value_shard, bucket->values, DTRAIN_F32));
+        DTRAIN__TRY(dtrain__gather_slices(strategy, b, bucket->value_shard, bucket->values,
+                                          DTRAIN_DTYPE_F32));
     }
     for (size_t b = 0; b < layout->bucket_count; b++)
         if (layout->buckets[b].sharded)
-            DTRAIN__TRY(dtrain__gather_inside(strategy, b, layout->buckets[b].values, DTRAIN_F32));
+            DTRAIN__TRY(
+                dtrain__gather_inside(strategy, b, layout->buckets[b].values, DTRAIN_DTYPE_F32));
     for (size_t b = 0; b < layout->bucket_count; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
     return dtrain__copy_host_values(strategy, true);
@@ -12068,7 +12106,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_F32;
+    const bool low = dtype != DTRAIN_DTYPE_F32;
     dtrain_work **works = dtrain__works(strategy, b, true);
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
@@ -12076,7 +12114,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     bucket->presence = DTRAIN__COMING;
     if (layout->host_values) DTRAIN__TRY(dtrain__shard_to_slot(strategy, bucket, &shard));
     if (low)
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_F32, own, dtype));
+        DTRAIN__TRY(
+            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
     if (!bucket->cuts)
         return dtrain__gather_slices(strategy, b, low ? (const void *)own : (const void *)shard,
                                      whole, dtype);
@@ -12097,7 +12136,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
 static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    void *whole = dtype != DTRAIN_F32 ? (void *)bucket->low_values : (void *)bucket->values;
+    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
     if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, b, whole, dtype));
     return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
 }
@@ -12109,9 +12148,9 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
     bucket->presence = DTRAIN__HERE;
-    if (dtype == DTRAIN_F32) return DTRAIN_OK;
+    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
-                           DTRAIN_F32);
+                           DTRAIN_DTYPE_F32);
 }
 
 /* Points the parameters of a bucket at its values, or at nothing. */
@@ -12300,12 +12339,12 @@ DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy
 static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (strategy->desc.param_dtype != DTRAIN_F32) {
+    if (strategy->desc.param_dtype != DTRAIN_DTYPE_F32) {
         DTRAIN__TRY(dtrain__evict(strategy, b));
         if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_F32));
+        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
         bucket->presence = DTRAIN__ABSENT;
-        return dtrain__gather_wait(strategy, b, DTRAIN_F32);
+        return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
     }
     DTRAIN__TRY(dtrain__fetch(strategy, b));
     return dtrain__gather_end(strategy, b);
@@ -12394,7 +12433,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
 {
     return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
                                  bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
-                                 DTRAIN_F32, dtrain__level_op(strategy),
+                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy),
                                  dtrain__reduce_works(strategy, bucket));
 }
 
@@ -12444,7 +12483,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                                                         dtrain__bucket *bucket)
 {
     return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
-                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_F32,
+                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
                              dtrain__reduce_works(strategy, bucket));
 }
 
@@ -12468,14 +12507,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtra
         float *grad = bucket->grads + portion->first;
         char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
         if (!portion->dense) continue;
-        if (dtype == DTRAIN_F32)
+        if (dtype == DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
                                            back ? (float *)(void *)packed : grad,
                                            (size_t)portion->count * unit));
         else if (back)
-            DTRAIN__TRY(dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_F32));
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
         else
-            DTRAIN__TRY(dtrain__convert(strategy, portion->count, grad, DTRAIN_F32, packed, dtype));
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
         if (back) DTRAIN__TRY(dtrain__scale(strategy, grad, portion->count));
     }
     return DTRAIN_OK;
@@ -12542,7 +12583,7 @@ static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none
 static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->sparse_exchange > DTRAIN_SPARSE_BALANCED)
+    if (desc->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
                            (unsigned)desc->sparse_exchange);
     if (!dtrain__is_share(desc->topk_ratio))
@@ -12576,9 +12617,9 @@ static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
     if (desc->hierarchical)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
-                           "matrices; use DTRAIN_TOPK or reduce_dtype with it",
+                           "matrices; use DTRAIN_COMPRESSION_TOPK or reduce_dtype with it",
                            call);
-    if (desc->reduce_dtype != DTRAIN_F32)
+    if (desc->reduce_dtype != DTRAIN_DTYPE_F32)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
                            dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
@@ -12588,14 +12629,14 @@ static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
 DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    const bool topk = desc->compression == DTRAIN_TOPK;
-    if (desc->compression > DTRAIN_POWERSGD)
+    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    if (desc->compression > DTRAIN_COMPRESSION_POWERSGD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
                            (unsigned)desc->compression);
     if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
-                           "compression is not DTRAIN_TOPK",
+                           "compression is not DTRAIN_COMPRESSION_TOPK",
                            call);
     if (!desc->compression && desc->no_error_feedback)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -12611,7 +12652,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_de
 
 DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
 {
-    return desc->compression == DTRAIN_TOPK && desc->sparse_exchange == DTRAIN_SPARSE_BALANCED;
+    return desc->compression == DTRAIN_COMPRESSION_TOPK &&
+           desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
 /* In the step after `step` others; those without compression come first. */
@@ -12646,7 +12688,7 @@ static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__spa
 
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
-    return layout->desc->reduce_dtype == DTRAIN_F32 ? selected : (selected + 1) / 2;
+    return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
@@ -12659,7 +12701,7 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
  * on the bucket, so nor does what is sent. */
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
-    const double item = layout->desc->reduce_dtype == DTRAIN_F32 ? 8 : 6;
+    const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
     return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
 }
 
@@ -12682,7 +12724,7 @@ static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *
     portion->dense = true;
     portion->region = portion->count;
     if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
-    if (desc->compression == DTRAIN_POWERSGD) {
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
         portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
@@ -12752,8 +12794,8 @@ static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *buc
 {
     const dtrain_strategy_desc *desc = layout->desc;
     dtrain__sparse *sparse = bucket->sparse;
-    const bool low = desc->reduce_dtype != DTRAIN_F32;
-    const bool topk = desc->compression == DTRAIN_TOPK;
+    const bool low = desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
     const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
     const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
     const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
@@ -12802,17 +12844,19 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
     const dtrain_strategy_desc *desc = layout->desc;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
-    if (desc->compression == DTRAIN_POWERSGD)
-        return dtrain__wire(DTRAIN_ALL_REDUCE, sparse->dense_count + sparse->p_count, DTRAIN_F32,
-                            ranks) +
-               dtrain__wire(DTRAIN_ALL_REDUCE, sparse->q_count, DTRAIN_F32, ranks);
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+        return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
+                            DTRAIN_DTYPE_F32, ranks) +
+               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
     const uint64_t dense =
-        dtrain__wire(DTRAIN_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
     const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
     if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
-        return dense + dtrain__wire(DTRAIN_ALL_REDUCE, bucket->hop_count, DTRAIN_F32, ranks);
+        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                    DTRAIN_DTYPE_F32, ranks);
     const uint64_t once =
-        dtrain__wire(DTRAIN_ALL_GATHER, dtrain__block_words(layout, selected), DTRAIN_F32, ranks);
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
+                     DTRAIN_DTYPE_F32, ranks);
     return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
 }
 
@@ -12937,9 +12981,9 @@ static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t coun
 {
     const uint32_t dtype = strategy->desc.reduce_dtype;
     if (!picks->low) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, DTRAIN_F32, picks->low, dtype));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, DTRAIN_DTYPE_F32, picks->low, dtype));
     if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, DTRAIN_F32));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, DTRAIN_DTYPE_F32));
     return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
@@ -13002,7 +13046,8 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     bucket->grads + portion->first));
     }
     return dtrain_all_reduce(dtrain__hop_comm(strategy), hop, hop, (size_t)bucket->hop_count,
-                             DTRAIN_F32, DTRAIN_SUM, dtrain__reduce_works(strategy, bucket));
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                             dtrain__reduce_works(strategy, bucket));
 }
 
 /* ---- Top-k: exchanging ------------------------------------------------------------------------*/
@@ -13033,7 +13078,8 @@ static dtrain_result dtrain__add_block(dtrain_strategy *strategy, dtrain__bucket
         const dtrain__picks picks = dtrain__picks_at(strategy, sparse, portion, words);
         if (picks.low)
             DTRAIN__TRY(dtrain__convert(strategy, portion->quota, picks.low,
-                                        strategy->desc.reduce_dtype, picks.values, DTRAIN_F32));
+                                        strategy->desc.reduce_dtype, picks.values,
+                                        DTRAIN_DTYPE_F32));
         DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(portion, r), portion->quota,
                                     scale, &picks,
                                     bucket->grads + portion->first + r * portion->region));
@@ -13070,7 +13116,7 @@ static dtrain_result dtrain__gather_blocks(dtrain_strategy *strategy, dtrain__bu
     const size_t words = (size_t)dtrain__block_words(&strategy->layout, bucket->sparse->selected);
     if (words == 0) return DTRAIN_OK;
     return dtrain_all_gather(comm, blocks + (size_t)strategy->layout.hop_rank * words, blocks,
-                             words, DTRAIN_I32, dtrain__reduce_works(strategy, bucket));
+                             words, DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy,
@@ -13111,7 +13157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strate
         DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
     if (words == 0) return DTRAIN_OK;
     return dtrain_all_to_all(dtrain__hop_comm(strategy), sparse->out, sparse->in, (size_t)words,
-                             DTRAIN_I32, dtrain__reduce_works(strategy, bucket));
+                             DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
 }
 
 /* ... who adds them up, in rank order, where its region of the gradients was ... */
@@ -13184,7 +13230,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_
     args.lda = lda;
     args.ldb = ldb;
     args.ldc = ldc;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_F32;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
@@ -13201,13 +13247,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
     dtrain__sparse *sparse = bucket->sparse;
     const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
-                               sparse->q_seed,  sparse->q, false,         DTRAIN_F32};
+                               sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
     if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &layout->portions[i];
         float *m = dtrain__matrix(bucket, portion);
-        dtrain_add_args add = {portion->count, bucket->grads + portion->first, m, m, DTRAIN_F32,
-                               DTRAIN_F32};
+        dtrain_add_args add = {
+            portion->count,  bucket->grads + portion->first, m, m, DTRAIN_DTYPE_F32,
+            DTRAIN_DTYPE_F32};
         if (portion->dense) continue;
         if (sparse->residual) DTRAIN__TRY(strategy->device->ops->add(strategy->device, &add));
         DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
@@ -13244,7 +13291,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
     }
     if (sparse->q_count == 0) return DTRAIN_OK;
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
-                             (size_t)sparse->q_count, DTRAIN_F32, DTRAIN_MEAN,
+                             (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
                              dtrain__reduce_works(strategy, bucket));
 }
 
@@ -13255,7 +13302,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);
-        dtrain_axpby_args rest = {portion->count, true, -1, 1, grad, m, false, DTRAIN_F32};
+        dtrain_axpby_args rest = {portion->count, true, -1, 1, grad, m, false, DTRAIN_DTYPE_F32};
         if (portion->dense) continue;
         DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, portion->rows, portion->columns,
                                     rank, portion->p, rank, portion->q, rank, grad,
@@ -13299,7 +13346,7 @@ DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bo
     if (nodes) *way++ = &dtrain__by_node_scatter;
     if (sharded) *way++ = &dtrain__by_across_scatter;
     else if (!compresses) *way++ = &dtrain__by_across;
-    else if (desc->compression == DTRAIN_POWERSGD) {
+    else if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
         *way++ = &dtrain__by_p;
         *way++ = &dtrain__by_q;
     } else if (dtrain__is_balanced(desc)) {
@@ -13394,7 +13441,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, u
     dtrain__bucket *bucket = offload->landed[i];
     if (!bucket) return DTRAIN_OK;
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
-                           bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     offload->landed[i] = NULL;
     DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
     return offload->cpu->ops->add(offload->cpu, &add);
@@ -13444,7 +13491,7 @@ DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
 {
     dtrain_strategy_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_DDP;
+    desc.kind = DTRAIN_STRATEGY_DDP;
     desc.reshard_after_forward = true;
     desc.optimizer_states = 2;
     desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
@@ -13459,17 +13506,17 @@ DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
-    return dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
+    return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
 /* Fields that stand by themselves. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->missing_gradient > DTRAIN_MISSING_ERROR)
+    if (desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_missing_gradient", call,
                            (unsigned)desc->missing_gradient);
-    if (desc->accumulation > DTRAIN_ACCUMULATE_SHARD_EVERY)
+    if (desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_accumulation", call,
                            (unsigned)desc->accumulation);
     if (!dtrain__is_float_dtype(desc->param_dtype) || !dtrain__is_float_dtype(desc->reduce_dtype))
@@ -13488,8 +13535,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *d
                            call, (unsigned)desc->offload);
     if (desc->kind > DTRAIN_STRATEGY_AUTO)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
-                           (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
+                           "%s: %u is not a dtrain_strategy_kind; DTRAIN_STRATEGY_DDP is %u", call,
+                           (unsigned)desc->kind, (unsigned)DTRAIN_STRATEGY_DDP);
     return dtrain__check_compression(desc);
 }
 
@@ -13498,10 +13545,10 @@ DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
                                                   const dtrain__traits *traits)
 {
     if (desc->accumulation) return;
-    if (!traits->grads) desc->accumulation = DTRAIN_ACCUMULATE_LAST;
-    else if (traits->kind == DTRAIN_HYBRID_SHARD)
-        desc->accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
-    else desc->accumulation = DTRAIN_ACCUMULATE_EVERY;
+    if (!traits->grads) desc->accumulation = DTRAIN_ACCUMULATION_LAST;
+    else if (traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+        desc->accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
+    else desc->accumulation = DTRAIN_ACCUMULATION_EVERY;
 }
 
 /* What is in host memory is updated there, whatever the kind. */
@@ -13526,19 +13573,20 @@ static dtrain_result dtrain__check_offload(const dtrain_strategy_desc *desc,
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
             "%s: DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
-            "DTRAIN_FULL_SHARD, DTRAIN_ZERO3 or DTRAIN_HYBRID_SHARD",
+            "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD",
             call, traits->name);
     if (!(desc->offload & DTRAIN_OFFLOAD_GRADS)) return DTRAIN_OK;
     if (!traits->grads)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-                           "DTRAIN_SHARD_GRAD_OP or a kind below it",
+                           "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it",
                            call, traits->name);
-    if (desc->accumulation == DTRAIN_ACCUMULATE_LAST)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATE_LAST keeps whole gradients "
-                           "on the device; use DTRAIN_ACCUMULATE_EVERY",
-                           call);
+    if (desc->accumulation == DTRAIN_ACCUMULATION_LAST)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients "
+            "on the device; use DTRAIN_ACCUMULATION_EVERY",
+            call);
     return DTRAIN_OK;
 }
 
@@ -13547,18 +13595,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
                                                         const dtrain__traits *traits)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->accumulation == DTRAIN_ACCUMULATE_EVERY && traits->state && !traits->grads)
+    if (desc->accumulation == DTRAIN_ACCUMULATION_EVERY && traits->state && !traits->grads)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: %s keeps whole gradients, so reducing them in every micro-batch "
-                           "would cost time and save no memory; use DTRAIN_ACCUMULATE_LAST, or "
-                           "DTRAIN_SHARD_GRAD_OP",
+                           "would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
+                           "DTRAIN_STRATEGY_SHARD_GRAD_OP",
                            call, traits->name);
-    if (desc->accumulation == DTRAIN_ACCUMULATE_SHARD_EVERY && traits->kind != DTRAIN_HYBRID_SHARD)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: DTRAIN_ACCUMULATE_SHARD_EVERY needs two levels of ranks, which %s "
-                           "does not have; use DTRAIN_HYBRID_SHARD",
-                           call, traits->name);
-    if (desc->param_dtype != DTRAIN_F32 && !traits->params)
+    if (desc->accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY &&
+        traits->kind != DTRAIN_STRATEGY_HYBRID_SHARD)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: DTRAIN_ACCUMULATION_SHARD_EVERY needs two levels of ranks, which %s "
+            "does not have; use DTRAIN_STRATEGY_HYBRID_SHARD",
+            call, traits->name);
+    if (desc->param_dtype != DTRAIN_DTYPE_F32 && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: param_dtype %s: %s keeps parameters whole, in fp32; autocast of "
                            "the tape rounds them where they are used",
@@ -13566,26 +13616,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
     if (desc->compression && traits->state)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: compression: %s reduces gradients to shards, and what one rank "
-                           "selects of them is not what another needs; use DTRAIN_DDP, or "
+                           "selects of them is not what another needs; use DTRAIN_STRATEGY_DDP, or "
                            "reduce_dtype",
                            call, traits->name);
-    if (desc->compression && desc->accumulation == DTRAIN_ACCUMULATE_EVERY)
+    if (desc->compression && desc->accumulation == DTRAIN_ACCUMULATION_EVERY)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: compression sends what micro-batches have added up; with "
-                           "DTRAIN_ACCUMULATE_EVERY it would send the same again and again; use "
-                           "DTRAIN_ACCUMULATE_LAST",
+                           "DTRAIN_ACCUMULATION_EVERY it would send the same again and again; use "
+                           "DTRAIN_ACCUMULATION_LAST",
                            call);
-    if (desc->hierarchical && (traits->owners || traits->kind == DTRAIN_HYBRID_SHARD))
+    if (desc->hierarchical && (traits->owners || traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: hierarchical: %s", call,
-                           traits->owners ? "DTRAIN_ZERO3 sends whole tensors to their owners, "
-                                            "wherever they are; use DTRAIN_FULL_SHARD"
-                                          : "DTRAIN_HYBRID_SHARD goes node by node by itself; "
-                                            "leave it out");
-    if (desc->node_size && traits->kind != DTRAIN_HYBRID_SHARD && !desc->hierarchical)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: node_size is %u, which means something to DTRAIN_HYBRID_SHARD and "
-                           "to hierarchical only, not to %s",
-                           call, desc->node_size, traits->name);
+                           traits->owners
+                               ? "DTRAIN_STRATEGY_ZERO3 sends whole tensors to their owners, "
+                                 "wherever they are; use DTRAIN_STRATEGY_FULL_SHARD"
+                               : "DTRAIN_STRATEGY_HYBRID_SHARD goes node by node by itself; "
+                                 "leave it out");
+    if (desc->node_size && traits->kind != DTRAIN_STRATEGY_HYBRID_SHARD && !desc->hierarchical)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: node_size is %u, which means something to DTRAIN_STRATEGY_HYBRID_SHARD and "
+            "to hierarchical only, not to %s",
+            call, desc->node_size, traits->name);
     if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: reshard_after_forward is false or units are to be kept, but %s "
@@ -13601,9 +13653,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
 /* Zeros become defaults. */
 DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
 {
-    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_DDP;
-    if (!desc->param_dtype) desc->param_dtype = DTRAIN_F32;
-    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_F32;
+    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_STRATEGY_DDP;
+    if (!desc->param_dtype) desc->param_dtype = DTRAIN_DTYPE_F32;
+    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_DTYPE_F32;
     if (!desc->powersgd_rank) desc->powersgd_rank = 1;
     if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
     if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
@@ -13705,11 +13757,12 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
     const int ranks = dtrain_comm_size(strategy->comm);
     if (desc->node_size == 0) {
         if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: DTRAIN_HYBRID_SHARD shards inside a node and replicates across "
-                               "nodes, but all ranks are on one; set node_size, or use "
-                               "DTRAIN_FULL_SHARD",
-                               call);
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
+                "nodes, but all ranks are on one; set node_size, or use "
+                "DTRAIN_STRATEGY_FULL_SHARD",
+                call);
         desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
     }
     if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
@@ -13724,7 +13777,7 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
-    desc->reduce_dtype = DTRAIN_F32;
+    desc->reduce_dtype = DTRAIN_DTYPE_F32;
     desc->compression = DTRAIN_COMPRESSION_NONE;
 }
 
@@ -13737,7 +13790,7 @@ static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm 
 /* HYBRID_SHARD: every node has a copy. */
 DTRAIN__PRIVATE bool dtrain__has_replicas(const dtrain_strategy *strategy)
 {
-    return strategy->traits->kind == DTRAIN_HYBRID_SHARD;
+    return strategy->traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD;
 }
 
 /* Two levels, and rounds that follow one another. */
@@ -13748,8 +13801,9 @@ static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
     const bool replicas = dtrain__has_replicas(strategy);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool rounds = desc->compression == DTRAIN_POWERSGD ||
-                        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_BALANCED);
+    const bool rounds =
+        desc->compression == DTRAIN_COMPRESSION_POWERSGD ||
+        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
     dtrain_comm **groups = strategy->groups;
     if (replicas || (size > 1 && size < ranks)) {
         DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
@@ -13819,7 +13873,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->host_grads = layout->traits->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
     layout->slots = layout->traits->params && (ranks > 1 || layout->host_values);
     layout->work = layout->traits->grads && (ranks > 1 || layout->host_grads) &&
-                   desc->accumulation != DTRAIN_ACCUMULATE_LAST;
+                   desc->accumulation != DTRAIN_ACCUMULATION_LAST;
     layout->shards = layout->traits->state && (ranks > 1 || layout->slots || layout->work);
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
@@ -14247,26 +14301,26 @@ DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dty
 static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                     bool reduce, uint32_t dtype)
 {
-    const uint32_t kind = reduce ? DTRAIN_REDUCE_SCATTER : DTRAIN_ALL_GATHER;
+    const uint32_t kind = reduce ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_GATHER;
     uint64_t bytes = 0;
     if (layout->node_ranks > 1)
         return dtrain__wire(kind, bucket->shard_count, dtype, layout->hop_ranks) +
-               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_F32 : dtype,
+               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_DTYPE_F32 : dtype,
                             layout->node_ranks);
     if (!bucket->cuts) return dtrain__wire(kind, bucket->shard_count, dtype, layout->ranks);
     for (int r = 0; r < layout->ranks; r++)
-        bytes += dtrain__wire(reduce ? DTRAIN_REDUCE : DTRAIN_BROADCAST,
+        bytes += dtrain__wire(reduce ? DTRAIN_COLLECTIVE_REDUCE : DTRAIN_COLLECTIVE_BROADCAST,
                               bucket->cuts[r + 1] - bucket->cuts[r], dtype, layout->ranks);
     return bytes;
 }
 
 static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
 {
-    uint64_t bytes =
-        2 * dtrain__wire(DTRAIN_ALL_GATHER, bucket->hop_count, DTRAIN_F32, layout->node_ranks);
+    uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
+                                      DTRAIN_DTYPE_F32, layout->node_ranks);
     if (layout->compresses) return bytes + dtrain__compressed_wire(layout, bucket);
-    return bytes + dtrain__wire(DTRAIN_ALL_REDUCE, bucket->hop_count, layout->desc->reduce_dtype,
-                                layout->hop_ranks);
+    return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                layout->desc->reduce_dtype, layout->hop_ranks);
 }
 
 /* Is a unit still in its slot when backward comes to it? */
@@ -14294,8 +14348,9 @@ static uint64_t dtrain__step_bytes(const dtrain__layout *layout, int ranks)
             continue;
         }
         if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
-        if (bucket->trainable && layout->traits->kind == DTRAIN_HYBRID_SHARD)
-            bytes += dtrain__wire(DTRAIN_ALL_REDUCE, bucket->shard_count, grads, replicas);
+        if (bucket->trainable && layout->traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+            bytes +=
+                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads, replicas);
         const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
         bytes += gather;
         if (layout->slots && !dtrain__stays(layout, bucket->unit)) bytes += gather;
@@ -14375,9 +14430,10 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     desc.kind = kind;
     const dtrain__traits *traits = dtrain__traits_of(kind);
-    const int shard_ranks = !traits->state                                  ? 1
-                            : kind == DTRAIN_HYBRID_SHARD && desc.node_size ? (int)desc.node_size
-                                                                            : ranks;
+    const int shard_ranks = !traits->state ? 1
+                            : kind == DTRAIN_STRATEGY_HYBRID_SHARD && desc.node_size
+                                ? (int)desc.node_size
+                                : ranks;
     dtrain__resolve_accumulation(&desc, traits);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
@@ -14477,7 +14533,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
     DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
     *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
             (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
-    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_I64, DTRAIN_MIN, NULL);
+    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
 }
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
@@ -14495,8 +14551,9 @@ static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_
         dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)((int64_t)least - left)));
 }
 
-static const uint32_t dtrain__auto_order[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
-                                              DTRAIN_HYBRID_SHARD, DTRAIN_FULL_SHARD};
+static const uint32_t dtrain__auto_order[] = {
+    DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+    DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 enum { DTRAIN__AUTO_KINDS = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
 /* Makes desc that of AUTO's i-th candidate; false: these ranks or the rest of desc exclude it. */
@@ -14505,12 +14562,13 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
 {
     const uint32_t kind = dtrain__auto_order[i];
     const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
-    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_FULL_SHARD
-                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_SHARD_GRAD_OP
-                                                                  : DTRAIN_DDP;
-    if (ranks == 1 ? kind != alone : kind == DTRAIN_DDP) return false;
-    if (kind == DTRAIN_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks)) return false;
-    if (kind == DTRAIN_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
+    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
+                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
+                                                                  : DTRAIN_STRATEGY_DDP;
+    if (ranks == 1 ? kind != alone : kind == DTRAIN_STRATEGY_DDP) return false;
+    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks))
+        return false;
+    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
     desc->kind = kind;
     return dtrain__check_combination(desc, dtrain__traits_of(kind)) == DTRAIN_OK;
 }
@@ -14536,7 +14594,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
         dtrain_strategy_desc desc = *given;
         dtrain_memory memory;
         if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
-        if (desc.kind == DTRAIN_HYBRID_SHARD && !desc.node_size)
+        if (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD && !desc.node_size)
             desc.node_size = (uint32_t)dtrain_world_local_size(world);
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
         if (memory.total < *bytes) *bytes = memory.total;
@@ -14956,7 +15014,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
 {
-    return x->dtype == DTRAIN_F32 || x->dtype == DTRAIN_BF16 || x->dtype == DTRAIN_F16;
+    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
+           x->dtype == DTRAIN_DTYPE_F16;
 }
 
 /* ================================================================================================
@@ -15358,9 +15417,9 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->seed = seed;
     tape->dropout_count = 0;
     tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_BF16
-                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_F16
-                                           : DTRAIN_F32;
+    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
+                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
+                                           : DTRAIN_DTYPE_F32;
     tape->casts = NULL;
     dtrain_result result = dtrain__flags_check(flags);
     return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
@@ -15382,10 +15441,10 @@ static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, cons
                                          const void *host, bool requires_grad)
 {
     const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_F32 && dtype != DTRAIN_I32)
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
                            dtrain_dtype_name(dtype));
-    if (dtype == DTRAIN_I32 && requires_grad)
+    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
     if (!shape || !host)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
@@ -15430,7 +15489,8 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x
     }
     if (!feed->filled) memcpy(item->pinned, *host, bytes);
     item->host = *host;
-    if (item->dtype == DTRAIN_I32) item->valid_count = dtrain__count_valid(item->pinned, x->count);
+    if (item->dtype == DTRAIN_DTYPE_I32)
+        item->valid_count = dtrain__count_valid(item->pinned, x->count);
     *host = item->pinned;
     feed->next++;
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
@@ -15454,7 +15514,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
         result =
             tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_I32 && result == DTRAIN_OK)
+    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
         ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
@@ -15487,11 +15547,12 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     DTRAIN__TRY(dtrain__check_intact(tensor, call));
     DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
                                         dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
-    if (tensor->dtype == DTRAIN_F32) return DTRAIN_OK;
+    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
         uint16_t bits;
         memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] = tensor->dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+        host[i] =
+            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
     return DTRAIN_OK;
 }
@@ -15576,7 +15637,7 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
     dtrain__mark_reached(tape, loss);
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_F32};
+    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
     DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
     for (dtrain_node *node = tape->last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
@@ -15744,7 +15805,7 @@ DTRAIN__PRIVATE bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, i
                                          dtrain_dtype dtype)
 {
     dtrain_tensor *x = node->in[i];
-    if (x && (dtype == DTRAIN_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
+    if (x && (dtype == DTRAIN_DTYPE_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
         if (x->needs_grad) node->needs_grad = true;
         return dtrain__tape_stick(tape, dtrain__tensor_keep(tape, x, node->name)) == DTRAIN_OK;
     }
@@ -15860,7 +15921,7 @@ DTRAIN__PRIVATE void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const
 DTRAIN__PRIVATE float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node,
                                            int64_t count)
 {
-    return (float *)dtrain__take_data(tape, node, count, DTRAIN_F32);
+    return (float *)dtrain__take_data(tape, node, count, DTRAIN_DTYPE_F32);
 }
 
 /* count values in another type, to stay until the next begin; themselves when they have it. NULL
@@ -15895,7 +15956,7 @@ DTRAIN__PRIVATE const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *n
 DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
 {
     const dtrain_param *storage = dtrain__param_storage(p);
-    if (tape->cast == DTRAIN_F32) return storage->value;
+    if (tape->cast == DTRAIN_DTYPE_F32) return storage->value;
     const void *low =
         tape->strategy ? dtrain__strategy_low(tape->strategy, storage, tape->cast) : NULL;
     if (low) return low;
@@ -15904,7 +15965,7 @@ DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param 
     dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
     if (!cast) return NULL;
     cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_F32, tape->cast, storage->count);
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, tape->cast, storage->count);
     cast->next = tape->casts;
     tape->casts = cast;
     return cast->low;
@@ -15954,8 +16015,8 @@ static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_te
 {
     dtrain_node *inner = x->producer;
     const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
-                      inner->forward.linear.activation == DTRAIN_ACT_GELU && x->pending_uses == 1 &&
-                      !x->grad_written;
+                      inner->forward.linear.activation == DTRAIN_ACTIVATION_GELU &&
+                      x->pending_uses == 1 && !x->grad_written;
     return fits ? inner : NULL;
 }
 
@@ -15990,7 +16051,7 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
     const dtrain_gemm_args *forward = &node->forward.linear;
     const dtrain_device_ops *ops = tape->device->ops;
     dtrain_tensor *y = node->out;
-    const bool activated = forward->activation != DTRAIN_ACT_NONE && !node->grad_is_inner;
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !node->grad_is_inner;
     bool add_weight, add_bias = false;
     float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight), *d_bias = NULL;
     dtrain_gemm_args gemm;
@@ -16002,7 +16063,7 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
         /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
         const void *z = forward->aux ? forward->aux : forward->c;
         dtrain_activation_backward_args args = {activated ? forward->activation
-                                                          : (uint32_t)DTRAIN_ACT_NONE,
+                                                          : (uint32_t)DTRAIN_ACTIVATION_NONE,
                                                 add_bias,
                                                 forward->m,
                                                 forward->n,
@@ -16024,7 +16085,7 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
         gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
         gemm.b = forward->a, gemm.ldb = forward->k;
         gemm.c = d_weight, gemm.ldc = forward->k;
-        gemm.c_dtype = DTRAIN_F32;
+        gemm.c_dtype = DTRAIN_DTYPE_F32;
         gemm.beta = add_weight ? 1.0f : 0.0f;
         gemm.bias_grad = d_bias;
         gemm.accumulate_bias_grad = add_bias;
@@ -16038,12 +16099,12 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_linear", DTRAIN_CHECKPOINT_LINEAR,
                                    dtrain__linear_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     const int64_t in = dtrain__last_axis(x), rows = x->count / in;
     if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
     const int64_t out = dtrain__param_rows(weight);
     if (bias && !dtrain__check_param(tape, node, 1, bias, out, 0)) return NULL;
-    if ((uint32_t)activation > DTRAIN_ACT_GELU)
+    if ((uint32_t)activation > DTRAIN_ACTIVATION_GELU)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
                                  "dtrain_linear: unknown activation %d", (int)activation);
 
@@ -16057,10 +16118,10 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
     args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
     args->bias = dtrain__param_value(bias);
-    if (activation == DTRAIN_ACT_GELU && node->needs_grad)
+    if (activation == DTRAIN_ACTIVATION_GELU && node->needs_grad)
         args->aux = dtrain__take_data(tape, node, rows * out, tape->cast);
     node->reads_input = true;
-    node->reads_output = activation == DTRAIN_ACT_RELU;
+    node->reads_output = activation == DTRAIN_ACTIVATION_RELU;
     if (args->aux) node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(tape, node,
@@ -16122,7 +16183,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *
 {
     dtrain_node *node =
         dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__layernorm_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     const int64_t n = dtrain__last_axis(x), rows = x->count / n;
     if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
     if (bias && !dtrain__check_param(tape, node, 1, bias, n, 0)) return NULL;
@@ -16172,7 +16233,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *
     }
     dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
                                            forward->vocab, forward->tokens,   node->out->grad,
-                                           grad[0],        grad[1],           DTRAIN_F32};
+                                           grad[0],        grad[1],           DTRAIN_DTYPE_F32};
     return ops->embedding_backward(tape->device, &args);
 }
 
@@ -16181,7 +16242,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_embedding", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__embedding_backward, tokens, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_I32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_I32)) return NULL;
     if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
     int64_t token_shape[4];
     dtrain__param_shape(token, token_shape);
@@ -16195,7 +16256,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                  (long long)dtrain__param_rows(position), (long long)sequence);
 
     const int64_t shape[2] = {rows, n};
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 2, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 2, shape);
     if (!node->out) return NULL;
     dtrain_embedding_args *args = &node->forward.embedding;
     args->rows = rows;
@@ -16206,7 +16267,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     args->wte = dtrain__param_value(token);
     args->wpe = dtrain__param_value(position);
     args->y = node->out->data;
-    args->dtype = DTRAIN_F32;
+    args->dtype = DTRAIN_DTYPE_F32;
     return dtrain__record(
         tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
 }
@@ -16236,9 +16297,9 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     dtrain_node *node = dtrain__op(tape, "dtrain_attention", DTRAIN_CHECKPOINT_ATTENTION,
                                    dtrain__attention_backward, qkv, NULL);
     dtrain__text text;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
-    if (flags & ~DTRAIN_CAUSAL)
+    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
                                  flags);
     if (sequence < 1 || rows % sequence || heads < 1 || width % 3 || n % heads)
@@ -16253,7 +16314,7 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args->sequence = sequence;
     args->heads = heads;
     args->n = n;
-    args->causal = (flags & DTRAIN_CAUSAL) != 0;
+    args->causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
     args->qkv = qkv->data;
     args->dtype = dtrain__dtype(qkv);
     args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);
@@ -16285,13 +16346,13 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     dtrain_node *node =
         dtrain__op(tape, "dtrain_add", DTRAIN_CHECKPOINT_ELEMENTWISE, dtrain__add_backward, x, y);
     dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
     if (x->count != y->count || dtrain__last_axis(x) != dtrain__last_axis(y))
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
                                  dtrain__shape_text(x->ndim, x->shape, &left),
                                  dtrain__shape_text(y->ndim, y->shape, &right));
-    const dtrain_tensor *wide = y->dtype == DTRAIN_F32 ? y : x, *other = wide == y ? x : y;
+    const dtrain_tensor *wide = y->dtype == DTRAIN_DTYPE_F32 ? y : x, *other = wide == y ? x : y;
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), wide->dtype);
     if (!out) return NULL;
     dtrain_add_args args = {x->count, wide->data,          other->data,
@@ -16310,8 +16371,8 @@ DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor 
     dtrain_node *node =
         dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__add_backward, x, residual);
     dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
     if (!sum) return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", name);
     if (x->count != residual->count || dtrain__last_axis(x) != dtrain__last_axis(residual))
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", name,
@@ -16341,7 +16402,7 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_scale", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__scale_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     node->factor = factor;
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!out) return NULL;
@@ -16359,8 +16420,8 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_cast", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__cast_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (dtype != DTRAIN_F32 && dtype != DTRAIN_BF16 && dtype != DTRAIN_F16)
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
                                  "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
                                  dtrain_dtype_name(dtype));
@@ -16387,7 +16448,7 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_dropout", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__dropout_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
                                  "dtrain_dropout: probability is %g, not in [0, 1)",
@@ -16417,7 +16478,7 @@ static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node
     const int64_t shape[1] = {1};
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 1, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 1, shape);
     if (!node->out) return NULL;
     args.count = count;
     args.scale = (double)node->factor;
@@ -16435,13 +16496,14 @@ static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
     const dtrain_device_ops *ops = tape->device->ops;
     dtrain_axpby_args args = {x->count,        false,   node->factor, 1,
                               node->out->grad, x->grad, true,         dtrain__dtype(x)};
-    if (x->dtype != DTRAIN_F32) {
+    if (x->dtype != DTRAIN_DTYPE_F32) {
         float *scaled = dtrain__take_floats(tape, NULL, 1);
-        dtrain_axpby_args one = {1, false, node->factor, 0, args.x, scaled, false, DTRAIN_F32};
+        dtrain_axpby_args one = {1,      false,  node->factor, 0,
+                                 args.x, scaled, false,        DTRAIN_DTYPE_F32};
         if (!scaled) return tape->error;
         DTRAIN__TRY(ops->axpby(tape->device, &one));
         args.a = 1;
-        args.x = dtrain__cast_to(tape, scaled, DTRAIN_F32, args.dtype, 1);
+        args.x = dtrain__cast_to(tape, scaled, DTRAIN_DTYPE_F32, args.dtype, 1);
         DTRAIN__TRY(tape->error);
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
@@ -16452,7 +16514,7 @@ static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
 static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
 {
     dtrain_node *node = dtrain__op(tape, name, 0, dtrain__sum_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     node->factor = mean ? 1.0f / (float)x->count : 1.0f;
     return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
 }
@@ -16505,8 +16567,8 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     dtrain_node *node = dtrain__op(tape, "dtrain_cross_entropy", 0, dtrain__cross_entropy_backward,
                                    logits, targets);
     dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_I32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_I32)) return NULL;
     const int64_t n = dtrain__last_axis(logits), rows = logits->count / n;
     if (targets->count != rows)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
@@ -16529,7 +16591,7 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
     dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
-    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_F32, rows);
+    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_DTYPE_F32, rows);
 }
 
 /* ================================================================================================
@@ -16633,7 +16695,7 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
     int64_t bits;
     if (!comm) return DTRAIN_OK;
     memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
     *total = 0;
     for (int i = 0; i < dtrain_comm_size(comm); i++) {
         double one;
@@ -16683,9 +16745,9 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
 
 /* Loss scaling. */
 
-DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
+DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
 {
-    dtrain_scaler_desc desc;
+    dtrain_loss_scaler_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.initial_scale = 65536;
     desc.growth_factor = 2;
@@ -16697,7 +16759,7 @@ DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
 }
 
 /* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
-static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
+static dtrain_result dtrain__check_scaler(const dtrain_loss_scaler_desc *desc)
 {
     const char *wrong = NULL;
     if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
@@ -16712,20 +16774,23 @@ static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
     if (!desc->growth_interval) wrong = "growth_interval >= 1";
     if (!desc->hysteresis) wrong = "hysteresis >= 1";
     if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
-                       "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
-                       "start from dtrain_scaler_defaults()",
-                       wrong, (double)desc->initial_scale, (double)desc->growth_factor,
-                       (double)desc->backoff_factor, (unsigned)desc->growth_interval,
-                       (unsigned)desc->hysteresis, (double)desc->minimum_scale);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_loss_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
+        "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
+        "start from dtrain_loss_scaler_defaults()",
+        wrong, (double)desc->initial_scale, (double)desc->growth_factor,
+        (double)desc->backoff_factor, (unsigned)desc->growth_interval, (unsigned)desc->hysteresis,
+        (double)desc->minimum_scale);
 }
 
-DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc)
+DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
+                                                 const dtrain_loss_scaler_desc *desc)
 {
-    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_scaler_init: scaler is NULL");
+    if (!scaler)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loss_scaler_init: scaler is NULL");
     memset(scaler, 0, sizeof *scaler);
-    const dtrain_scaler_desc resolved = desc ? *desc : dtrain_scaler_defaults();
+    const dtrain_loss_scaler_desc resolved = desc ? *desc : dtrain_loss_scaler_defaults();
     DTRAIN__TRY(dtrain__check_scaler(&resolved));
     scaler->desc = resolved;
     scaler->scale = resolved.initial_scale;
@@ -16733,11 +16798,11 @@ DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__scaler_usable(const dtrain_scaler *scaler, const char *call)
+static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, const char *call)
 {
     if (scaler && scaler->scale > 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is %s", call,
-                       scaler ? "not initialised; call dtrain_scaler_init first" : "NULL");
+                       scaler ? "not initialised; call dtrain_loss_scaler_init first" : "NULL");
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
@@ -16751,11 +16816,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                        call, what);
 }
 
-DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
-                                               dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *grad_scale, bool *found_inf)
+DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
+                                                    dtrain_strategy *strategy, float max_norm,
+                                                    float *norm, float *grad_scale, bool *found_inf)
 {
-    const char *const call = "dtrain_scaler_unscale";
+    const char *const call = "dtrain_loss_scaler_unscale";
     double scaled;
     DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
@@ -16772,9 +16837,9 @@ DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
     return DTRAIN_OK;
 }
 
-static void dtrain__scaler_good(dtrain_scaler *scaler)
+static void dtrain__scaler_good(dtrain_loss_scaler *scaler)
 {
-    const dtrain_scaler_desc *desc = &scaler->desc;
+    const dtrain_loss_scaler_desc *desc = &scaler->desc;
     scaler->bad_steps = 0;
     scaler->good_steps++;
     if (scaler->good_steps < desc->growth_interval) return;
@@ -16784,9 +16849,9 @@ static void dtrain__scaler_good(dtrain_scaler *scaler)
     scaler->bad_left = desc->hysteresis;
 }
 
-DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf)
+DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf)
 {
-    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_scaler_update"));
+    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_loss_scaler_update"));
     if (!found_inf) {
         dtrain__scaler_good(scaler);
         return DTRAIN_OK;
@@ -16803,13 +16868,13 @@ DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_
         scaler->scale = lower;
         return DTRAIN_OK;
     }
-    return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                       "dtrain_scaler_update: expected finite gradients at a loss scale of %g, "
-                       "found overflows in %u steps running, and a smaller scale would be below "
-                       "minimum_scale %g; lower the learning rate, clip gradients, look at the "
-                       "data, or train in bf16, which needs no scale",
-                       (double)scaler->scale, (unsigned)scaler->bad_steps,
-                       (double)scaler->desc.minimum_scale);
+    return dtrain_fail(
+        DTRAIN_ERROR_NUMERIC,
+        "dtrain_loss_scaler_update: expected finite gradients at a loss scale of %g, "
+        "found overflows in %u steps running, and a smaller scale would be below "
+        "minimum_scale %g; lower the learning rate, clip gradients, look at the "
+        "data, or train in bf16, which needs no scale",
+        (double)scaler->scale, (unsigned)scaler->bad_steps, (double)scaler->desc.minimum_scale);
 }
 
 /* ================================================================================================
@@ -16837,7 +16902,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
 {
     dtrain_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_ADAMW;
+    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
     desc.beta1 = 0.9f;
     desc.beta2 = 0.999f;
     desc.epsilon = 1e-8f;
@@ -16849,7 +16914,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
 {
     dtrain_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_SGD;
+    desc.kind = DTRAIN_OPTIMIZER_SGD;
     return desc;
 }
 
@@ -16857,7 +16922,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
 static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 {
     const char *wrong = NULL;
-    if (desc->kind != DTRAIN_ADAMW && desc->kind != DTRAIN_SGD)
+    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
@@ -16865,7 +16930,7 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
             (unsigned)desc->kind);
     if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
         wrong = "weight_decay >= 0";
-    if (desc->kind == DTRAIN_ADAMW) {
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
         if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
         if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
         if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
@@ -16885,7 +16950,7 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 /* State tensors per shard. */
 static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
 {
-    if (desc->kind == DTRAIN_ADAMW) return 2;
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
     return desc->momentum > 0 ? 1 : 0;
 }
 
@@ -17054,7 +17119,7 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
                                               const dtrain_step_scalars *device_scalars)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
-    if (desc->kind == DTRAIN_ADAMW) {
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
         dtrain_adamw_args args;
         memset(&args, 0, sizeof args);
         args.tensor_count = count;
@@ -17222,11 +17287,11 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     return (float)(low + (lr - low) * 0.5 * (1 + cos(3.14159265358979323846 * done)));
 }
 
-DTRAIN_API float dtrain_scale_lr(float lr, int ranks, dtrain_lr_scaling rule)
+DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule)
 {
     if (ranks < 1) ranks = 1;
-    if (rule == DTRAIN_LR_SCALE_LINEAR) return lr * (float)ranks;
-    if (rule == DTRAIN_LR_SCALE_SQRT) return (float)((double)lr * sqrt((double)ranks));
+    if (rule == DTRAIN_LR_SCALING_LINEAR) return lr * (float)ranks;
+    if (rule == DTRAIN_LR_SCALING_SQRT) return (float)((double)lr * sqrt((double)ranks));
     return lr;
 }
 
@@ -17844,7 +17909,7 @@ struct dtrain_trainer {
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
     dtrain_tape *tape;
-    dtrain_scaler scaler; /* in use when scaling */
+    dtrain_loss_scaler scaler; /* in use when scaling */
     bool scaling;
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
@@ -17952,8 +18017,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
     else if (trainer->desc.strategy->desc.compression)
         missing = "no compression: its first steps are not like the later ones";
-    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
-        missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
+    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
         missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
     if (!missing) return DTRAIN_OK;
@@ -18013,7 +18078,7 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 
 static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
 {
-    dtrain_scaler_desc *desc = &trainer->desc.loss_scaling;
+    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
     const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
                        desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
                        desc->minimum_scale != 0;
@@ -18021,8 +18086,8 @@ static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
     if (!trainer->scaling) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_scaler_defaults();
-    return dtrain_scaler_init(&trainer->scaler, desc);
+    if (!given) *desc = dtrain_loss_scaler_defaults();
+    return dtrain_loss_scaler_init(&trainer->scaler, desc);
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
@@ -18082,8 +18147,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, 
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
     memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT, DTRAIN_F32,
-                             NULL);
+    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+                             DTRAIN_DTYPE_F32, NULL);
 }
 
 DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
@@ -18153,8 +18218,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
     if (trainer->scaling)
-        DTRAIN__TRY(dtrain_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
-                                          &scale, &found_inf));
+        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
+                                               &scale, &found_inf));
     else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
     record->loss = loss_sum / desc->accumulation;
@@ -18226,7 +18291,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
         for (size_t i = 0; i < feed->count; i++) {
             const dtrain__feed_item *item = &feed->items[i];
             memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_I32 &&
+            if (item->dtype == DTRAIN_DTYPE_I32 &&
                 item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
                 *same = false;
         }
@@ -18301,10 +18366,10 @@ static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float 
 /* After the verdict, and from the same numbers on every rank: all scales move alike. */
 static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    dtrain_scaler *scaler = &trainer->scaler;
+    dtrain_loss_scaler *scaler = &trainer->scaler;
     if (!trainer->scaling) return DTRAIN_OK;
     record->loss_scale = (double)scaler->scale;
-    DTRAIN__TRY(dtrain_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
+    DTRAIN__TRY(dtrain_loss_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
     record->skipped_steps = scaler->skipped_steps;
     return DTRAIN_OK;
 }
@@ -18458,16 +18523,17 @@ static dtrain_result dtrain__plan_tape(dtrain_world *world, const dtrain_trainer
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
-                                                 const dtrain_trainer_desc *desc,
-                                                 dtrain_memory *memory)
+DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
+                                                         const dtrain_trainer_desc *desc,
+                                                         dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape_info tape;
     if (!world || !desc || !desc->loss || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_plan_activations: world, desc, its loss or memory is NULL");
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_trainer_plan_activations: world, desc, its loss or memory is NULL");
     memset(&plan, 0, sizeof plan);
     memset(memory, 0, sizeof *memory);
     plan.allocator = *dtrain_world_allocator(world);
@@ -18481,17 +18547,16 @@ DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory)
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
     if (!trainer || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan_memory: trainer or memory is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: trainer or memory is NULL");
     if (!trainer->desc.next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_plan_memory: the loss fetches its own batches and "
+                           "dtrain_trainer_plan: the loss fetches its own batches and "
                            "cannot be run without spending one: give the trainer a next_batch");
-    DTRAIN__TRY(dtrain_plan_activations(trainer->world, &trainer->desc, memory));
+    DTRAIN__TRY(dtrain_trainer_plan_activations(trainer->world, &trainer->desc, memory));
     dtrain_strategy_query(trainer->desc.strategy, &strategy);
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
@@ -18517,7 +18582,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
 
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
-    const dtrain_auto_batch_desc *desc;
+    const dtrain_plan_batch_desc *desc;
     dtrain_strategy_desc strategy;
     dtrain_comm *comm;
     uint64_t fixed; /* bytes of strategy and optimizer */
@@ -18531,7 +18596,7 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
     dtrain_memory memory;
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
     DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain_plan_activations(plan->world, trainer, &memory));
+    DTRAIN__TRY(dtrain_trainer_plan_activations(plan->world, trainer, &memory));
     *bytes = memory.total;
     return DTRAIN_OK;
 }
@@ -18568,7 +18633,7 @@ static dtrain_result dtrain__batch_none(const dtrain__batch_plan *plan)
     uint64_t one;
     DTRAIN__TRY(dtrain__batch_needs(plan, 1, &one));
     return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "dtrain_auto_batch: not even one sample fits: %.1f MiB a rank for "
+                       "dtrain_trainer_plan_batch: not even one sample fits: %.1f MiB a rank for "
                        "parameters, gradients, optimizer and buffers and %.1f MiB of activations, "
                        "of %.1f MiB: %.1f MiB are missing. A strategy that shards more, more "
                        "ranks, activation checkpointing or, on a GPU, offload would help",
@@ -18588,7 +18653,7 @@ static dtrain_result dtrain__batch_hold(const dtrain__batch_plan *plan, uint32_t
     for (int i = 0; i < 2; i++) {
         if (bytes[i] > SIZE_MAX / 2)
             return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                               "dtrain_auto_batch: %llu bytes are more than "
+                               "dtrain_trainer_plan_batch: %llu bytes are more than "
                                "can be addressed",
                                (unsigned long long)bytes[i]);
         DTRAIN__TRY(device->ops->alloc(device, (size_t)bytes[i], &held[i]));
@@ -18606,7 +18671,7 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     const dtrain_result mine = dtrain__batch_hold(plan, batch, bytes, held);
     int32_t well = mine == DTRAIN_OK;
     const dtrain_result told =
-        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_I32, DTRAIN_MIN, NULL);
+        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
@@ -18614,7 +18679,7 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
-static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_auto_batch_desc *desc,
+static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_plan_batch_desc *desc,
                                          const uint32_t *batch)
 {
     const char *missing = !world                        ? "world is NULL"
@@ -18627,11 +18692,12 @@ static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_auto_
                           : desc->max_batch > INT32_MAX ? "max_batch is above 2^31 - 1"
                                                         : NULL;
     if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_auto_batch: %s", missing);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan_batch: %s", missing);
 }
 
-DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_auto_batch_desc *desc,
-                                           uint32_t *batch)
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch)
 {
     dtrain__batch_plan plan;
     uint32_t found = 0;
@@ -18651,25 +18717,28 @@ DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_aut
     if (mine == DTRAIN_OK && found == 0) mine = dtrain__batch_none(&plan);
     DTRAIN__TRY(dtrain__agree(plan.comm, mine));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_I32, DTRAIN_MIN, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
         DTRAIN__TRY(dtrain__batch_trial(&plan, (uint32_t)least, &good));
         if (good) break;
     }
     if (!good)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_auto_batch: %.1f MiB a rank should be there, but not every rank "
-                           "could allocate what one sample needs: set memory_limit to less, or end "
-                           "what else uses the device",
-                           dtrain__mib((uint64_t)plan.limit));
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not every rank "
+            "could allocate what one sample needs: set memory_limit to less, or end "
+            "what else uses the device",
+            dtrain__mib((uint64_t)plan.limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_accumulation_for(uint64_t global_batch, uint32_t batch, int ranks,
-                                                 uint32_t *micro_batch, uint32_t *accumulation)
+DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
+                                                    int ranks, uint32_t *micro_batch,
+                                                    uint32_t *accumulation)
 {
-    const char *const call = "dtrain_accumulation_for";
+    const char *const call = "dtrain_trainer_split_batch";
     if (!global_batch || !batch || ranks < 1 || !micro_batch || !accumulation)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "
@@ -19524,10 +19593,10 @@ static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, voi
     if (bytes > UINTPTR_MAX - at - 128)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
                            (unsigned long long)bytes);
-    DTRAIN__TRY(dtrain_device_reserve(device, bytes));
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     *memory = (void *)at;
     device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain_device_count(device, &device->allocated_bytes, bytes);
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -19948,7 +20017,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t bytes)
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
 {
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
     if (!device->limit_bytes ||
@@ -19962,7 +20031,7 @@ DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t byt
                        (unsigned long long)device->limit_bytes);
 }
 
-DTRAIN_API void dtrain_device_count(dtrain_device *device, size_t *counter, size_t bytes)
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
 {
     *counter += bytes;
     const size_t used = device->allocated_bytes + device->comm_bytes;
@@ -19973,13 +20042,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t by
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = NULL;
-    DTRAIN__TRY(dtrain_device_reserve(device, bytes));
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
     if (!*memory)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "no memory for %llu bytes on the CPU device, which holds %llu already",
                            (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
-    dtrain_device_count(device, &device->allocated_bytes, bytes);
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -20306,8 +20375,9 @@ dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_bac
                             DTRAIN__WRITE | (args->accumulate_x ? DTRAIN__READ : 0));
     if (w.result == DTRAIN_OK) w.result = dtrain__layernorm_backward_run(w.cpu, &wide);
     if (w.result == DTRAIN_OK && args->d_residual)
-        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_F32, args->d_residual,
-                                dtrain__is_f32(args->y_dtype) ? DTRAIN_F32 : args->y_dtype, count);
+        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_DTYPE_F32, args->d_residual,
+                                dtrain__is_f32(args->y_dtype) ? DTRAIN_DTYPE_F32 : args->y_dtype,
+                                count);
     return dtrain__wide_end(&w, w.result);
 }
 
@@ -20520,11 +20590,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
                                                  const dtrain_finite_args *args)
 {
     const bool wide = dtrain__is_f32(args->dtype);
-    const uint32_t exponent = wide ? 0x7f800000u : args->dtype == DTRAIN_BF16 ? 0x7f80u : 0x7c00u;
+    const uint32_t exponent = wide                               ? 0x7f800000u
+                              : args->dtype == DTRAIN_DTYPE_BF16 ? 0x7f80u
+                                                                 : 0x7c00u;
     const char *x = (const char *)args->x;
     uint32_t found = 0;
     (void)device;
-    if (!wide && args->dtype != DTRAIN_BF16 && args->dtype != DTRAIN_F16)
+    if (!wide && args->dtype != DTRAIN_DTYPE_BF16 && args->dtype != DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "finite: %s has no infinity",
                            dtrain_dtype_name(args->dtype));
     for (int64_t i = 0; i < args->count; i++) {
@@ -20546,7 +20618,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 {
     const dtrain_dtype low = args->x_dtype < args->y_dtype ? args->x_dtype : args->y_dtype;
     const dtrain_dtype high = args->x_dtype < args->y_dtype ? args->y_dtype : args->x_dtype;
-    if (low < DTRAIN_F32 || high > DTRAIN_F16)
+    if (low < DTRAIN_DTYPE_F32 || high > DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
                            dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
     return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->convert);
@@ -20559,14 +20631,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 static uint16_t dtrain__round_random(float value, dtrain_dtype dtype, uint32_t random)
 {
     const uint32_t bits = dtrain__f32_bits(value), magnitude = bits & 0x7fffffffu;
-    const uint32_t discarded = dtype == DTRAIN_BF16 ? 0xffffu : 0x1fffu;
-    const uint32_t smallest = dtype == DTRAIN_BF16 ? 0 : 0x38800000u; /* 2^-14 */
+    const uint32_t discarded = dtype == DTRAIN_DTYPE_BF16 ? 0xffffu : 0x1fffu;
+    const uint32_t smallest = dtype == DTRAIN_DTYPE_BF16 ? 0 : 0x38800000u; /* 2^-14 */
     float up;
     if (magnitude >= 0x7f800000u || magnitude < smallest)
-        return dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
+        return dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
     const uint32_t raised = (bits + (random & discarded)) & ~discarded;
     memcpy(&up, &raised, sizeof up);
-    return dtype == DTRAIN_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
+    return dtype == DTRAIN_DTYPE_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
 }
 
 DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end)
@@ -20575,7 +20647,7 @@ DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t beg
     uint16_t *low = (uint16_t *)t->low;
     uint32_t words[4];
     if (!update->stochastic) {
-        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_F32, t->low_dtype};
+        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_DTYPE_F32, t->low_dtype};
         dtrain__job job = dtrain__job_make(&args, end, 1);
         dtrain__kernels_select()->convert(&job, begin, end, 0);
         return;
@@ -20642,7 +20714,8 @@ static bool dtrain__is_built_in(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
 #ifdef DTRAIN_USE_CBLAS
     dtrain__gemm_select(&cpu->gemm);
-    return cpu->gemm.pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16;
+    return cpu->gemm.pairs && args->a_dtype == DTRAIN_DTYPE_BF16 &&
+           args->b_dtype == DTRAIN_DTYPE_BF16;
 #else
     (void)cpu;
     (void)args;
@@ -20684,9 +20757,9 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
     const bool trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
     const int64_t a_rows = trans_a ? args->k : args->m, b_rows = trans_b ? args->n : args->k;
-    const int64_t a_size = args->a_dtype == DTRAIN_F32 ? 0 : a_rows * args->lda;
-    const int64_t b_size = args->b_dtype == DTRAIN_F32 ? 0 : b_rows * args->ldb;
-    const int64_t c_size = args->c_dtype == DTRAIN_F32 ? 0 : args->m * args->ldc;
+    const int64_t a_size = args->a_dtype == DTRAIN_DTYPE_F32 ? 0 : a_rows * args->lda;
+    const int64_t b_size = args->b_dtype == DTRAIN_DTYPE_F32 ? 0 : b_rows * args->ldb;
+    const int64_t c_size = args->c_dtype == DTRAIN_DTYPE_F32 ? 0 : args->m * args->ldc;
     dtrain_gemm_args plain = *args;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     if (dtrain__is_built_in(cpu, args)) return dtrain__built_in_product(cpu, args);
@@ -20698,28 +20771,29 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     if (result != DTRAIN_OK) return result;
     if (a_size) {
         plain.a = job.scratch;
-        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_F32, a_rows,
-                                   trans_a ? args->m : args->k, args->lda);
+        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_DTYPE_F32,
+                                   a_rows, trans_a ? args->m : args->k, args->lda);
     }
     if (b_size) {
         plain.b = job.scratch + a_size;
-        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size, DTRAIN_F32,
-                                   b_rows, trans_b ? args->k : args->n, args->ldb);
+        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size,
+                                   DTRAIN_DTYPE_F32, b_rows, trans_b ? args->k : args->n,
+                                   args->ldb);
     }
     if (c_size) {
         plain.c = job.scratch + a_size + b_size;
         if (args->beta != 0)
-            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_F32, args->m,
-                                       args->n, args->ldc);
+            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_DTYPE_F32,
+                                       args->m, args->n, args->ldc);
     }
     cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans,
                 trans_b ? CblasTrans : CblasNoTrans, (int)args->m, (int)args->n, (int)args->k,
                 args->alpha, (const float *)plain.a, (int)args->lda, (const float *)plain.b,
                 (int)args->ldb, args->beta, (float *)plain.c, (int)args->ldc);
-    if (args->bias || args->aux || args->activation != DTRAIN_ACT_NONE)
+    if (args->bias || args->aux || args->activation != DTRAIN_ACTIVATION_NONE)
         dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
     if (c_size)
-        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_F32, args->c, args->c_dtype, args->m,
+        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_DTYPE_F32, args->c, args->c_dtype, args->m,
                                    args->n, args->ldc);
     return DTRAIN_OK;
 }
@@ -20756,12 +20830,13 @@ DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device)
 
 DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_F32 || dtype == DTRAIN_DTYPE_NONE;
+    return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_NONE;
 }
 
 static dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
 {
-    if (dtrain__is_f32(dtype) || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) return DTRAIN_OK;
+    if (dtrain__is_f32(dtype) || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
+        return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "activations of type %s: expected f32, bf16 or f16",
                        dtrain_dtype_name(dtype));
@@ -20809,7 +20884,7 @@ DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtra
     item->dtype = dtype;
     item->access = access;
     if (access & DTRAIN__READ)
-        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_F32, count);
+        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_DTYPE_F32, count);
     return item->wide;
 }
 
@@ -20820,8 +20895,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_r
     for (int i = 0; i < list->count; i++) {
         const dtrain__wide_item *item = &list->items[i];
         if (item->access & DTRAIN__WRITE)
-            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_F32, item->narrow, item->dtype,
-                                    item->count);
+            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_DTYPE_F32, item->narrow,
+                                    item->dtype, item->count);
     }
     return DTRAIN_OK;
 }
@@ -20884,7 +20959,8 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
 static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
                                         uint32_t activation, const void *z, float *bias_grad)
 {
-    const dtrain_activation_backward_args after = {z ? activation : (uint32_t)DTRAIN_ACT_NONE,
+    const dtrain_activation_backward_args after = {z ? activation
+                                                     : (uint32_t)DTRAIN_ACTIVATION_NONE,
                                                    args->accumulate_bias_grad,
                                                    args->m,
                                                    args->n,
@@ -20901,9 +20977,15 @@ static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, dtrain__wide_
                                             const dtrain_gemm_args *args)
 {
     if (args->flags & DTRAIN_GEMM_TRANS_A) {
-        const dtrain_activation_backward_args sums = {
-            DTRAIN_ACT_NONE, args->accumulate_bias_grad, args->k,         args->m,      NULL,
-            args->a,         (void *)(uintptr_t)args->a, args->bias_grad, args->a_dtype};
+        const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
+                                                      args->accumulate_bias_grad,
+                                                      args->k,
+                                                      args->m,
+                                                      NULL,
+                                                      args->a,
+                                                      (void *)(uintptr_t)args->a,
+                                                      args->bias_grad,
+                                                      args->a_dtype};
         return dtrain__cpu_activation_backward(device, &sums);
     }
     const float *a = dtrain__wide(list, args->a, args->a_dtype, args->m * args->lda, DTRAIN__READ);
@@ -20930,12 +21012,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
         plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
                                  backward ? DTRAIN__READ : DTRAIN__WRITE);
-        plain.c_dtype = DTRAIN_F32;
+        plain.c_dtype = DTRAIN_DTYPE_F32;
     }
     const void *z = backward && !finished ? plain.aux : NULL;
     if (z) {
         plain.flags &= ~DTRAIN_GEMM_ACT_BACKWARD;
-        plain.activation = DTRAIN_ACT_NONE;
+        plain.activation = DTRAIN_ACTIVATION_NONE;
         plain.aux = NULL;
     }
     if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);
@@ -21368,7 +21450,10 @@ DTRAIN__INLINE float dtrain__gelu_slope(float x)
  * chain of operations of an element is the same: so are its bits, whether it is computed by a
  * thin product or as part of another. */
 
-static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_F32 ? 4 : 2; }
+static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_DTYPE_F32 ? 4 : 2;
+}
 
 DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
 {
@@ -21430,8 +21515,8 @@ DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype 
                                       dtrain__f16_load_fn f16_load)
 {
     const uint16_t *half = (const uint16_t *)src;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_F16) f16_load(dst, half, n);
+    if (dtype == DTRAIN_DTYPE_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_DTYPE_F16) f16_load(dst, half, n);
     else
         for (int64_t i = 0; i < n; i++) {
             const uint32_t bits = (uint32_t)half[i] << 16;
@@ -21443,8 +21528,8 @@ DTRAIN__INLINE void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const floa
                                        dtrain__f16_store_fn f16_store)
 {
     uint16_t *half = (uint16_t *)dst;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_F16) f16_store(half, src, n);
+    if (dtype == DTRAIN_DTYPE_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_DTYPE_F16) f16_store(half, src, n);
     else
         for (int64_t i = 0; i < n; i++) {
             uint32_t x;
@@ -21531,7 +21616,7 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
             int64_t row = index + (r + i < count ? r + i : count - 1);
             const void *run = dtrain__gemm_at(x->data, x->dtype, row * x->ld + p);
             in[i] = (const float *)run;
-            if (x->dtype == DTRAIN_F32) continue;
+            if (x->dtype == DTRAIN_DTYPE_F32) continue;
             dtrain__gemm_load(converted[i], run, x->dtype, k, f16_load);
             in[i] = converted[i];
         }
@@ -21546,7 +21631,7 @@ DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__op
                                        dtrain__f16_load_fn f16_load)
 {
     const void *from = dtrain__gemm_at(x->data, x->dtype, p * x->ld + index);
-    if (x->dtype == DTRAIN_F32 && count == width) {
+    if (x->dtype == DTRAIN_DTYPE_F32 && count == width) {
         const float *step = (const float *)from;
         for (int i = 0; i < k; i++, step += x->ld, panel += width)
             memcpy(panel, step, (size_t)width * sizeof(float));
@@ -21574,18 +21659,18 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
         if (bias)
             for (int j = 0; j < nr; j++) c[j] += bias[j];
         if (aux) memcpy(aux + r * ldc, c, (size_t)nr * sizeof(float));
-        if (activation == DTRAIN_ACT_RELU)
+        if (activation == DTRAIN_ACTIVATION_RELU)
             for (int j = 0; j < nr; j++) c[j] = c[j] < 0 ? 0 : c[j];
-        else if (activation == DTRAIN_ACT_GELU)
+        else if (activation == DTRAIN_ACTIVATION_GELU)
             for (int j = 0; j < nr; j++) c[j] = dtrain__gelu(c[j]);
     }
 }
 
 DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t activation)
 {
-    if (activation == DTRAIN_ACT_RELU)
+    if (activation == DTRAIN_ACTIVATION_RELU)
         for (int i = 0; i < count; i++) c[i] = z[i] > 0 ? c[i] : 0;
-    else if (activation == DTRAIN_ACT_GELU)
+    else if (activation == DTRAIN_ACTIVATION_GELU)
         for (int i = 0; i < count; i++) c[i] *= dtrain__gelu_slope(z[i]);
 }
 
@@ -22244,7 +22329,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
     const dtrain__rectangle partial =
         dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
-                             DTRAIN_F32, job->n_step, rows, cols);
+                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
@@ -22266,7 +22351,7 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    if (x->c_dtype != DTRAIN_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
         dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
         return;
     }
@@ -22317,7 +22402,8 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
     const dtrain__isa *isa = job->isa;
     int mr = isa->mr, nr = isa->nr;
     /* Two panels of A do not repay a copy of B that lies in the right order already. */
-    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_F32 && pass->i1 - pass->i0 <= 2 * mr;
+    int in_place =
+        !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && pass->i1 - pass->i0 <= 2 * mr;
     dtrain__gemm_pack_a_block(pass);
     for (int64_t j = pass->j0; j < pass->j1; j += nr) {
         const float *b = pass->b_panel, *a = pass->a_block;
@@ -22421,7 +22507,7 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     const int64_t whole = job->isa->pair * job->isa->unit;
     job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
     job->k_step = dtrain__gemm_round(job->k_step, whole);
-    job->needs_partial = job->args->c_dtype != DTRAIN_F32 && job->k > job->k_step;
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && job->k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
     if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
     /* Cheap products repay taller blocks, which pack B less often. */
@@ -22435,8 +22521,8 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
 static void dtrain__gemm_be_thin(dtrain__gemm_job *job)
 {
     const dtrain_gemm_args *x = job->args;
-    const bool fp32 =
-        x->a_dtype == DTRAIN_F32 && x->b_dtype == DTRAIN_F32 && x->c_dtype == DTRAIN_F32;
+    const bool fp32 = x->a_dtype == DTRAIN_DTYPE_F32 && x->b_dtype == DTRAIN_DTYPE_F32 &&
+                      x->c_dtype == DTRAIN_DTYPE_F32;
     const bool plain = x->alpha == 1 && x->beta == 0 && !x->bias && !x->aux && !x->activation;
     if (job->isa->pair != 1 || job->k == 0) return;
     job->few_columns = fp32 && plain && x->n <= DTRAIN__THIN;
@@ -22510,7 +22596,7 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
     memset(&job, 0, sizeof job);
     job.args = args;
     job.isa = ws->isa;
-    if (ws->pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16)
+    if (ws->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
         job.isa = ws->pairs;
     job.a.data = args->a;
     job.a.dtype = args->a_dtype;
@@ -23042,25 +23128,25 @@ DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
 /* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. */
 DTRAIN__VECTOR dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
-    if (dtype == DTRAIN_F32) return dtrain__vload_n((const float *)p + at, n);
+    if (dtype == DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
         if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
         half = tail;
     }
-    return dtype == DTRAIN_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
+    return dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
 }
 
 DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype == DTRAIN_F32) {
+    if (dtype == DTRAIN_DTYPE_F32) {
         dtrain__vstore_n((float *)p + at, v, n);
         return;
     }
     uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
-    if (dtype == DTRAIN_BF16) dtrain__to_bf16(to, v);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(to, v);
     else dtrain__to_f16(to, v);
     if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
 }
@@ -23233,7 +23319,7 @@ DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t cou
 {
     uint16_t tail[DTRAIN__W];
     int64_t i = 0;
-    if (dtype == DTRAIN_BF16)
+    if (dtype == DTRAIN_DTYPE_BF16)
         for (; i + DTRAIN__W <= count; i += DTRAIN__W)
             dtrain__to_bf16(to + i, dtrain__vload(from + i));
     else
@@ -23241,7 +23327,7 @@ DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t cou
             dtrain__to_f16(to + i, dtrain__vload(from + i));
     if (i == count) return;
     const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_BF16) dtrain__to_bf16(tail, rest);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(tail, rest);
     else dtrain__to_f16(tail, rest);
     memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
 }
@@ -23251,7 +23337,7 @@ DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t c
 {
     uint16_t tail[DTRAIN__W] = {0};
     int64_t i = 0;
-    if (dtype == DTRAIN_BF16)
+    if (dtype == DTRAIN_DTYPE_BF16)
         for (; i + DTRAIN__W <= count; i += DTRAIN__W)
             dtrain__vstore(to + i, dtrain__from_bf16(from + i));
     else
@@ -23259,8 +23345,9 @@ DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t c
             dtrain__vstore(to + i, dtrain__from_f16(from + i));
     if (i == count) return;
     memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
-    dtrain__vstore_n(
-        to + i, dtype == DTRAIN_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail), count - i);
+    dtrain__vstore_n(to + i,
+                     dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail),
+                     count - i);
 }
 
 #define dtrain__range_convert DTRAIN__INSTANCE(dtrain__range_convert)
@@ -23273,10 +23360,10 @@ DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64
     float between[256];
     (void)index;
     if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
-    else if (a->x_dtype == DTRAIN_F32)
+    else if (a->x_dtype == DTRAIN_DTYPE_F32)
         dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
                         a->y_dtype);
-    else if (a->y_dtype == DTRAIN_F32)
+    else if (a->y_dtype == DTRAIN_DTYPE_F32)
         dtrain__from_half((float *)(void *)y, (const uint16_t *)(const void *)x, end - begin,
                           a->x_dtype);
     else
@@ -23579,8 +23666,8 @@ DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t beg
 #define dtrain__vactivate DTRAIN__INSTANCE(dtrain__vactivate)
 DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
 {
-    if (activation == DTRAIN_ACT_GELU) return dtrain__vgelu(x);
-    if (activation == DTRAIN_ACT_RELU) return dtrain__vmax(dtrain__vset(0), x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return dtrain__vgelu(x);
+    if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
     return x;
 }
 
@@ -23588,8 +23675,8 @@ DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
 #define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
 DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(x);
-    if (activation == DTRAIN_ACT_RELU)
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain__vgelu_slope(x);
+    if (activation == DTRAIN_ACTIVATION_RELU)
         return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
     return d_out;
 }
@@ -23600,14 +23687,14 @@ DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, d
 DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
                                                    int64_t begin, int64_t end, dtrain_dtype dtype)
 {
-    const bool store = a->activation != DTRAIN_ACT_NONE || a->d_in != a->d_out;
+    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t at = row * a->n + j, n = end - j;
             dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
-            if (a->activation != DTRAIN_ACT_NONE)
+            if (a->activation != DTRAIN_ACTIVATION_NONE)
                 d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
             if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
@@ -23621,9 +23708,9 @@ DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t 
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
     (void)index;
-    if (a->dtype == DTRAIN_BF16 || a->dtype == DTRAIN_F16)
+    if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
         dtrain__activation_backward_as(a, begin, end, a->dtype);
-    else dtrain__activation_backward_as(a, begin, end, DTRAIN_F32);
+    else dtrain__activation_backward_as(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */

@@ -125,10 +125,10 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 }
 
 /* Calls function<T>(...) for the T that dtype names; `dtype` 0 is F32. */
-#define DTRAIN_CUDA_BY_DTYPE(dtype, call)             \
-    ((dtype) == DTRAIN_BF16  ? call<dtrain_cuda_bf16> \
-     : (dtype) == DTRAIN_F16 ? call<dtrain_cuda_f16>  \
-                             : call<float>)
+#define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
+    ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
+     : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
+                                   : call<float>)
 
 /* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
  *
@@ -725,11 +725,11 @@ static dtrain_result dtrain_cuda_alloc(dtrain_device *device, size_t bytes, void
 {
     *memory = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "alloc"));
-    DTRAIN_CUDA_TRY(dtrain_device_reserve(device, bytes));
+    DTRAIN_CUDA_TRY(dtrain_device_check_limit(device, bytes));
     const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1); /* NULL would mean failure */
     if (error == cudaErrorMemoryAllocation) return dtrain_cuda_out_of_memory(device, bytes);
     DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "cudaMalloc"));
-    dtrain_device_count(device, &device->allocated_bytes, bytes);
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -1126,8 +1126,8 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
 /* F32, BF16, F16, or 0 for F32. */
 static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 ||
-        dtype == DTRAIN_F16)
+    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
+        dtype == DTRAIN_DTYPE_F16)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
@@ -1174,8 +1174,10 @@ static dtrain_result dtrain_cuda_add_as(dtrain_device *device, const dtrain_add_
 template <typename X>
 static dtrain_result dtrain_cuda_add_to(dtrain_device *device, const dtrain_add_args *args)
 {
-    if (args->y_dtype == DTRAIN_BF16) return dtrain_cuda_add_as<X, dtrain_cuda_bf16>(device, args);
-    if (args->y_dtype == DTRAIN_F16) return dtrain_cuda_add_as<X, dtrain_cuda_f16>(device, args);
+    if (args->y_dtype == DTRAIN_DTYPE_BF16)
+        return dtrain_cuda_add_as<X, dtrain_cuda_bf16>(device, args);
+    if (args->y_dtype == DTRAIN_DTYPE_F16)
+        return dtrain_cuda_add_as<X, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_add_as<X, float>(device, args);
 }
 
@@ -1372,8 +1374,8 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
 /* Equal types are a copy of the bits: NaNs keep theirs. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
-    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_F32;
-    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_F32;
+    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_DTYPE_F32;
+    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_DTYPE_F32;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", from));
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", to));
     if (from == to) {
@@ -1382,13 +1384,15 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
                                 (size_t)args->count * dtrain_dtype_bytes(from),
                                 DTRAIN_COPY_DEVICE_TO_DEVICE);
     }
-    if (from == DTRAIN_F32)
-        return to == DTRAIN_BF16 ? dtrain_cuda_convert_as<float, dtrain_cuda_bf16>(device, args)
-                                 : dtrain_cuda_convert_as<float, dtrain_cuda_f16>(device, args);
-    if (to == DTRAIN_F32)
-        return from == DTRAIN_BF16 ? dtrain_cuda_convert_as<dtrain_cuda_bf16, float>(device, args)
-                                   : dtrain_cuda_convert_as<dtrain_cuda_f16, float>(device, args);
-    return from == DTRAIN_BF16
+    if (from == DTRAIN_DTYPE_F32)
+        return to == DTRAIN_DTYPE_BF16
+                   ? dtrain_cuda_convert_as<float, dtrain_cuda_bf16>(device, args)
+                   : dtrain_cuda_convert_as<float, dtrain_cuda_f16>(device, args);
+    if (to == DTRAIN_DTYPE_F32)
+        return from == DTRAIN_DTYPE_BF16
+                   ? dtrain_cuda_convert_as<dtrain_cuda_bf16, float>(device, args)
+                   : dtrain_cuda_convert_as<dtrain_cuda_f16, float>(device, args);
+    return from == DTRAIN_DTYPE_BF16
                ? dtrain_cuda_convert_as<dtrain_cuda_bf16, dtrain_cuda_f16>(device, args)
                : dtrain_cuda_convert_as<dtrain_cuda_f16, dtrain_cuda_bf16>(device, args);
 }
@@ -1421,8 +1425,8 @@ static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
 static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
                                                                float d_out)
 {
-    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain_cuda_gelu_slope(x);
-    return activation == DTRAIN_ACT_RELU && !(x > 0) ? 0.0f : d_out;
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain_cuda_gelu_slope(x);
+    return activation == DTRAIN_ACTIVATION_RELU && !(x > 0) ? 0.0f : d_out;
 }
 
 template <typename T> struct dtrain_cuda_deactivate_op {
@@ -1436,7 +1440,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (activation != DTRAIN_ACT_NONE) dtrain_cuda_get(x + i, g.x);
+        if (activation != DTRAIN_ACTIVATION_NONE) dtrain_cuda_get(x + i, g.x);
         dtrain_cuda_get(d_out + i, g.d);
     }
     /* Leaves what it stored in `d`, in fp32. */
@@ -1445,11 +1449,12 @@ template <typename T> struct dtrain_cuda_deactivate_op {
         dtrain_cuda_group<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
-            const float from = activation == DTRAIN_ACT_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
+            const float from =
+                activation == DTRAIN_ACTIVATION_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
             dtrain_cuda_narrow(d[j], out.at[j]);
         }
-        if (activation != DTRAIN_ACT_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
@@ -1562,7 +1567,7 @@ static dtrain_result dtrain_cuda_activation_backward_as(dtrain_device *device,
     if (args->d_bias)
         return dtrain_cuda_deactivate_columns(device, "activation_backward", op, args->rows,
                                               args->n, args->n, args->d_bias, args->accumulate);
-    if (args->activation == DTRAIN_ACT_NONE && args->d_in == args->d_out) return DTRAIN_OK;
+    if (args->activation == DTRAIN_ACTIVATION_NONE && args->d_in == args->d_out) return DTRAIN_OK;
     return dtrain_cuda_each(device, "activation_backward", op, args->rows * args->n, aligned);
 }
 
@@ -1570,7 +1575,7 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("activation_backward", args->dtype));
-    if (args->activation > DTRAIN_ACT_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "activation_backward: activation is %u, which is not a "
                            "dtrain_activation",
@@ -1757,7 +1762,7 @@ template <typename T>
 static dtrain_result dtrain_cuda_column_sums_as(dtrain_device *device, const void *x, int64_t rows,
                                                 int64_t n, int64_t ld, float *out, bool accumulate)
 {
-    const dtrain_cuda_deactivate_op<T> op = {NULL, (const T *)x, (T *)x, DTRAIN_ACT_NONE};
+    const dtrain_cuda_deactivate_op<T> op = {NULL, (const T *)x, (T *)x, DTRAIN_ACTIVATION_NONE};
     return dtrain_cuda_deactivate_columns(device, "column sums", op, rows, n, ld, out, accumulate);
 }
 
@@ -1913,7 +1918,7 @@ dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_t
     if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
     if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
     if (!tensor.low) return;
-    if (tensor.low_dtype == DTRAIN_BF16)
+    if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
         dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
     else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
 }
@@ -1959,7 +1964,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
 static dtrain_result dtrain_cuda_check_tensor(const char *name, const dtrain_optimizer_tensor *from,
                                               size_t number, bool needs_moments)
 {
-    if (from->low && from->low_dtype != DTRAIN_BF16 && from->low_dtype != DTRAIN_F16)
+    if (from->low && from->low_dtype != DTRAIN_DTYPE_BF16 && from->low_dtype != DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: tensor %llu has a low copy of data type %s, expected bf16 or f16",
                            name, (unsigned long long)number, dtrain_dtype_name(from->low_dtype));
@@ -2130,14 +2135,16 @@ static dtrain_result dtrain_cuda_lt_check(cublasStatus_t status, const char *wha
 
 static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_BF16 ? CUDA_R_16BF : dtype == DTRAIN_F16 ? CUDA_R_16F : CUDA_R_32F;
+    return dtype == DTRAIN_DTYPE_BF16  ? CUDA_R_16BF
+           : dtype == DTRAIN_DTYPE_F16 ? CUDA_R_16F
+                                       : CUDA_R_32F;
 }
 
 /* bf16 arithmetic is for operands that were fp32: a widened fp16 has more bits than it keeps, TF32 keeps all. */
 static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
                                                   const dtrain_cuda_product *product)
 {
-    if (product->type != DTRAIN_F32) return CUBLAS_COMPUTE_32F;
+    if (product->type != DTRAIN_DTYPE_F32) return CUBLAS_COMPUTE_32F;
     if (state->math == DTRAIN_MATH_TF32) return CUBLAS_COMPUTE_32F_FAST_TF32;
     if (state->math != DTRAIN_MATH_BF16) return CUBLAS_COMPUTE_32F;
     return product->widened ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F_FAST_16BF;
@@ -2500,8 +2507,8 @@ template <typename T> struct dtrain_cuda_epilogue {
  * so large that 0 remains), and e^-2u is still finite there. */
 static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
 {
-    if (activation == DTRAIN_ACT_RELU) return x < 0 ? 0.0f : x;
-    if (activation != DTRAIN_ACT_GELU) return x;
+    if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
+    if (activation != DTRAIN_ACTIVATION_GELU) return x;
     const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
     const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
     return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
@@ -2513,7 +2520,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
 {
     const int64_t strips = (args.n + W * blockDim.x - 1) / (W * blockDim.x);
     const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
-    const bool reads_aux = args.backward && args.activation != DTRAIN_ACT_NONE;
+    const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
     const bool writes_aux = args.aux && !args.backward;
     dtrain_cuda_group<float, W> bias = {};
     if (column >= args.n) return;
@@ -2676,7 +2683,7 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
                                       cublasLtEpilogue_t *out)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
-    if (args->activation == DTRAIN_ACT_NONE) {
+    if (args->activation == DTRAIN_ACTIVATION_NONE) {
         *out = args->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
         return backward || !args->aux;
     }
@@ -2684,9 +2691,9 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
     else if (args->aux)
         *out = args->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     else *out = args->bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    return args->activation == DTRAIN_ACT_GELU && args->aux != args->c &&
+    return args->activation == DTRAIN_ACTIVATION_GELU && args->aux != args->c &&
            dtrain_cuda_aligned(args->aux) && (!args->aux || args->ldc % 8 == 0) &&
-           !(args->a_dtype == DTRAIN_F32 && state->math == DTRAIN_MATH_FP32);
+           !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
 }
 
 /* The ways to spend one call, best first; returns how many. `vector` is scratch for a bias in C's type or for a bias
@@ -2700,8 +2707,8 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     void *const grad = args->accumulate_bias_grad ? vector : (void *)args->bias_grad;
     int count = 0;
     product.epilogue = epilogue;
-    product.aux = args->activation != DTRAIN_ACT_NONE ? args->aux : NULL;
-    product.vector_type = DTRAIN_F32;
+    product.aux = args->activation != DTRAIN_ACTIVATION_NONE ? args->aux : NULL;
+    product.vector_type = DTRAIN_DTYPE_F32;
     if (args->bias_grad && dtrain_cuda_aligned(grad) &&
         epilogue == (of_c ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT)) {
         variants[count] = product;
@@ -2716,7 +2723,7 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
         variants[count] = product;
         variants[count++].vector = (void *)(uintptr_t)args->bias;
     }
-    if (args->c_dtype != DTRAIN_F32) {
+    if (args->c_dtype != DTRAIN_DTYPE_F32) {
         variants[count] = product;
         variants[count].vector_type = args->c_dtype;
         variants[count++].vector = vector;
@@ -2731,8 +2738,8 @@ static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtr
 {
     const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
                             product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
-    if (product->vector && product->vector_type != DTRAIN_F32) {
-        const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_F32,
+    if (product->vector && product->vector_type != DTRAIN_DTYPE_F32) {
+        const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_DTYPE_F32,
                                           product->vector_type};
         DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
     }
@@ -2741,7 +2748,7 @@ static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtr
     if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
-    return dtrain_cuda_column_sums(device, DTRAIN_F32, product->vector, 1, count, count,
+    return dtrain_cuda_column_sums(device, DTRAIN_DTYPE_F32, product->vector, 1, count, count,
                                    args->bias_grad, true);
 }
 
@@ -2790,14 +2797,14 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
                trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
     const bool touches =
-        args->bias || args->activation != DTRAIN_ACT_NONE || (args->aux && !backward);
-    const dtrain_dtype type = widen ? DTRAIN_F32 : args->a_dtype;
+        args->bias || args->activation != DTRAIN_ACTIVATION_NONE || (args->aux && !backward);
+    const dtrain_dtype type = widen ? DTRAIN_DTYPE_F32 : args->a_dtype;
     dtrain_cuda_gemm_steps steps = {};
     steps.empty = args->alpha == 0 || args->k == 0;
     steps.widen = widen && !steps.empty;
-    steps.aside =
-        !steps.empty && ((args->c_dtype != DTRAIN_F32 && (touches || args->c_dtype != type)) ||
-                         (touches && args->aux == args->c));
+    steps.aside = !steps.empty &&
+                  ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
+                   (touches && args->aux == args->c));
     steps.finish = touches || steps.aside || steps.empty;
     steps.rows = args->m;
     steps.ld = args->ldc;
@@ -2830,8 +2837,8 @@ static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtra
     *product = dtrain_cuda_product_of(args);
     if (!steps->widen) return DTRAIN_OK;
     float *const a = (float *)scratch, *const b = (float *)(scratch + steps->a_bytes);
-    product->type = DTRAIN_F32;
-    product->widened = args->a_dtype != DTRAIN_F32 || args->b_dtype != DTRAIN_F32;
+    product->type = DTRAIN_DTYPE_F32;
+    product->widened = args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32;
     product->a = a, product->lda = steps->a_ld;
     product->b = b, product->ldb = steps->b_ld;
     DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(args->a_dtype, dtrain_cuda_widen_as)(
@@ -2874,7 +2881,7 @@ static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtra
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
         product.room = spare;
         if (steps.aside) {
-            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_F32;
+            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
             product.beta = 0;
         }
         if (!steps.empty) {
@@ -2901,14 +2908,14 @@ static dtrain_result dtrain_cuda_gemm_check(const dtrain_gemm_args *args)
     if (args->flags & ~known)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "gemm: the flags 0x%x contain an unknown one",
                            (unsigned)args->flags);
-    if (args->activation > DTRAIN_ACT_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "gemm: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);
     if (backward && args->bias)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "gemm: DTRAIN_GEMM_ACT_BACKWARD does not take a bias: give NULL");
-    if (backward && args->activation != DTRAIN_ACT_NONE && !args->aux)
+    if (backward && args->activation != DTRAIN_ACTIVATION_NONE && !args->aux)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "gemm: DTRAIN_GEMM_ACT_BACKWARD needs in aux "
                                                   "what the forward product left there, found "
                                                   "NULL");
@@ -2923,11 +2930,11 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     bool done = false;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_check(given));
     if (args.m <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_F32;
-    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_F32;
-    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_F32;
+    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_DTYPE_F32;
+    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_DTYPE_F32;
+    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_DTYPE_F32;
     const bool mixed = args.a_dtype != args.b_dtype, empty = args.alpha == 0 || args.k == 0;
-    if (!mixed && !empty && (args.c_dtype == DTRAIN_F32 || args.c_dtype == args.a_dtype))
+    if (!mixed && !empty && (args.c_dtype == DTRAIN_DTYPE_F32 || args.c_dtype == args.a_dtype))
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_fused(device, &args, &done));
     if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, mixed, &done));
     if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, true, &done));
@@ -3015,15 +3022,15 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
 /* Elements of any type, for the long kernels: the type is known at run time and the same for all. */
 static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
 {
-    if (dtype == DTRAIN_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
-    if (dtype == DTRAIN_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
     return ((const float *)from)[at];
 }
 
 static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
 {
-    if (dtype == DTRAIN_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
-    else if (dtype == DTRAIN_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
     else ((float *)to)[at] = x;
 }
 
@@ -3167,9 +3174,9 @@ template <typename X>
 static dtrain_result dtrain_cuda_layernorm_of(dtrain_device *device,
                                               const dtrain_layernorm_args *args)
 {
-    if (args->y_dtype == DTRAIN_BF16)
+    if (args->y_dtype == DTRAIN_DTYPE_BF16)
         return dtrain_cuda_layernorm_run<X, dtrain_cuda_bf16>(device, args);
-    if (args->y_dtype == DTRAIN_F16)
+    if (args->y_dtype == DTRAIN_DTYPE_F16)
         return dtrain_cuda_layernorm_run<X, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_layernorm_run<X, float>(device, args);
 }
@@ -3441,9 +3448,9 @@ template <typename X>
 static dtrain_result dtrain_cuda_layernorm_backward_of(dtrain_device *device,
                                                        const dtrain_layernorm_backward_args *args)
 {
-    if (args->y_dtype == DTRAIN_BF16)
+    if (args->y_dtype == DTRAIN_DTYPE_BF16)
         return dtrain_cuda_layernorm_backward_run<X, dtrain_cuda_bf16>(device, args);
-    if (args->y_dtype == DTRAIN_F16)
+    if (args->y_dtype == DTRAIN_DTYPE_F16)
         return dtrain_cuda_layernorm_backward_run<X, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_layernorm_backward_run<X, float>(device, args);
 }
@@ -4292,12 +4299,12 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
     const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
     const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
-    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
     const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
     float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
     const dtrain_cuda_head_softmax softmax = {x->count * T, T, ld, args->causal, scores, lse};
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, DTRAIN_GEMM_TRANS_B, x->scale, q, k, s, T,
-                                              d, DTRAIN_F32));
+                                              d, DTRAIN_DTYPE_F32));
     DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_as)(device, &softmax));
     return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, d, T, x->dtype);
 }
@@ -4316,8 +4323,8 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
     const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 2 * n);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
     const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_columns(x, args->d_y, n, 0);
-    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_F32);
-    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(x, grads, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
+    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(x, grads, ld, DTRAIN_DTYPE_F32);
     const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
     const dtrain_cuda_head_matrix d_s = dtrain_cuda_head_scores(x, grads, ld, x->dtype);
     const float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
@@ -4325,8 +4332,9 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
         x->count * T, T, ld, n, d, args->causal, scores, grads, lse, y.data, d_y.data};
     const uint32_t trans_a = DTRAIN_GEMM_TRANS_A, trans_b = DTRAIN_GEMM_TRANS_B;
     DTRAIN_CUDA_TRY(
-        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, d, DTRAIN_F32));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_F32));
+        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, d, DTRAIN_DTYPE_F32));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_DTYPE_F32));
     DTRAIN_CUDA_TRY(
         DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_backward_as)(device, &softmax));
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
@@ -4347,7 +4355,7 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
     x->sequence = args->sequence;
     x->n = args->n;
     x->size = args->n / args->heads;
-    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_F32 : args->dtype;
+    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_DTYPE_F32 : args->dtype;
     x->scale = 1 / sqrtf((float)x->size);
     return DTRAIN_OK;
 }
@@ -5192,9 +5200,9 @@ static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, const Args
 template <typename Args>
 static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
 {
-    if (args->dtype == DTRAIN_BF16)
+    if (args->dtype == DTRAIN_DTYPE_BF16)
         return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, dtrain_cuda_bf16>(device, args);
-    if (args->dtype == DTRAIN_F16)
+    if (args->dtype == DTRAIN_DTYPE_F16)
         return dtrain_cuda_flash_by_head<dtrain_cuda_f16, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
 }
@@ -5206,9 +5214,9 @@ template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
     const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
-    const bool halves = args->dtype == DTRAIN_BF16 || args->dtype == DTRAIN_F16;
+    const bool halves = args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16;
     const bool narrowed =
-        (args->dtype == DTRAIN_F32 || args->dtype == 0) && state->math == DTRAIN_MATH_BF16;
+        (args->dtype == DTRAIN_DTYPE_F32 || args->dtype == 0) && state->math == DTRAIN_MATH_BF16;
     return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
            (halves || narrowed) && state->major >= 8 &&
            state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&

@@ -30,7 +30,7 @@
                  exchange cannot deadlock.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
-                 DTRAIN_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N first.
+                 DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N first.
        Buffers   must be aligned to their elements. Those of the host are staged through pinned
                  memory and waiting for them stops the host: meant for small records and initial
                  values. Memory from dtrain_comm_alloc is fastest.
@@ -421,7 +421,7 @@ static const char *const dtrain_nccl__calls[] = {"?",
 
 static bool dtrain_nccl__is_point_to_point(uint32_t kind)
 {
-    return kind == DTRAIN_SEND || kind == DTRAIN_RECV;
+    return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
 }
 
 /* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare, see [N3]. */
@@ -436,8 +436,8 @@ static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nc
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
     int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
                         (unsigned long long)record->number, comm->name,
-                        names[what->kind <= DTRAIN_ALL_TO_ALL ? what->kind : 0],
-                        ops[what->op <= DTRAIN_PROD ? what->op : 0]);
+                        names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0],
+                        ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
     if (what->dtype != DTRAIN_DTYPE_NONE && used >= 0 && (size_t)used < room)
         used += snprintf(text + used, room - (size_t)used, " %s count %zu",
                          dtrain_dtype_name(what->dtype), what->count);
@@ -604,7 +604,7 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 {
     unsigned long long number;
     char name[64], theirs[128], key[256], mine[200];
-    if (dtrain_world_look(hub->world) == DTRAIN_OK) return;
+    if (dtrain_world_poll(hub->world) == DTRAIN_OK) return;
     const char *report = dtrain_nccl__bare(hub, dtrain_last_error());
     const char *found = strstr(report, "collective ");
     if (!found || sscanf(found, "collective %llu on %63s [%127[^]]]", &number, name, theirs) != 3)
@@ -654,7 +654,7 @@ static dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code
     dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
     hub->code = code; /* from here on the watcher ends every wait for the device */
     if (!hub->apart && !hub->closing) {
-        dtrain_world_report(hub->world, code, hub->text);
+        dtrain_world_abort(hub->world, code, hub->text);
         dtrain_nccl__compare(hub); /* with the report that stands: it may be another rank's */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
@@ -710,7 +710,7 @@ static bool dtrain_nccl__turn(const dtrain_nccl__hub *hub, dtrain_nccl__patience
 static dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call)
 {
     if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
-    if (!hub->apart && dtrain_world_look(hub->world) != DTRAIN_OK)
+    if (!hub->apart && dtrain_world_poll(hub->world) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_PEER, "%s: %s", call,
                                  dtrain_nccl__bare(hub, dtrain_last_error()));
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
@@ -825,9 +825,10 @@ static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 2
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool cuts = what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_TO_ALL;
-    if (what->kind == DTRAIN_RECV) return 0;
-    if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return 0;
+    const bool cuts = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+                      what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_RECV) return 0;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank) return 0;
     return what->count * unit * (cuts ? (size_t)comm->base.size : 1);
 }
 
@@ -835,10 +836,12 @@ static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrai
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool root = what->root == comm->base.rank;
-    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT ||
-                       what->kind == DTRAIN_ALL_TO_ALL;
-    if (what->kind == DTRAIN_SEND) return 0;
-    if ((what->kind == DTRAIN_BROADCAST && root) || (what->kind == DTRAIN_REDUCE && !root))
+    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND) return 0;
+    if ((what->kind == DTRAIN_COLLECTIVE_BROADCAST && root) ||
+        (what->kind == DTRAIN_COLLECTIVE_REDUCE && !root))
         return 0;
     return what->count * unit * (joins ? (size_t)comm->base.size : 1);
 }
@@ -906,7 +909,8 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
                                         DTRAIN_COPY_HOST_TO_DEVICE, hub->stream));
         work->send = device;
-        if (what->kind == DTRAIN_BROADCAST) work->recv = device; /* the root's own copy */
+        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
+            work->recv = device; /* the root's own copy */
     }
     if (recv_host) {
         work->recv = device + recv_at;
@@ -989,10 +993,10 @@ static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work
 static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_BF16: return ncclBfloat16;
-    case DTRAIN_F16: return ncclFloat16;
-    case DTRAIN_I32: return ncclInt32;
-    case DTRAIN_I64: return ncclInt64;
+    case DTRAIN_DTYPE_BF16: return ncclBfloat16;
+    case DTRAIN_DTYPE_F16: return ncclFloat16;
+    case DTRAIN_DTYPE_I32: return ncclInt32;
+    case DTRAIN_DTYPE_I64: return ncclInt64;
     default: return ncclFloat32;
     }
 }
@@ -1000,10 +1004,10 @@ static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
 static ncclRedOp_t dtrain_nccl__op(uint32_t op)
 {
     switch (op) {
-    case DTRAIN_MIN: return ncclMin;
-    case DTRAIN_MAX: return ncclMax;
-    case DTRAIN_PROD: return ncclProd;
-    default: return ncclSum; /* of DTRAIN_MEAN too */
+    case DTRAIN_REDUCE_MIN: return ncclMin;
+    case DTRAIN_REDUCE_MAX: return ncclMax;
+    case DTRAIN_REDUCE_PROD: return ncclProd;
+    default: return ncclSum; /* of DTRAIN_REDUCE_MEAN too */
     }
 }
 
@@ -1041,18 +1045,22 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
     const void *send = work->send;
     void *recv = work->recv;
     switch (what->kind) {
-    case DTRAIN_ALL_REDUCE: return nccl->AllReduce(send, recv, count, type, op, comm->nccl, stream);
-    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+        return nccl->AllReduce(send, recv, count, type, op, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
         return nccl->ReduceScatter(send, recv, count, type, op, comm->nccl, stream);
-    case DTRAIN_SPLIT:
-    case DTRAIN_ALL_GATHER: return nccl->AllGather(send, recv, count, type, comm->nccl, stream);
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_SPLIT:
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return nccl->AllGather(send, recv, count, type, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_BROADCAST:
         return nccl->Broadcast(send, recv, count, type, what->root, comm->nccl, stream);
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE:
         return nccl->Reduce(send, recv, count, type, op, what->root, comm->nccl, stream);
-    case DTRAIN_ALL_TO_ALL: return dtrain_nccl__all_to_all(comm, work);
-    case DTRAIN_SEND: return nccl->Send(send, count, type, what->root, comm->nccl, stream);
-    case DTRAIN_RECV: return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: return dtrain_nccl__all_to_all(comm, work);
+    case DTRAIN_COLLECTIVE_SEND:
+        return nccl->Send(send, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_RECV:
+        return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
     default: return ncclInvalidArgument;
     }
 }
@@ -1121,12 +1129,12 @@ static void dtrain_nccl__use_token(dtrain_nccl__work *work)
 {
     work->token = 1;
     work->what.count = 1;
-    work->what.dtype = DTRAIN_I32;
+    work->what.dtype = DTRAIN_DTYPE_I32;
     work->what.send = &work->token;
     work->what.recv = &work->token;
     if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
-    work->what.kind = DTRAIN_ALL_REDUCE;
-    work->what.op = DTRAIN_SUM;
+    work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
+    work->what.op = DTRAIN_REDUCE_SUM;
     work->what.root = -1;
 }
 
@@ -1182,8 +1190,8 @@ static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
     for (size_t i = 0; i < what->count; i++) {
         float *wide = (float *)what->recv + i;
         uint16_t *half = (uint16_t *)what->recv + i;
-        if (what->dtype == DTRAIN_F32) *wide *= scale;
-        else if (what->dtype == DTRAIN_BF16)
+        if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
+        else if (what->dtype == DTRAIN_DTYPE_BF16)
             *half = dtrain_f32_to_bf16(dtrain_bf16_to_f32(*half) * scale);
         else *half = dtrain_f32_to_f16(dtrain_f16_to_f32(*half) * scale);
     }
@@ -1195,7 +1203,7 @@ static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nc
     const dtrain_collective *what = &work->what;
     const float scale = 1.0f / (float)comm->base.size;
     dtrain_axpby_args args;
-    if (what->op != DTRAIN_MEAN || comm->base.size == 1) return DTRAIN_OK;
+    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
     if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
     if (work->host_recv) {
         dtrain_nccl__scale_host(what, scale);
@@ -1279,10 +1287,10 @@ static dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result co
 #if DTRAIN_NCCL_HAS_MEMORY
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
 {
-    DTRAIN_NCCL_TRY(dtrain_device_reserve(hub->device, bytes));
+    DTRAIN_NCCL_TRY(dtrain_device_check_limit(hub->device, bytes));
     const ncclResult_t result = hub->nccl.MemAlloc(out, bytes);
     if (result == ncclSuccess) {
-        dtrain_device_count(hub->device, &hub->device->comm_bytes, bytes);
+        dtrain_device_account(hub->device, &hub->device->comm_bytes, bytes);
         return DTRAIN_OK;
     }
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
@@ -1452,7 +1460,7 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
     dtrain_work *work;
     memset(&what, 0, sizeof what);
     what.kind = kind;
-    what.dtype = DTRAIN_I32;
+    what.dtype = DTRAIN_DTYPE_I32;
     what.root = -1;
     what.count = ints;
     what.send = mine;
@@ -1492,7 +1500,7 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
             result = dtrain_nccl__refused(hub, parent->nccl, made, "ncclGetUniqueId");
     }
     if (result == DTRAIN_OK)
-        result = dtrain_nccl__gather(parent, DTRAIN_ALL_GATHER, &mine, all,
+        result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_ALL_GATHER, &mine, all,
                                      sizeof mine / sizeof(int32_t));
     for (size_t i = 0; i < size && result == DTRAIN_OK && child; i++) {
         if (parent->base.world_ranks[i] != child->base.world_ranks[0]) continue;
@@ -1532,7 +1540,7 @@ static dtrain_result dtrain_nccl__split_steps(dtrain_nccl__comm *parent, int col
     const int32_t mine[2] = {color < 0 ? -1 : color, key};
     char name[sizeof parent->name];
     int rank = 0;
-    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_SPLIT, mine, pairs, 2));
+    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, pairs, 2));
     snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
     if (color >= 0) {
         const int size = dtrain_nccl__members(parent, pairs, color, members, &rank);
@@ -1617,7 +1625,7 @@ static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine,
 static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
                                                    void *all)
 {
-    return dtrain_world_exchange((dtrain_world *)user, mine, bytes, all);
+    return dtrain_world_all_gather((dtrain_world *)user, mine, bytes, all);
 }
 #endif
 

@@ -36,7 +36,7 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");
     if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_world_exchange(world, &mine, sizeof mine, all);
+    const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
     for (int i = 0; result == DTRAIN_OK && i < world->size && pair[0] < 0; i++)
         for (int k = 0; k < i && pair[0] < 0; k++)
             if (all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0)

@@ -47,7 +47,7 @@ static const dtrain__kind dtrain__kinds[] = {
 /* The row of a dtrain_collective_kind; of an unknown one the row "?". */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
 {
-    return &dtrain__kinds[kind <= DTRAIN_ALL_TO_ALL ? kind : 0];
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
 }
 
 /* "all-reduce sum f32 count 100", for messages. */
@@ -57,13 +57,13 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text,
     char root[32] = "";
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     if (kind->rooted)
-        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_SEND ? "root" : "peer",
+        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer",
                  what->root);
-    if (what->kind == DTRAIN_BARRIER || what->kind == DTRAIN_SPLIT)
+    if (what->kind == DTRAIN_COLLECTIVE_BARRIER || what->kind == DTRAIN_COLLECTIVE_SPLIT)
         snprintf(text, room, "%s", kind->name);
     else
         snprintf(text, room, "%s%s %s count %zu%s", kind->name,
-                 ops[what->op <= DTRAIN_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
+                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
                  what->count, root);
 }
 
@@ -71,7 +71,8 @@ DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text,
  * slices. */
 DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what)
 {
-    return what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_TO_ALL;
+    return what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+           what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
 }
 DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size)
 {
@@ -79,8 +80,9 @@ DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int siz
 }
 DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size)
 {
-    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT ||
-                       what->kind == DTRAIN_ALL_TO_ALL;
+    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     return joins ? what->count * (size_t)size : what->count;
 }
 
@@ -94,22 +96,22 @@ static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain
     const size_t send_bytes = dtrain__send_count(what, comm->size) * unit;
     const size_t recv_bytes = dtrain__recv_count(what, comm->size) * unit;
     const size_t slice = (size_t)comm->rank * what->count * unit;
-    bool in_place = send == recv && what->kind != DTRAIN_ALL_TO_ALL;
-    if (what->kind == DTRAIN_ALL_GATHER) in_place = send == recv + slice;
-    if (what->kind == DTRAIN_REDUCE_SCATTER) in_place = recv == send + slice;
+    bool in_place = send == recv && what->kind != DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER) in_place = send == recv + slice;
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER) in_place = recv == send + slice;
     if (in_place || send >= recv + recv_bytes || recv >= send + send_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: send and recv overlap; use %stwo separate ones",
                        dtrain__kind_of(what->kind)->call,
-                       what->kind == DTRAIN_ALL_TO_ALL ? "" : "one buffer in place or ");
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? "" : "one buffer in place or ");
 }
 
 static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const char *call = dtrain__kind_of(what->kind)->call;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool reads = what->kind != DTRAIN_RECV;
-    const bool writes =
-        what->kind != DTRAIN_SEND && (what->kind != DTRAIN_REDUCE || what->root == comm->rank);
+    const bool reads = what->kind != DTRAIN_COLLECTIVE_RECV;
+    const bool writes = what->kind != DTRAIN_COLLECTIVE_SEND &&
+                        (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank);
     size_t bytes;
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -128,21 +130,22 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
                                               const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    if (what->kind == DTRAIN_BARRIER) return DTRAIN_OK;
+    if (what->kind == DTRAIN_COLLECTIVE_BARRIER) return DTRAIN_OK;
     if (!dtrain_dtype_bytes(what->dtype))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %d is not a dtrain_dtype", kind->call,
                            (int)what->dtype);
-    if (kind->reduces && (what->op < DTRAIN_SUM || what->op > DTRAIN_PROD))
+    if (kind->reduces && (what->op < DTRAIN_REDUCE_SUM || what->op > DTRAIN_REDUCE_PROD))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_reduce_op", kind->call,
                            what->op);
-    if (what->op == DTRAIN_MEAN && (what->dtype == DTRAIN_I32 || what->dtype == DTRAIN_I64))
+    if (what->op == DTRAIN_REDUCE_MEAN &&
+        (what->dtype == DTRAIN_DTYPE_I32 || what->dtype == DTRAIN_DTYPE_I64))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: DTRAIN_MEAN of %s would have to round; sum and divide", kind->call,
-                           dtrain_dtype_name(what->dtype));
+                           "%s: DTRAIN_REDUCE_MEAN of %s would have to round; sum and divide",
+                           kind->call, dtrain_dtype_name(what->dtype));
     if (kind->rooted && (what->root < 0 || what->root >= comm->size))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank %d does not exist, expected 0 to %d",
                            kind->call, what->root, comm->size - 1);
-    if (kind->rooted && what->kind >= DTRAIN_SEND && what->root == comm->rank)
+    if (kind->rooted && what->kind >= DTRAIN_COLLECTIVE_SEND && what->root == comm->rank)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: peer %d is this rank itself", kind->call,
                            what->root);
     return dtrain__check_buffers(comm, what);
@@ -157,13 +160,13 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
     const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
     const uint64_t n = (uint64_t)size;
     switch (what->kind) {
-    case DTRAIN_ALL_REDUCE: return 2 * (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
-    case DTRAIN_BROADCAST:
-    case DTRAIN_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
-    case DTRAIN_REDUCE_SCATTER:
-    case DTRAIN_ALL_TO_ALL:
-    case DTRAIN_ALL_GATHER: return bytes * (n - 1);
-    case DTRAIN_SEND: return bytes;
+    case DTRAIN_COLLECTIVE_ALL_REDUCE: return 2 * (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
+    case DTRAIN_COLLECTIVE_BROADCAST:
+    case DTRAIN_COLLECTIVE_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+    case DTRAIN_COLLECTIVE_ALL_GATHER: return bytes * (n - 1);
+    case DTRAIN_COLLECTIVE_SEND: return bytes;
     default: return 0;
     }
 }
@@ -171,7 +174,7 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
 static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
     const size_t elements =
-        what->kind == DTRAIN_RECV ? what->count : dtrain__send_count(what, comm->size);
+        what->kind == DTRAIN_COLLECTIVE_RECV ? what->count : dtrain__send_count(what, comm->size);
     comm->info.operation_count++;
     comm->info.payload_bytes += (uint64_t)elements * dtrain_dtype_bytes(what->dtype);
     comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
@@ -251,58 +254,63 @@ DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, 
                                            size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                            dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_ALL_REDUCE, send, recv, count, dtype, (uint32_t)op, -1, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_ALL_REDUCE, send, recv, count, dtype, (uint32_t)op,
+                       -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
                                                size_t recv_count, dtrain_dtype dtype,
                                                dtrain_reduce_op op, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_REDUCE_SCATTER, send, recv, recv_count, dtype, (uint32_t)op, -1,
-                       work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_REDUCE_SCATTER, send, recv, recv_count, dtype,
+                       (uint32_t)op, -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
                                            size_t send_count, dtrain_dtype dtype,
                                            dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_ALL_GATHER, send, recv, send_count, dtype, 0, -1, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_ALL_GATHER, send, recv, send_count, dtype, 0, -1,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_ALL_TO_ALL, send, recv, count, dtype, 0, -1, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_ALL_TO_ALL, send, recv, count, dtype, 0, -1, work);
 }
 
 DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
                                           dtrain_dtype dtype, int root, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_BROADCAST, buffer, buffer, count, dtype, 0, root, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_BROADCAST, buffer, buffer, count, dtype, 0, root,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
                                        size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                        int root, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_REDUCE, send, recv, count, dtype, (uint32_t)op, root, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_REDUCE, send, recv, count, dtype, (uint32_t)op, root,
+                       work);
 }
 
 DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_SEND, buffer, NULL, count, dtype, 0, peer, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_SEND, buffer, NULL, count, dtype, 0, peer, work);
 }
 
 DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work)
 {
-    return dtrain__run(comm, DTRAIN_RECV, NULL, buffer, count, dtype, 0, peer, work);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_RECV, NULL, buffer, count, dtype, 0, peer, work);
 }
 
 DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm)
 {
-    return dtrain__run(comm, DTRAIN_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1, NULL);
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1,
+                       NULL);
 }
 
 DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)

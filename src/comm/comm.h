@@ -35,24 +35,25 @@
 typedef struct dtrain_work dtrain_work;
 
 typedef enum dtrain_reduce_op {
-    DTRAIN_SUM = 1,
-    DTRAIN_MEAN = 2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
-    DTRAIN_MIN = 3,
-    DTRAIN_MAX = 4,
-    DTRAIN_PROD = 5
+    DTRAIN_REDUCE_SUM = 1,
+    DTRAIN_REDUCE_MEAN =
+        2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
+    DTRAIN_REDUCE_MIN = 3,
+    DTRAIN_REDUCE_MAX = 4,
+    DTRAIN_REDUCE_PROD = 5
 } dtrain_reduce_op;
 
 typedef enum dtrain_collective_kind {
-    DTRAIN_ALL_REDUCE = 1,
-    DTRAIN_REDUCE_SCATTER = 2,
-    DTRAIN_ALL_GATHER = 3,
-    DTRAIN_BROADCAST = 4,
-    DTRAIN_REDUCE = 5,
-    DTRAIN_BARRIER = 6,
-    DTRAIN_SEND = 7,
-    DTRAIN_RECV = 8,
-    DTRAIN_SPLIT = 9,
-    DTRAIN_ALL_TO_ALL = 10
+    DTRAIN_COLLECTIVE_ALL_REDUCE = 1,
+    DTRAIN_COLLECTIVE_REDUCE_SCATTER = 2,
+    DTRAIN_COLLECTIVE_ALL_GATHER = 3,
+    DTRAIN_COLLECTIVE_BROADCAST = 4,
+    DTRAIN_COLLECTIVE_REDUCE = 5,
+    DTRAIN_COLLECTIVE_BARRIER = 6,
+    DTRAIN_COLLECTIVE_SEND = 7,
+    DTRAIN_COLLECTIVE_RECV = 8,
+    DTRAIN_COLLECTIVE_SPLIT = 9,
+    DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
 
 /* recv (count) = op over ranks of send (count). */

@@ -82,20 +82,20 @@ static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
     if (at.nodes == 1) return traffic;
     traffic.rounds = 1;
     switch (what->kind) {
-    case DTRAIN_BARRIER:
+    case DTRAIN_COLLECTIVE_BARRIER:
         while (1 << traffic.rounds < at.nodes) traffic.rounds++;
         return traffic;
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_BROADCAST:
         if (is_root) traffic.out = (double)(at.nodes - 1) * bytes;
         else if (at.first && !at.at_root) traffic.in = bytes;
         return traffic;
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE:
         traffic.rounds = small ? 1 : 2;
         if (!small) traffic.out = traffic.in = away * bytes / n;
         if (!at.at_root) traffic.out += small ? bytes : bytes / n;
         if (is_root) traffic.in += small ? away * bytes : away * bytes / n;
         return traffic;
-    case DTRAIN_ALL_REDUCE:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
         traffic.rounds = small ? 1 : 2;
         traffic.out = traffic.in = small ? away * bytes : 2 * away * bytes / n;
         return traffic;

@@ -80,8 +80,8 @@ static bool dtrain__message_first(const dtrain__local_comm *comm, const dtrain__
 static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm,
                                            const dtrain_collective *what)
 {
-    const int from = what->kind == DTRAIN_SEND ? comm->base.rank : what->root;
-    const int to = what->kind == DTRAIN_SEND ? what->root : comm->base.rank;
+    const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
+    const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
     return dtrain__load(&comm->parts[from]->channels[to]);
 }
 
@@ -90,10 +90,10 @@ static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain__
 {
     const dtrain_collective *what = &work->what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
-    if (!channel) return what->kind == DTRAIN_RECV;
+    if (!channel) return what->kind == DTRAIN_COLLECTIVE_RECV;
     const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
     if (work->sent) return filled != 0;
-    return filled == (what->kind == DTRAIN_SEND ? DTRAIN__CELLS : 0u);
+    return filled == (what->kind == DTRAIN_COLLECTIVE_SEND ? DTRAIN__CELLS : 0u);
 }
 
 static bool dtrain__message_crosses(const dtrain__local_comm *comm, const dtrain_collective *what)
@@ -110,7 +110,7 @@ static bool dtrain__message_held(const dtrain__local_comm *comm, dtrain__local_w
     const dtrain_world *world = comm->base.world;
     const dtrain_collective *what = &work->what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_SEND || !dtrain__message_crosses(comm, what)) return false;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND || !dtrain__message_crosses(comm, what)) return false;
     if (!work->due_ns) {
         const dtrain__channel *channel = dtrain__channel_of(comm, what);
         const uint64_t sent = channel->cells[channel->tail % DTRAIN__CELLS].started_ns;
@@ -151,7 +151,7 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
 {
     const dtrain_collective *what = &work->what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
-    const bool sends = what->kind == DTRAIN_SEND;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     uint64_t *mine = sends ? &channel->head : &channel->tail;
     dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype), rest = bytes - work->moved;
@@ -178,7 +178,7 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
 static bool dtrain__message_move(dtrain__local_comm *comm, dtrain__local_work *work)
 {
     if (!dtrain__message_first(comm, work)) return false;
-    if (work->what.kind == DTRAIN_SEND && !dtrain__channel_of(comm, &work->what) &&
+    if (work->what.kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, &work->what) &&
         dtrain__channel_make(comm, work->what.root) != DTRAIN_OK)
         return false;
     while (!work->done && !dtrain__message_stuck(comm, work)) {
@@ -355,7 +355,8 @@ static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collect
     work->base.comm = base;
     work->what = *what;
     if (dtrain__node_ranks(base->world)) work->started_ns = dtrain__now_ns();
-    if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
+    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+        work->sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->outstanding++;
@@ -570,13 +571,14 @@ static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key
             parts[DTRAIN_MAX_RANKS];
     int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
     dtrain__local_comm *comm = NULL;
-    DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 2, DTRAIN_I64, 0, -1, NULL));
+    DTRAIN__TRY(
+        dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 2, DTRAIN_DTYPE_I64, 0, -1, NULL));
     const int size = dtrain__split_members(all, parent->size, parent->rank, members);
     while (members[rank] != parent->rank) rank++;
     if (color >= 0) (void)dtrain__local_make(parent->world, size, rank, &comm);
     int64_t part = color < 0 ? 1 : comm ? (int64_t)(intptr_t)comm->parts[rank] : 0;
-    const dtrain_result shared =
-        dtrain__run(parent, DTRAIN_SPLIT, &part, parts, 1, DTRAIN_I64, 0, -1, NULL);
+    const dtrain_result shared = dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &part, parts, 1,
+                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
     for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
         if (!parts[i]) lacking = i;
     if (shared != DTRAIN_OK || lacking >= 0) {

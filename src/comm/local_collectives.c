@@ -160,8 +160,9 @@ DTRAIN__PRIVATE bool dtrain__is_small(const dtrain_collective *what, int size)
 static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool given = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_BROADCAST ||
-                       (what->kind == DTRAIN_REDUCE && what->root == comm->rank);
+    const bool given = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                       what->kind == DTRAIN_COLLECTIVE_BROADCAST ||
+                       (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root == comm->rank);
     if (comm->size == 1) return true;
     return dtrain__is_shared(comm->world, what->send,
                              dtrain__send_count(what, comm->size) * unit) &&
@@ -175,7 +176,7 @@ DTRAIN__PRIVATE void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
     const size_t bytes =
         dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
-    const bool gives = what->kind != DTRAIN_BROADCAST || what->root == comm->base.rank;
+    const bool gives = what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->base.rank;
     slot->count = what->count;
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
@@ -199,12 +200,12 @@ static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective
     if (!count) return; /* a barrier has no buffers; a reduction has no recv but at the root */
     char *out = what->recv ? (char *)what->recv + first * unit : NULL;
     switch (what->kind) {
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE:
         if (rank != what->root) break;
         /* fall through */
-    case DTRAIN_ALL_REDUCE:
-    case DTRAIN_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
+    case DTRAIN_COLLECTIVE_BROADCAST:
         if (rank != what->root) memcpy(out, in[what->root], count * unit);
         break;
     default: /* all-gather, all-to-all, split */
@@ -245,8 +246,9 @@ DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
     const dtrain_collective *what = &work->what;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const int size = comm->base.size, rank = comm->base.rank;
-    const bool sliced = what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_REDUCE ||
-                        what->kind == DTRAIN_BROADCAST;
+    const bool sliced = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                        what->kind == DTRAIN_COLLECTIVE_REDUCE ||
+                        what->kind == DTRAIN_COLLECTIVE_BROADCAST;
     const char *in[DTRAIN_MAX_RANKS];
     char *out[DTRAIN_MAX_RANKS];
     size_t first = 0, length = what->count;
@@ -256,12 +258,12 @@ DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
     for (int i = 0; i < size; i++) {
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
         in[i] = slot->send + first * unit;
-        const bool receives =
-            what->kind == DTRAIN_ALL_REDUCE || (what->kind == DTRAIN_REDUCE) == (i == what->root);
+        const bool receives = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                              (what->kind == DTRAIN_COLLECTIVE_REDUCE) == (i == what->root);
         if (sliced && receives) out[outs++] = slot->recv + first * unit;
     }
     if (!sliced) dtrain__pull(comm, what, in, 0, length);
-    else if (what->kind == DTRAIN_BROADCAST)
+    else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
         dtrain__combine(what, in + what->root, 1, out, outs, length);
     else dtrain__combine(what, in, size, out, outs, length);
 }
@@ -290,7 +292,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_in(dtrain__local_comm *comm,
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
     const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
-    if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return DTRAIN_OK;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank)
+        return DTRAIN_OK;
     if (!part->stage) {
         void *stage;
         if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)

@@ -183,7 +183,8 @@ static dtrain_result dtrain__mpi_start(dtrain_comm *base, const dtrain_collectiv
     work->record = record;
     work->base.comm = base;
     work->what = *what;
-    if (what->kind != DTRAIN_SEND && what->kind != DTRAIN_RECV) work->sequence = ++comm->sequence;
+    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+        work->sequence = ++comm->sequence;
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->outstanding++;
@@ -337,7 +338,8 @@ static dtrain_result dtrain__mpi_split(dtrain_comm *parent, int color, int key, 
     int64_t keys[DTRAIN_MAX_RANKS][2], made = 1, verdicts[DTRAIN_MAX_RANKS], range = 0;
     int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
     dtrain__mpi_comm *comm = NULL;
-    DTRAIN__TRY(dtrain__run(parent, DTRAIN_SPLIT, mine, all, 3, DTRAIN_I64, 0, -1, NULL));
+    DTRAIN__TRY(
+        dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
     for (int i = 0; i < parent->size; i++) {
         keys[i][0] = all[i][0];
         keys[i][1] = all[i][1];
@@ -352,8 +354,8 @@ static dtrain_result dtrain__mpi_split(dtrain_comm *parent, int color, int key, 
     const int size = dtrain__split_members(keys, parent->size, parent->rank, members);
     while (members[rank] != parent->rank) rank++;
     if (color >= 0) made = dtrain__mpi_make(hub, size, rank, range, &comm) == DTRAIN_OK;
-    const dtrain_result shared =
-        dtrain__run(parent, DTRAIN_SPLIT, &made, verdicts, 1, DTRAIN_I64, 0, -1, NULL);
+    const dtrain_result shared = dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &made, verdicts, 1,
+                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
     for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
         if (!verdicts[i]) lacking = i;
     if (shared != DTRAIN_OK || lacking >= 0) {
@@ -507,7 +509,7 @@ static dtrain_result dtrain__mpi_exchange(dtrain_world *world, dtrain__mpi_hello
     if (status != DTRAIN_OK)
         snprintf(mine->error, sizeof mine->error, "%.*s", (int)sizeof mine->error - 1,
                  dtrain__bare(dtrain_last_error()));
-    return dtrain_world_exchange(world, mine, sizeof *mine, all);
+    return dtrain_world_all_gather(world, mine, sizeof *mine, all);
 }
 
 /* A duplicate, so that no message of the host meets one of ours. The call that does not block. */

@@ -25,11 +25,11 @@ static bool dtrain__mpi_has_lane(const dtrain_comm *comm, const dtrain_collectiv
     const bool out = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
     const int from = out ? comm->rank : peer, to = out ? peer : comm->rank;
     switch (what->kind) {
-    case DTRAIN_ALL_REDUCE: return true;
-    case DTRAIN_REDUCE: return parts || to == what->root;
-    case DTRAIN_BROADCAST: return parts ? from == what->root : to != what->root;
-    case DTRAIN_REDUCE_SCATTER:
-    case DTRAIN_ALL_TO_ALL: return parts;
+    case DTRAIN_COLLECTIVE_ALL_REDUCE: return true;
+    case DTRAIN_COLLECTIVE_REDUCE: return parts || to == what->root;
+    case DTRAIN_COLLECTIVE_BROADCAST: return parts ? from == what->root : to != what->root;
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: return parts;
     default: return !parts;
     }
 }
@@ -39,8 +39,8 @@ static void dtrain__mpi_slice(const dtrain_comm *comm, const dtrain_collective *
                               size_t *first, size_t *length)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_ALL_REDUCE || what->kind == DTRAIN_REDUCE ||
-        what->kind == DTRAIN_BROADCAST) {
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE ||
+        what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
         dtrain__slice(what->count, unit, comm->size, owner, first, length);
     } else {
         *first = (size_t)owner * what->count;
@@ -52,7 +52,8 @@ static void dtrain__mpi_slice(const dtrain_comm *comm, const dtrain_collective *
 
 static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
-    const bool straight = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_ALL_TO_ALL;
+    const bool straight =
+        what->kind == DTRAIN_COLLECTIVE_ALL_GATHER || what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     return straight ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
@@ -81,9 +82,9 @@ static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, i
 static char *dtrain__mpi_sum_at(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t first, size_t at, size_t chunk)
 {
-    if (what->kind == DTRAIN_REDUCE && what->root != comm->base.rank)
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank)
         return dtrain__mpi_temporary(comm, chunk, comm->base.size);
-    return (char *)what->recv + (what->kind == DTRAIN_REDUCE_SCATTER ? 0 : first) + at;
+    return (char *)what->recv + (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ? 0 : first) + at;
 }
 
 /* Chunk of a lane in memory. MPI does not write to what it sends, whatever its type says. */
@@ -100,9 +101,10 @@ static char *dtrain__mpi_place(const dtrain__mpi_comm *comm, const dtrain_collec
     case DTRAIN__PART_OUT: return send + first + at;
     case DTRAIN__PART_IN:
         if (dtrain__mpi_adds(what)) return dtrain__mpi_temporary(comm, chunk, peer);
-        return recv + (what->kind == DTRAIN_ALL_TO_ALL ? (size_t)peer * length : first) + at;
+        return recv + (what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? (size_t)peer * length : first) +
+               at;
     case DTRAIN__RESULT_OUT:
-        if (what->kind == DTRAIN_ALL_GATHER) return send + at;
+        if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER) return send + at;
         return dtrain__mpi_sum_at(comm, what, first, at, chunk);
     default: return recv + first + at;
     }
@@ -118,7 +120,7 @@ static size_t dtrain__mpi_limit(const dtrain__mpi_comm *comm, const dtrain_colle
     size_t limit = all;
     if (use == DTRAIN__PART_IN && adds) limit = comm->combined + DTRAIN__MPI_DEPTH;
     if (use == DTRAIN__RESULT_OUT && adds) limit = comm->combined;
-    if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_BROADCAST &&
+    if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_COLLECTIVE_BROADCAST &&
         what->root != comm->base.rank)
         limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, what->root)->done;
     if (use == DTRAIN__RESULT_IN && adds && what->send == what->recv)
@@ -152,7 +154,8 @@ static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *
     if (at >= length) return false;
     for (int i = 0; i < size; i++)
         if (i != rank && dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, i)->done <= c) return false;
-    if (what->kind == DTRAIN_REDUCE && rank != what->root && /* the place of the sum is taken */
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE &&
+        rank != what->root && /* the place of the sum is taken */
         c >= dtrain__mpi_lane_of(comm, DTRAIN__RESULT_OUT, what->root)->done + DTRAIN__MPI_DEPTH)
         return false;
     for (int i = 0; i < size; i++) in[i] = dtrain__mpi_temporary(comm, c, i);
@@ -181,8 +184,8 @@ static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                 dtrain__mpi_lane_of(comm, use, i)->chunks =
                     dtrain__mpi_chunks(comm, what, theirs ? i : rank);
         }
-    if (what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_ALL_TO_ALL) {
-        const size_t cut = what->kind == DTRAIN_ALL_TO_ALL ? (size_t)rank * bytes : 0;
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER || what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL) {
+        const size_t cut = what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? (size_t)rank * bytes : 0;
         char *own = (char *)what->recv + (size_t)rank * bytes;
         if (own != (const char *)what->send + cut)
             memcpy(own, (const char *)what->send + cut, bytes);
@@ -250,7 +253,7 @@ static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *
 {
     const dtrain_collective *what = &work->what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const bool sends = what->kind == DTRAIN_SEND;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
     const size_t pieces =
         bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
@@ -288,7 +291,7 @@ static void dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *w
 DTRAIN__PRIVATE bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
     const dtrain_collective *what = &work->what;
-    const bool sends = what->kind == DTRAIN_SEND;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
     dtrain__mpi_lane *lane = &work->lane;

@@ -63,7 +63,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result 
     char own[480];
     if (hub->failed) return dtrain__mpi_standing(hub);
     snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    dtrain_world_report(hub->world, code, own);
+    dtrain_world_abort(hub->world, code, own);
     if (dtrain__load(&report->state) == 2) {
         rank = report->rank;
         code = (dtrain_result)report->code;
@@ -121,7 +121,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked
     if (asked > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: %zu bytes asked for", asked);
     const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
-    DTRAIN__TRY(dtrain_device_reserve(world->device, bytes));
+    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
     dtrain__mpi_memory *memory = (dtrain__mpi_memory *)dtrain__alloc(
         &world->allocator, 1, sizeof *memory, "the book of communicator memory");
     if (!memory) return DTRAIN_ERROR_MEMORY;
@@ -142,7 +142,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked
     memory->bytes = bytes;
     memory->next = hub->memory;
     hub->memory = memory;
-    dtrain_device_count(world->device, &world->device->comm_bytes, bytes);
+    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
     *out = memory->at;
     return DTRAIN_OK;
 }
@@ -223,7 +223,7 @@ static void dtrain__mpi_land(dtrain__mpi_comm *comm, const dtrain__mpi_token *to
         break;
     case DTRAIN__RECORD_OUT: work->unsent--; break;
     case DTRAIN__HEAD:
-        if (work->what.kind == DTRAIN_SEND) work->unsent--;
+        if (work->what.kind == DTRAIN_COLLECTIVE_SEND) work->unsent--;
         else work->heard++;
         break;
     case DTRAIN__BODY: dtrain__mpi_lane_land(&work->lane, token->chunk); break;
@@ -288,8 +288,8 @@ static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collec
 {
     const char *send = (const char *)what->send;
     *bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_REDUCE && to != what->root) *bytes = 0;
-    if (what->kind == DTRAIN_BROADCAST && comm->rank != what->root) *bytes = 0;
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && to != what->root) *bytes = 0;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && comm->rank != what->root) *bytes = 0;
     return dtrain__cuts(what) && *bytes ? send + (size_t)to * *bytes : send;
 }
 
@@ -378,9 +378,9 @@ DTRAIN__PRIVATE void dtrain__mpi_small_path(const dtrain__mpi_comm *comm,
         in[i] = dtrain__mpi_slot(comm, true, work->sequence, i) + sizeof(dtrain__mpi_record);
     in[rank] = dtrain__mpi_gift(&comm->base, what, rank, &own);
     if (dtrain__kind_of(what->kind)->reduces) {
-        if (what->kind != DTRAIN_REDUCE || rank == what->root)
+        if (what->kind != DTRAIN_COLLECTIVE_REDUCE || rank == what->root)
             dtrain__combine(what, in, size, &out, 1, what->count);
-    } else if (what->kind == DTRAIN_BROADCAST) {
+    } else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
         if (rank != what->root) memcpy(out, in[what->root], bytes);
     } else {
         for (int i = 0; i < size; i++, out += bytes)

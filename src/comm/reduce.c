@@ -55,28 +55,29 @@ DTRAIN__MIX bool dtrain__mix_is_nan(float value)
 DTRAIN__MIX void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
 {
     size_t i = 0;
-    if (op == DTRAIN_SUM || op == DTRAIN_MEAN) DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
-    if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN)
+        DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
+    if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
     for (; i < count; i++) {
         float one;
         memcpy(&one, x + i * sizeof one, sizeof one);
-        const bool better = op == DTRAIN_MIN ? one < acc[i] : one > acc[i];
+        const bool better = op == DTRAIN_REDUCE_MIN ? one < acc[i] : one > acc[i];
         if (!dtrain__mix_is_nan(acc[i]) && (dtrain__mix_is_nan(one) || better)) acc[i] = one;
     }
 }
 
 /* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                               \
-    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)               \
-    {                                                                                     \
-        size_t i = 0;                                                                     \
-        if (op == DTRAIN_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
-        if (op == DTRAIN_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
-        for (; i < count; i++) {                                                          \
-            U one;                                                                        \
-            memcpy(&one, x + i * sizeof one, sizeof one);                                 \
-            if (op == DTRAIN_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
-        }                                                                                 \
+#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
+    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)                      \
+    {                                                                                            \
+        size_t i = 0;                                                                            \
+        if (op == DTRAIN_REDUCE_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
+        if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
+        for (; i < count; i++) {                                                                 \
+            U one;                                                                               \
+            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
+            if (op == DTRAIN_REDUCE_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
+        }                                                                                        \
     }
 DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
 DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
@@ -102,7 +103,7 @@ static void dtrain__mix_widen(float *to, const char *from, size_t count, dtrain_
 {
     uint16_t bits[DTRAIN__MIX_BLOCK];
     memcpy(bits, from, count * sizeof *bits);
-    dtrain__mix_convert(bits, dtype, to, DTRAIN_F32, count);
+    dtrain__mix_convert(bits, dtype, to, DTRAIN_DTYPE_F32, count);
 }
 
 DTRAIN__MIX void dtrain__mix(dtrain__mix_block *acc, const char *x, size_t count,
@@ -110,9 +111,9 @@ DTRAIN__MIX void dtrain__mix(dtrain__mix_block *acc, const char *x, size_t count
 {
     float wide[DTRAIN__MIX_BLOCK];
     switch (dtype) {
-    case DTRAIN_F32: dtrain__mix_f32(acc->f, x, count, op); break;
-    case DTRAIN_I32: dtrain__mix_i32(acc->u, x, count, op); break;
-    case DTRAIN_I64: dtrain__mix_i64(acc->l, x, count, op); break;
+    case DTRAIN_DTYPE_F32: dtrain__mix_f32(acc->f, x, count, op); break;
+    case DTRAIN_DTYPE_I32: dtrain__mix_i32(acc->u, x, count, op); break;
+    case DTRAIN_DTYPE_I64: dtrain__mix_i64(acc->l, x, count, op); break;
     default:
         dtrain__mix_widen(wide, x, count, dtype);
         dtrain__mix_f32(acc->f, (const char *)wide, count, op);
@@ -133,7 +134,7 @@ typedef struct dtrain__mix_job {
 DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
 {
     const size_t unit = dtrain_dtype_bytes(job->dtype);
-    const bool half = job->dtype == DTRAIN_BF16 || job->dtype == DTRAIN_F16;
+    const bool half = job->dtype == DTRAIN_DTYPE_BF16 || job->dtype == DTRAIN_DTYPE_F16;
     const float scale = 1.0f / (float)job->in_count;
     dtrain__mix_block acc;
     uint16_t bits[DTRAIN__MIX_BLOCK];
@@ -145,9 +146,9 @@ DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
         else memcpy(&acc, job->in[0] + at * unit, m * unit);
         for (int i = 1; i < job->in_count; i++)
             dtrain__mix(&acc, job->in[i] + at * unit, m, job->dtype, job->op);
-        if (job->op == DTRAIN_MEAN)
+        if (job->op == DTRAIN_REDUCE_MEAN)
             for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
-        if (half) dtrain__mix_convert(acc.f, DTRAIN_F32, bits, job->dtype, m);
+        if (half) dtrain__mix_convert(acc.f, DTRAIN_DTYPE_F32, bits, job->dtype, m);
         for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * unit, result, m * unit);
     }
 }
@@ -159,7 +160,7 @@ DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
 DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
 {
     const int in_count = job->in_count, out_count = job->out_count;
-    const float scale = job->op == DTRAIN_MEAN ? 1.0f / (float)in_count : 1.0f;
+    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)in_count : 1.0f;
     const bool two = in_count == 2 && out_count == 2;
     const char *const *in = job->in, *in0 = in[0], *in1 = in[1];
     char *const *out = job->out, *out0 = out[0], *out1 = two ? out[1] : NULL;
@@ -193,7 +194,7 @@ DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
  * of core/dtype.c, but for NaNs: theirs is the payload of a bf16, and nothing carries into it. */
 DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
 {
-    const float scale = job->op == DTRAIN_MEAN ? 1.0f / (float)job->in_count : 1.0f;
+    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)job->in_count : 1.0f;
     const size_t end = job->count / 16 * 16;
     for (size_t at = 0; at < end; at += 16) {
         dtrain__mix_u x = *(const dtrain__mix_u *)(const void *)(job->in[0] + 2 * at);
@@ -214,10 +215,10 @@ DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
 
 DTRAIN__MIX void dtrain__mix_run(const dtrain__mix_job *job)
 {
-    const bool sums = job->op == DTRAIN_SUM || job->op == DTRAIN_MEAN;
+    const bool sums = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
     size_t done = 0;
-    if (sums && job->dtype == DTRAIN_F32) done = dtrain__mix_sums(job);
-    if (sums && job->dtype == DTRAIN_BF16) done = dtrain__mix_bf16_sums(job);
+    if (sums && job->dtype == DTRAIN_DTYPE_F32) done = dtrain__mix_sums(job);
+    if (sums && job->dtype == DTRAIN_DTYPE_BF16) done = dtrain__mix_bf16_sums(job);
     dtrain__mix_blocks(job, done);
 }
 

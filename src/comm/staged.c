@@ -146,14 +146,16 @@ static dtrain_result dtrain__images(dtrain__staged_comm *comm, dtrain__staged_wo
 
 static bool dtrain__staged_reads(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    if (what->kind == DTRAIN_RECV || what->kind == DTRAIN_BARRIER) return false;
-    return what->kind != DTRAIN_BROADCAST || what->root == comm->rank;
+    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_BARRIER)
+        return false;
+    return what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->rank;
 }
 static bool dtrain__staged_writes(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    if (what->kind == DTRAIN_SEND || what->kind == DTRAIN_BARRIER) return false;
-    if (what->kind == DTRAIN_BROADCAST) return what->root != comm->rank;
-    return what->kind != DTRAIN_REDUCE || what->root == comm->rank;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_BARRIER)
+        return false;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) return what->root != comm->rank;
+    return what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank;
 }
 
 /* The copy stream takes its turn after everything that compute has queued so far. */

@@ -8,11 +8,11 @@
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_F32:
-    case DTRAIN_I32: return 4;
-    case DTRAIN_BF16:
-    case DTRAIN_F16: return 2;
-    case DTRAIN_I64: return 8;
+    case DTRAIN_DTYPE_F32:
+    case DTRAIN_DTYPE_I32: return 4;
+    case DTRAIN_DTYPE_BF16:
+    case DTRAIN_DTYPE_F16: return 2;
+    case DTRAIN_DTYPE_I64: return 8;
     case DTRAIN_DTYPE_NONE: break;
     }
     return 0;
@@ -21,11 +21,11 @@ DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_F32: return "f32";
-    case DTRAIN_BF16: return "bf16";
-    case DTRAIN_F16: return "f16";
-    case DTRAIN_I32: return "i32";
-    case DTRAIN_I64: return "i64";
+    case DTRAIN_DTYPE_F32: return "f32";
+    case DTRAIN_DTYPE_BF16: return "bf16";
+    case DTRAIN_DTYPE_F16: return "f16";
+    case DTRAIN_DTYPE_I32: return "i32";
+    case DTRAIN_DTYPE_I64: return "i64";
     case DTRAIN_DTYPE_NONE: break;
     }
     return "?";

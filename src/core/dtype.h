@@ -6,11 +6,11 @@
 
 typedef enum dtrain_dtype {
     DTRAIN_DTYPE_NONE = 0,
-    DTRAIN_F32 = 1,
-    DTRAIN_BF16 = 2, /* the upper half of an fp32 */
-    DTRAIN_F16 = 3,  /* IEEE 754 binary16 */
-    DTRAIN_I32 = 4,
-    DTRAIN_I64 = 5
+    DTRAIN_DTYPE_F32 = 1,
+    DTRAIN_DTYPE_BF16 = 2, /* the upper half of an fp32 */
+    DTRAIN_DTYPE_F16 = 3,  /* IEEE 754 binary16 */
+    DTRAIN_DTYPE_I32 = 4,
+    DTRAIN_DTYPE_I64 = 5
 } dtrain_dtype;
 
 /* Bytes of one element, 0 for an unknown type; and its name ("f32"), "?" for an unknown type. */

@@ -46,7 +46,7 @@ typedef struct dtrain_gemm_args {
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACT_NONE x is not read and only d_bias
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
  * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
@@ -409,5 +409,5 @@ struct dtrain_device {
 /* For the authors of devices and communicators. reserve is asked before memory is taken, and says
  * which limit it would break; count is told what was taken: bytes more than before on one of
  * device->allocated_bytes and comm_bytes, which it is given the address of. */
-DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t bytes);
-DTRAIN_API void dtrain_device_count(dtrain_device *device, size_t *counter, size_t bytes);
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);

@@ -25,9 +25,10 @@ typedef struct dtrain_device dtrain_device;
 typedef struct dtrain_device_ops dtrain_device_ops;
 
 typedef enum dtrain_activation {
-    DTRAIN_ACT_NONE = 0,
-    DTRAIN_ACT_RELU = 1,
-    DTRAIN_ACT_GELU = 2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+    DTRAIN_ACTIVATION_NONE = 0,
+    DTRAIN_ACTIVATION_RELU = 1,
+    DTRAIN_ACTIVATION_GELU =
+        2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
 } dtrain_activation;
 
 /* What GEMM and attention may do to fp32 operands; those in BF16 or F16 are not affected. */

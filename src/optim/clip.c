@@ -71,7 +71,7 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
     int64_t bits;
     if (!comm) return DTRAIN_OK;
     memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
     *total = 0;
     for (int i = 0; i < dtrain_comm_size(comm); i++) {
         double one;

@@ -37,7 +37,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
 {
     dtrain_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_ADAMW;
+    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
     desc.beta1 = 0.9f;
     desc.beta2 = 0.999f;
     desc.epsilon = 1e-8f;
@@ -49,7 +49,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
 {
     dtrain_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_SGD;
+    desc.kind = DTRAIN_OPTIMIZER_SGD;
     return desc;
 }
 
@@ -57,7 +57,7 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
 static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 {
     const char *wrong = NULL;
-    if (desc->kind != DTRAIN_ADAMW && desc->kind != DTRAIN_SGD)
+    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
@@ -65,7 +65,7 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
             (unsigned)desc->kind);
     if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
         wrong = "weight_decay >= 0";
-    if (desc->kind == DTRAIN_ADAMW) {
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
         if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
         if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
         if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
@@ -85,7 +85,7 @@ static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 /* State tensors per shard. */
 static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
 {
-    if (desc->kind == DTRAIN_ADAMW) return 2;
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
     return desc->momentum > 0 ? 1 : 0;
 }
 
@@ -254,7 +254,7 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
                                               const dtrain_step_scalars *device_scalars)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
-    if (desc->kind == DTRAIN_ADAMW) {
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
         dtrain_adamw_args args;
         memset(&args, 0, sizeof args);
         args.tensor_count = count;

@@ -9,7 +9,10 @@
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
-typedef enum dtrain_optimizer_kind { DTRAIN_ADAMW = 1, DTRAIN_SGD = 2 } dtrain_optimizer_kind;
+typedef enum dtrain_optimizer_kind {
+    DTRAIN_OPTIMIZER_ADAMW = 1,
+    DTRAIN_OPTIMIZER_SGD = 2
+} dtrain_optimizer_kind;
 
 /* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
 typedef struct dtrain_optimizer_desc {
@@ -57,8 +60,8 @@ typedef struct dtrain_schedule {
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
 
 typedef enum dtrain_lr_scaling {
-    DTRAIN_LR_SCALE_NONE = 0,
-    DTRAIN_LR_SCALE_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
-    DTRAIN_LR_SCALE_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
+    DTRAIN_LR_SCALING_NONE = 0,
+    DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
+    DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
 } dtrain_lr_scaling;
-DTRAIN_API float dtrain_scale_lr(float lr, int ranks, dtrain_lr_scaling rule);
+DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);

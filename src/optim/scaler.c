@@ -9,9 +9,9 @@
 #include "optim/optim_internal.h"
 #include "optim/scaler.h"
 
-DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
+DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
 {
-    dtrain_scaler_desc desc;
+    dtrain_loss_scaler_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.initial_scale = 65536;
     desc.growth_factor = 2;
@@ -23,7 +23,7 @@ DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void)
 }
 
 /* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
-static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
+static dtrain_result dtrain__check_scaler(const dtrain_loss_scaler_desc *desc)
 {
     const char *wrong = NULL;
     if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
@@ -38,20 +38,23 @@ static dtrain_result dtrain__check_scaler(const dtrain_scaler_desc *desc)
     if (!desc->growth_interval) wrong = "growth_interval >= 1";
     if (!desc->hysteresis) wrong = "hysteresis >= 1";
     if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
-                       "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
-                       "start from dtrain_scaler_defaults()",
-                       wrong, (double)desc->initial_scale, (double)desc->growth_factor,
-                       (double)desc->backoff_factor, (unsigned)desc->growth_interval,
-                       (unsigned)desc->hysteresis, (double)desc->minimum_scale);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_loss_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
+        "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
+        "start from dtrain_loss_scaler_defaults()",
+        wrong, (double)desc->initial_scale, (double)desc->growth_factor,
+        (double)desc->backoff_factor, (unsigned)desc->growth_interval, (unsigned)desc->hysteresis,
+        (double)desc->minimum_scale);
 }
 
-DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc)
+DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
+                                                 const dtrain_loss_scaler_desc *desc)
 {
-    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_scaler_init: scaler is NULL");
+    if (!scaler)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loss_scaler_init: scaler is NULL");
     memset(scaler, 0, sizeof *scaler);
-    const dtrain_scaler_desc resolved = desc ? *desc : dtrain_scaler_defaults();
+    const dtrain_loss_scaler_desc resolved = desc ? *desc : dtrain_loss_scaler_defaults();
     DTRAIN__TRY(dtrain__check_scaler(&resolved));
     scaler->desc = resolved;
     scaler->scale = resolved.initial_scale;
@@ -59,11 +62,11 @@ DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__scaler_usable(const dtrain_scaler *scaler, const char *call)
+static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, const char *call)
 {
     if (scaler && scaler->scale > 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is %s", call,
-                       scaler ? "not initialised; call dtrain_scaler_init first" : "NULL");
+                       scaler ? "not initialised; call dtrain_loss_scaler_init first" : "NULL");
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
@@ -77,11 +80,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                        call, what);
 }
 
-DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
-                                               dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *grad_scale, bool *found_inf)
+DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
+                                                    dtrain_strategy *strategy, float max_norm,
+                                                    float *norm, float *grad_scale, bool *found_inf)
 {
-    const char *const call = "dtrain_scaler_unscale";
+    const char *const call = "dtrain_loss_scaler_unscale";
     double scaled;
     DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
@@ -98,9 +101,9 @@ DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
     return DTRAIN_OK;
 }
 
-static void dtrain__scaler_good(dtrain_scaler *scaler)
+static void dtrain__scaler_good(dtrain_loss_scaler *scaler)
 {
-    const dtrain_scaler_desc *desc = &scaler->desc;
+    const dtrain_loss_scaler_desc *desc = &scaler->desc;
     scaler->bad_steps = 0;
     scaler->good_steps++;
     if (scaler->good_steps < desc->growth_interval) return;
@@ -110,9 +113,9 @@ static void dtrain__scaler_good(dtrain_scaler *scaler)
     scaler->bad_left = desc->hysteresis;
 }
 
-DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf)
+DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf)
 {
-    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_scaler_update"));
+    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_loss_scaler_update"));
     if (!found_inf) {
         dtrain__scaler_good(scaler);
         return DTRAIN_OK;
@@ -129,11 +132,11 @@ DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_
         scaler->scale = lower;
         return DTRAIN_OK;
     }
-    return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                       "dtrain_scaler_update: expected finite gradients at a loss scale of %g, "
-                       "found overflows in %u steps running, and a smaller scale would be below "
-                       "minimum_scale %g; lower the learning rate, clip gradients, look at the "
-                       "data, or train in bf16, which needs no scale",
-                       (double)scaler->scale, (unsigned)scaler->bad_steps,
-                       (double)scaler->desc.minimum_scale);
+    return dtrain_fail(
+        DTRAIN_ERROR_NUMERIC,
+        "dtrain_loss_scaler_update: expected finite gradients at a loss scale of %g, "
+        "found overflows in %u steps running, and a smaller scale would be below "
+        "minimum_scale %g; lower the learning rate, clip gradients, look at the "
+        "data, or train in bf16, which needs no scale",
+        (double)scaler->scale, (unsigned)scaler->bad_steps, (double)scaler->desc.minimum_scale);
 }

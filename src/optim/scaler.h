@@ -5,8 +5,8 @@
  * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
- *     backward(loss, scaler.scale) -> finish -> dtrain_scaler_unscale
- *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_scaler_update
+ *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
+ *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
  *
  * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
  * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
@@ -18,8 +18,8 @@
 #include "core/result.h"
 #include "strategy/strategy.h"
 
-/* Start from dtrain_scaler_defaults(). */
-typedef struct dtrain_scaler_desc {
+/* Start from dtrain_loss_scaler_defaults(). */
+typedef struct dtrain_loss_scaler_desc {
     float initial_scale;      /* 65536 */
     float growth_factor;      /* 2 */
     float backoff_factor;     /* 0.5 */
@@ -27,32 +27,34 @@ typedef struct dtrain_scaler_desc {
     uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
     float minimum_scale;      /* 1: what would fall below is an error */
-} dtrain_scaler_desc;
+} dtrain_loss_scaler_desc;
 
 /* Plain data: copy it, save it, compare it. */
-typedef struct dtrain_scaler {
-    dtrain_scaler_desc desc;
+typedef struct dtrain_loss_scaler {
+    dtrain_loss_scaler_desc desc;
     float scale;            /* of the next step's backward */
     uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
     uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
     uint32_t bad_steps;     /* overflows in a row */
     uint64_t skipped_steps; /* overflows since init */
-} dtrain_scaler;
+} dtrain_loss_scaler;
 
-DTRAIN_API dtrain_scaler_desc dtrain_scaler_defaults(void);
+DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
 /* desc NULL = defaults. Nothing is allocated. */
-DTRAIN_API dtrain_result dtrain_scaler_init(dtrain_scaler *scaler, const dtrain_scaler_desc *desc);
+DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
+                                                 const dtrain_loss_scaler_desc *desc);
 /* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
  * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
  * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
  * scale mends. Local. */
-DTRAIN_API dtrain_result dtrain_scaler_update(dtrain_scaler *scaler, bool found_inf);
+DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
 /* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
  * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
  * norm is beyond fp32); take no step. Collective, the same on every rank. */
-DTRAIN_API dtrain_result dtrain_scaler_unscale(const dtrain_scaler *scaler,
-                                               dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *grad_scale, bool *found_inf);
+DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
+                                                    dtrain_strategy *strategy, float max_norm,
+                                                    float *norm, float *grad_scale,
+                                                    bool *found_inf);
 
 /* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
  * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.

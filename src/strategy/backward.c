@@ -32,7 +32,7 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
  * where it is the shard that travels. */
 static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
     const bool on_host = strategy->layout.host_grads;
     if (!dtrain__has_replicas(strategy) || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
@@ -96,7 +96,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 /* True while gradients only add up on this rank. */
 static bool dtrain__only_adds(const dtrain_strategy *strategy)
 {
-    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATE_LAST;
+    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
 }
 
 /* While gradients only add up, nothing tells where one backward ends and the next begins: marks
@@ -222,7 +222,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     char names[640];
     dtrain_result result = DTRAIN_OK;
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR;
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
     const size_t count =
         dtrain__list_missing(strategy->params, strategy->param_count, strategy->layout.entries,
                              !strict, names, sizeof names);
@@ -312,12 +312,13 @@ static dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) continue;
-        DTRAIN__TRY(
-            dtrain__gather_slices(strategy, b, bucket->value_shard, bucket->values, DTRAIN_F32));
+        DTRAIN__TRY(dtrain__gather_slices(strategy, b, bucket->value_shard, bucket->values,
+                                          DTRAIN_DTYPE_F32));
     }
     for (size_t b = 0; b < layout->bucket_count; b++)
         if (layout->buckets[b].sharded)
-            DTRAIN__TRY(dtrain__gather_inside(strategy, b, layout->buckets[b].values, DTRAIN_F32));
+            DTRAIN__TRY(
+                dtrain__gather_inside(strategy, b, layout->buckets[b].values, DTRAIN_DTYPE_F32));
     for (size_t b = 0; b < layout->bucket_count; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
     return dtrain__copy_host_values(strategy, true);

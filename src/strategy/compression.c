@@ -58,7 +58,7 @@ static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none
 static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->sparse_exchange > DTRAIN_SPARSE_BALANCED)
+    if (desc->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
                            (unsigned)desc->sparse_exchange);
     if (!dtrain__is_share(desc->topk_ratio))
@@ -92,9 +92,9 @@ static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
     if (desc->hierarchical)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
-                           "matrices; use DTRAIN_TOPK or reduce_dtype with it",
+                           "matrices; use DTRAIN_COMPRESSION_TOPK or reduce_dtype with it",
                            call);
-    if (desc->reduce_dtype != DTRAIN_F32)
+    if (desc->reduce_dtype != DTRAIN_DTYPE_F32)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
                            dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
@@ -104,14 +104,14 @@ static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
 DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    const bool topk = desc->compression == DTRAIN_TOPK;
-    if (desc->compression > DTRAIN_POWERSGD)
+    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    if (desc->compression > DTRAIN_COMPRESSION_POWERSGD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
                            (unsigned)desc->compression);
     if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
-                           "compression is not DTRAIN_TOPK",
+                           "compression is not DTRAIN_COMPRESSION_TOPK",
                            call);
     if (!desc->compression && desc->no_error_feedback)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -127,7 +127,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_de
 
 DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
 {
-    return desc->compression == DTRAIN_TOPK && desc->sparse_exchange == DTRAIN_SPARSE_BALANCED;
+    return desc->compression == DTRAIN_COMPRESSION_TOPK &&
+           desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
 /* In the step after `step` others; those without compression come first. */
@@ -162,7 +163,7 @@ static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__spa
 
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
-    return layout->desc->reduce_dtype == DTRAIN_F32 ? selected : (selected + 1) / 2;
+    return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
@@ -175,7 +176,7 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
  * on the bucket, so nor does what is sent. */
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
-    const double item = layout->desc->reduce_dtype == DTRAIN_F32 ? 8 : 6;
+    const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
     return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
 }
 
@@ -198,7 +199,7 @@ static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *
     portion->dense = true;
     portion->region = portion->count;
     if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
-    if (desc->compression == DTRAIN_POWERSGD) {
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
         portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
@@ -268,8 +269,8 @@ static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *buc
 {
     const dtrain_strategy_desc *desc = layout->desc;
     dtrain__sparse *sparse = bucket->sparse;
-    const bool low = desc->reduce_dtype != DTRAIN_F32;
-    const bool topk = desc->compression == DTRAIN_TOPK;
+    const bool low = desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
     const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
     const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
     const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
@@ -318,17 +319,19 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
     const dtrain_strategy_desc *desc = layout->desc;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
-    if (desc->compression == DTRAIN_POWERSGD)
-        return dtrain__wire(DTRAIN_ALL_REDUCE, sparse->dense_count + sparse->p_count, DTRAIN_F32,
-                            ranks) +
-               dtrain__wire(DTRAIN_ALL_REDUCE, sparse->q_count, DTRAIN_F32, ranks);
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+        return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
+                            DTRAIN_DTYPE_F32, ranks) +
+               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
     const uint64_t dense =
-        dtrain__wire(DTRAIN_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
     const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
     if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
-        return dense + dtrain__wire(DTRAIN_ALL_REDUCE, bucket->hop_count, DTRAIN_F32, ranks);
+        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                    DTRAIN_DTYPE_F32, ranks);
     const uint64_t once =
-        dtrain__wire(DTRAIN_ALL_GATHER, dtrain__block_words(layout, selected), DTRAIN_F32, ranks);
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
+                     DTRAIN_DTYPE_F32, ranks);
     return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
 }
 

@@ -4,8 +4,8 @@
  * by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
- *     DTRAIN_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
- *     DTRAIN_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     DTRAIN_COMPRESSION_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
+ *     DTRAIN_COMPRESSION_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -50,13 +50,13 @@
 
 typedef enum dtrain_compression {
     DTRAIN_COMPRESSION_NONE = 0,
-    DTRAIN_TOPK = 1,
-    DTRAIN_POWERSGD = 2
+    DTRAIN_COMPRESSION_TOPK = 1,
+    DTRAIN_COMPRESSION_POWERSGD = 2
 } dtrain_compression;
 
 typedef enum dtrain_sparse_exchange {
-    DTRAIN_SPARSE_ALL_GATHER = 0,
-    DTRAIN_SPARSE_BALANCED = 1
+    DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
+    DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
 } dtrain_sparse_exchange;
 
 /* What compression keeps of a parameter from step to step, in memory of the device. Every rank has

@@ -56,11 +56,12 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
     const int ranks = dtrain_comm_size(strategy->comm);
     if (desc->node_size == 0) {
         if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: DTRAIN_HYBRID_SHARD shards inside a node and replicates across "
-                               "nodes, but all ranks are on one; set node_size, or use "
-                               "DTRAIN_FULL_SHARD",
-                               call);
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
+                "nodes, but all ranks are on one; set node_size, or use "
+                "DTRAIN_STRATEGY_FULL_SHARD",
+                call);
         desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
     }
     if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
@@ -75,7 +76,7 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
-    desc->reduce_dtype = DTRAIN_F32;
+    desc->reduce_dtype = DTRAIN_DTYPE_F32;
     desc->compression = DTRAIN_COMPRESSION_NONE;
 }
 
@@ -88,7 +89,7 @@ static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm 
 /* HYBRID_SHARD: every node has a copy. */
 DTRAIN__PRIVATE bool dtrain__has_replicas(const dtrain_strategy *strategy)
 {
-    return strategy->traits->kind == DTRAIN_HYBRID_SHARD;
+    return strategy->traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD;
 }
 
 /* Two levels, and rounds that follow one another. */
@@ -99,8 +100,9 @@ static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
     const bool replicas = dtrain__has_replicas(strategy);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool rounds = desc->compression == DTRAIN_POWERSGD ||
-                        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_BALANCED);
+    const bool rounds =
+        desc->compression == DTRAIN_COMPRESSION_POWERSGD ||
+        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
     dtrain_comm **groups = strategy->groups;
     if (replicas || (size > 1 && size < ranks)) {
         DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
@@ -170,7 +172,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->host_grads = layout->traits->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
     layout->slots = layout->traits->params && (ranks > 1 || layout->host_values);
     layout->work = layout->traits->grads && (ranks > 1 || layout->host_grads) &&
-                   desc->accumulation != DTRAIN_ACCUMULATE_LAST;
+                   desc->accumulation != DTRAIN_ACCUMULATION_LAST;
     layout->shards = layout->traits->state && (ranks > 1 || layout->slots || layout->work);
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");

@@ -54,7 +54,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     const dtrain__layout *layout = &strategy->layout;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_F32;
+    const bool low = dtype != DTRAIN_DTYPE_F32;
     dtrain_work **works = dtrain__works(strategy, b, true);
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
@@ -62,7 +62,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     bucket->presence = DTRAIN__COMING;
     if (layout->host_values) DTRAIN__TRY(dtrain__shard_to_slot(strategy, bucket, &shard));
     if (low)
-        DTRAIN__TRY(dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_F32, own, dtype));
+        DTRAIN__TRY(
+            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
     if (!bucket->cuts)
         return dtrain__gather_slices(strategy, b, low ? (const void *)own : (const void *)shard,
                                      whole, dtype);
@@ -83,7 +84,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
 static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
     const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    void *whole = dtype != DTRAIN_F32 ? (void *)bucket->low_values : (void *)bucket->values;
+    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
     if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, b, whole, dtype));
     return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
 }
@@ -95,9 +96,9 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
     bucket->presence = DTRAIN__HERE;
-    if (dtype == DTRAIN_F32) return DTRAIN_OK;
+    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
-                           DTRAIN_F32);
+                           DTRAIN_DTYPE_F32);
 }
 
 /* Points the parameters of a bucket at its values, or at nothing. */
@@ -286,12 +287,12 @@ DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy
 static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (strategy->desc.param_dtype != DTRAIN_F32) {
+    if (strategy->desc.param_dtype != DTRAIN_DTYPE_F32) {
         DTRAIN__TRY(dtrain__evict(strategy, b));
         if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_F32));
+        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
         bucket->presence = DTRAIN__ABSENT;
-        return dtrain__gather_wait(strategy, b, DTRAIN_F32);
+        return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
     }
     DTRAIN__TRY(dtrain__fetch(strategy, b));
     return dtrain__gather_end(strategy, b);

@@ -17,7 +17,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
 {
     return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
                                  bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
-                                 DTRAIN_F32, dtrain__level_op(strategy),
+                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy),
                                  dtrain__reduce_works(strategy, bucket));
 }
 
@@ -67,7 +67,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                                                         dtrain__bucket *bucket)
 {
     return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
-                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_F32,
+                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
                              dtrain__reduce_works(strategy, bucket));
 }
 
@@ -91,14 +91,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtra
         float *grad = bucket->grads + portion->first;
         char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
         if (!portion->dense) continue;
-        if (dtype == DTRAIN_F32)
+        if (dtype == DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
                                            back ? (float *)(void *)packed : grad,
                                            (size_t)portion->count * unit));
         else if (back)
-            DTRAIN__TRY(dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_F32));
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
         else
-            DTRAIN__TRY(dtrain__convert(strategy, portion->count, grad, DTRAIN_F32, packed, dtype));
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
         if (back) DTRAIN__TRY(dtrain__scale(strategy, grad, portion->count));
     }
     return DTRAIN_OK;

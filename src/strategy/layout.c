@@ -31,12 +31,12 @@
 #include "strategy/strategy.h"
 
 static const dtrain__traits dtrain__kinds_of_strategy[] = {
-    {DTRAIN_DDP, "DTRAIN_DDP", false, false, false, false},
-    {DTRAIN_ZERO1, "DTRAIN_ZERO1", true, false, false, false},
-    {DTRAIN_SHARD_GRAD_OP, "DTRAIN_SHARD_GRAD_OP", true, true, false, false},
-    {DTRAIN_FULL_SHARD, "DTRAIN_FULL_SHARD", true, true, true, false},
-    {DTRAIN_ZERO3, "DTRAIN_ZERO3", true, true, true, true},
-    {DTRAIN_HYBRID_SHARD, "DTRAIN_HYBRID_SHARD", true, true, true, false},
+    {DTRAIN_STRATEGY_DDP, "DTRAIN_STRATEGY_DDP", false, false, false, false},
+    {DTRAIN_STRATEGY_ZERO1, "DTRAIN_STRATEGY_ZERO1", true, false, false, false},
+    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "DTRAIN_STRATEGY_SHARD_GRAD_OP", true, true, false, false},
+    {DTRAIN_STRATEGY_FULL_SHARD, "DTRAIN_STRATEGY_FULL_SHARD", true, true, true, false},
+    {DTRAIN_STRATEGY_ZERO3, "DTRAIN_STRATEGY_ZERO3", true, true, true, true},
+    {DTRAIN_STRATEGY_HYBRID_SHARD, "DTRAIN_STRATEGY_HYBRID_SHARD", true, true, true, false},
 };
 
 DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind)
@@ -291,8 +291,8 @@ typedef struct dtrain__turns {
 
 static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
 {
-    const bool low_values = layout->desc->param_dtype != DTRAIN_F32;
-    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_F32;
+    const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
     int64_t values = 0, grads = 0;
     dtrain__turns turns;
     memset(&turns, 0, sizeof turns);
@@ -317,7 +317,7 @@ static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
                                const dtrain__turns *turns)
 {
-    const bool low = layout->desc->param_dtype != DTRAIN_F32;
+    const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
     if (!bucket->sharded) return;
     if (!layout->slots) {
         bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
@@ -343,7 +343,7 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
                               const dtrain__turns *turns)
 {
-    const bool low = layout->desc->reduce_dtype != DTRAIN_F32;
+    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
     const bool work = layout->work && bucket->sharded;
     if (!bucket->trainable) return;
     if (work && bucket->unit != DTRAIN__NONE) {

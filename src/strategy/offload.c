@@ -89,7 +89,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, u
     dtrain__bucket *bucket = offload->landed[i];
     if (!bucket) return DTRAIN_OK;
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
-                           bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     offload->landed[i] = NULL;
     DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
     return offload->cpu->ops->add(offload->cpu, &add);

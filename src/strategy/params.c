@@ -174,9 +174,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
     memset(&verdict, 0, sizeof verdict);
     verdict.code = (int32_t)mine;
     snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
-    DTRAIN__TRY(dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_I32, DTRAIN_MIN, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     if (first == INT32_MAX) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_I32, (int)first, NULL));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
     if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
                        dtrain_comm_world_rank(comm, (int)first), verdict.text);
@@ -189,7 +191,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t valu
     int64_t pair[2] = {(int64_t)value, (int64_t)~value};
     *common = true;
     if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_I64, DTRAIN_MAX, NULL));
+    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     *common = pair[0] == ~pair[1];
     return DTRAIN_OK;
 }
@@ -202,7 +204,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value
     const int size = dtrain_comm_size(comm);
     const int64_t mine = (int64_t)value;
     int most = 0;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
     *usual = *odd = 0;
     for (int i = 0; i < size; i++) {
         int same = 0;
@@ -262,8 +264,9 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
     DTRAIN__TRY(
         dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
     DTRAIN__TRY(
-        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, usual, NULL));
-    DTRAIN__TRY(dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_I32, odd, NULL));
+        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, usual, NULL));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, odd, NULL));
     if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
@@ -289,7 +292,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
     }
     DTRAIN__TRY(dtrain__is_common(comm, all, &common));
     if (common) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_I64, DTRAIN_MAX, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     for (size_t line = 0; line < (size_t)lines; line++) {
         DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(mine, line), &common));
         if (!common) return dtrain__registration_differs(comm, mine, line, gathered);

@@ -33,26 +33,26 @@ DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dty
 static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                     bool reduce, uint32_t dtype)
 {
-    const uint32_t kind = reduce ? DTRAIN_REDUCE_SCATTER : DTRAIN_ALL_GATHER;
+    const uint32_t kind = reduce ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_GATHER;
     uint64_t bytes = 0;
     if (layout->node_ranks > 1)
         return dtrain__wire(kind, bucket->shard_count, dtype, layout->hop_ranks) +
-               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_F32 : dtype,
+               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_DTYPE_F32 : dtype,
                             layout->node_ranks);
     if (!bucket->cuts) return dtrain__wire(kind, bucket->shard_count, dtype, layout->ranks);
     for (int r = 0; r < layout->ranks; r++)
-        bytes += dtrain__wire(reduce ? DTRAIN_REDUCE : DTRAIN_BROADCAST,
+        bytes += dtrain__wire(reduce ? DTRAIN_COLLECTIVE_REDUCE : DTRAIN_COLLECTIVE_BROADCAST,
                               bucket->cuts[r + 1] - bucket->cuts[r], dtype, layout->ranks);
     return bytes;
 }
 
 static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
 {
-    uint64_t bytes =
-        2 * dtrain__wire(DTRAIN_ALL_GATHER, bucket->hop_count, DTRAIN_F32, layout->node_ranks);
+    uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
+                                      DTRAIN_DTYPE_F32, layout->node_ranks);
     if (layout->compresses) return bytes + dtrain__compressed_wire(layout, bucket);
-    return bytes + dtrain__wire(DTRAIN_ALL_REDUCE, bucket->hop_count, layout->desc->reduce_dtype,
-                                layout->hop_ranks);
+    return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                layout->desc->reduce_dtype, layout->hop_ranks);
 }
 
 /* Is a unit still in its slot when backward comes to it? */
@@ -80,8 +80,9 @@ static uint64_t dtrain__step_bytes(const dtrain__layout *layout, int ranks)
             continue;
         }
         if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
-        if (bucket->trainable && layout->traits->kind == DTRAIN_HYBRID_SHARD)
-            bytes += dtrain__wire(DTRAIN_ALL_REDUCE, bucket->shard_count, grads, replicas);
+        if (bucket->trainable && layout->traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+            bytes +=
+                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads, replicas);
         const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
         bytes += gather;
         if (layout->slots && !dtrain__stays(layout, bucket->unit)) bytes += gather;
@@ -161,9 +162,10 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     desc.kind = kind;
     const dtrain__traits *traits = dtrain__traits_of(kind);
-    const int shard_ranks = !traits->state                                  ? 1
-                            : kind == DTRAIN_HYBRID_SHARD && desc.node_size ? (int)desc.node_size
-                                                                            : ranks;
+    const int shard_ranks = !traits->state ? 1
+                            : kind == DTRAIN_STRATEGY_HYBRID_SHARD && desc.node_size
+                                ? (int)desc.node_size
+                                : ranks;
     dtrain__resolve_accumulation(&desc, traits);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
@@ -263,7 +265,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
     DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
     *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
             (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
-    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_I64, DTRAIN_MIN, NULL);
+    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
 }
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
@@ -281,8 +283,9 @@ static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_
         dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)((int64_t)least - left)));
 }
 
-static const uint32_t dtrain__auto_order[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
-                                              DTRAIN_HYBRID_SHARD, DTRAIN_FULL_SHARD};
+static const uint32_t dtrain__auto_order[] = {
+    DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+    DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 enum { DTRAIN__AUTO_KINDS = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
 /* Makes desc that of AUTO's i-th candidate; false: these ranks or the rest of desc exclude it. */
@@ -291,12 +294,13 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
 {
     const uint32_t kind = dtrain__auto_order[i];
     const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
-    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_FULL_SHARD
-                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_SHARD_GRAD_OP
-                                                                  : DTRAIN_DDP;
-    if (ranks == 1 ? kind != alone : kind == DTRAIN_DDP) return false;
-    if (kind == DTRAIN_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks)) return false;
-    if (kind == DTRAIN_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
+    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
+                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
+                                                                  : DTRAIN_STRATEGY_DDP;
+    if (ranks == 1 ? kind != alone : kind == DTRAIN_STRATEGY_DDP) return false;
+    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks))
+        return false;
+    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
     desc->kind = kind;
     return dtrain__check_combination(desc, dtrain__traits_of(kind)) == DTRAIN_OK;
 }
@@ -322,7 +326,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
         dtrain_strategy_desc desc = *given;
         dtrain_memory memory;
         if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
-        if (desc.kind == DTRAIN_HYBRID_SHARD && !desc.node_size)
+        if (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD && !desc.node_size)
             desc.node_size = (uint32_t)dtrain_world_local_size(world);
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
         if (memory.total < *bytes) *bytes = memory.total;

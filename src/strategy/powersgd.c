@@ -37,7 +37,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_
     args.lda = lda;
     args.ldb = ldb;
     args.ldc = ldc;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_F32;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
@@ -54,13 +54,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
     dtrain__sparse *sparse = bucket->sparse;
     const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
-                               sparse->q_seed,  sparse->q, false,         DTRAIN_F32};
+                               sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
     if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &layout->portions[i];
         float *m = dtrain__matrix(bucket, portion);
-        dtrain_add_args add = {portion->count, bucket->grads + portion->first, m, m, DTRAIN_F32,
-                               DTRAIN_F32};
+        dtrain_add_args add = {
+            portion->count,  bucket->grads + portion->first, m, m, DTRAIN_DTYPE_F32,
+            DTRAIN_DTYPE_F32};
         if (portion->dense) continue;
         if (sparse->residual) DTRAIN__TRY(strategy->device->ops->add(strategy->device, &add));
         DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
@@ -97,7 +98,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
     }
     if (sparse->q_count == 0) return DTRAIN_OK;
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
-                             (size_t)sparse->q_count, DTRAIN_F32, DTRAIN_MEAN,
+                             (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
                              dtrain__reduce_works(strategy, bucket));
 }
 
@@ -108,7 +109,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);
-        dtrain_axpby_args rest = {portion->count, true, -1, 1, grad, m, false, DTRAIN_F32};
+        dtrain_axpby_args rest = {portion->count, true, -1, 1, grad, m, false, DTRAIN_DTYPE_F32};
         if (portion->dense) continue;
         DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, portion->rows, portion->columns,
                                     rank, portion->p, rank, portion->q, rank, grad,

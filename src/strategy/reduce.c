@@ -66,7 +66,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
-    return strategy->desc.reduce_dtype != DTRAIN_F32;
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
 /* x (count elements of the bucket, from `first` on) as it travels: itself, or rounded. */
@@ -77,7 +77,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain_
     *wire = (void *)(uintptr_t)x;
     if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
     *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_F32, *wire, strategy->desc.reduce_dtype);
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -85,7 +86,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrai
 {
     if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
     return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_F32);
+                           x, DTRAIN_DTYPE_F32);
 }
 
 DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strategy,
@@ -99,18 +100,18 @@ DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strate
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy)
 {
     const bool levels = dtrain__has_replicas(strategy) || strategy->layout.node_ranks > 1;
-    return levels && strategy->desc.reduce_dtype != DTRAIN_F16;
+    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
 }
 
 DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy)
 {
-    return dtrain__sums_first(strategy) ? DTRAIN_SUM : DTRAIN_MEAN;
+    return dtrain__sums_first(strategy) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, float *x, int64_t count)
 {
     const float factor = 1.0f / (float)strategy->layout.all;
-    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_F32};
+    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
     if (count == 0 || !dtrain__sums_first(strategy)) return DTRAIN_OK;
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
@@ -129,7 +130,7 @@ static dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy, dtrain_
     void *wire;
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads, 0, bucket->count, &wire));
     return dtrain_all_reduce(strategy->comm, wire, wire, (size_t)bucket->count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype, DTRAIN_MEAN,
+                             (dtrain_dtype)strategy->desc.reduce_dtype, DTRAIN_REDUCE_MEAN,
                              dtrain__reduce_works(strategy, bucket));
 }
 
@@ -173,7 +174,7 @@ static dtrain_result dtrain__accumulate_shard(dtrain_strategy *strategy, dtrain_
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                           bucket->grad_shard,  DTRAIN_F32,         DTRAIN_F32};
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
     if (strategy->layout.host_grads)
         return dtrain__shard_to_host(strategy, bucket, result, strategy->accumulated);
@@ -258,7 +259,7 @@ static const dtrain__step dtrain__by_shard_replicas = {dtrain__shard_replicas_be
 /* How buckets travel in the step that begins. */
 DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
 {
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATE_SHARD_EVERY;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
     memset(strategy->ways, 0, sizeof strategy->ways);
     for (int sharded = 0; sharded < 2; sharded++) {
         const dtrain__step **way = strategy->ways[sharded];

@@ -14,7 +14,7 @@ DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
 {
     dtrain_strategy_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_DDP;
+    desc.kind = DTRAIN_STRATEGY_DDP;
     desc.reshard_after_forward = true;
     desc.optimizer_states = 2;
     desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
@@ -29,17 +29,17 @@ DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
-    return dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
+    return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
 /* Fields that stand by themselves. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->missing_gradient > DTRAIN_MISSING_ERROR)
+    if (desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_missing_gradient", call,
                            (unsigned)desc->missing_gradient);
-    if (desc->accumulation > DTRAIN_ACCUMULATE_SHARD_EVERY)
+    if (desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_accumulation", call,
                            (unsigned)desc->accumulation);
     if (!dtrain__is_float_dtype(desc->param_dtype) || !dtrain__is_float_dtype(desc->reduce_dtype))
@@ -58,8 +58,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *d
                            call, (unsigned)desc->offload);
     if (desc->kind > DTRAIN_STRATEGY_AUTO)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: %u is not a dtrain_strategy_kind; DTRAIN_DDP is %u", call,
-                           (unsigned)desc->kind, (unsigned)DTRAIN_DDP);
+                           "%s: %u is not a dtrain_strategy_kind; DTRAIN_STRATEGY_DDP is %u", call,
+                           (unsigned)desc->kind, (unsigned)DTRAIN_STRATEGY_DDP);
     return dtrain__check_compression(desc);
 }
 
@@ -68,10 +68,10 @@ DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
                                                   const dtrain__traits *traits)
 {
     if (desc->accumulation) return;
-    if (!traits->grads) desc->accumulation = DTRAIN_ACCUMULATE_LAST;
-    else if (traits->kind == DTRAIN_HYBRID_SHARD)
-        desc->accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
-    else desc->accumulation = DTRAIN_ACCUMULATE_EVERY;
+    if (!traits->grads) desc->accumulation = DTRAIN_ACCUMULATION_LAST;
+    else if (traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+        desc->accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
+    else desc->accumulation = DTRAIN_ACCUMULATION_EVERY;
 }
 
 /* What is in host memory is updated there, whatever the kind. */
@@ -96,19 +96,20 @@ static dtrain_result dtrain__check_offload(const dtrain_strategy_desc *desc,
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
             "%s: DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
-            "DTRAIN_FULL_SHARD, DTRAIN_ZERO3 or DTRAIN_HYBRID_SHARD",
+            "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD",
             call, traits->name);
     if (!(desc->offload & DTRAIN_OFFLOAD_GRADS)) return DTRAIN_OK;
     if (!traits->grads)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-                           "DTRAIN_SHARD_GRAD_OP or a kind below it",
+                           "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it",
                            call, traits->name);
-    if (desc->accumulation == DTRAIN_ACCUMULATE_LAST)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATE_LAST keeps whole gradients "
-                           "on the device; use DTRAIN_ACCUMULATE_EVERY",
-                           call);
+    if (desc->accumulation == DTRAIN_ACCUMULATION_LAST)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients "
+            "on the device; use DTRAIN_ACCUMULATION_EVERY",
+            call);
     return DTRAIN_OK;
 }
 
@@ -117,18 +118,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
                                                         const dtrain__traits *traits)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->accumulation == DTRAIN_ACCUMULATE_EVERY && traits->state && !traits->grads)
+    if (desc->accumulation == DTRAIN_ACCUMULATION_EVERY && traits->state && !traits->grads)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: %s keeps whole gradients, so reducing them in every micro-batch "
-                           "would cost time and save no memory; use DTRAIN_ACCUMULATE_LAST, or "
-                           "DTRAIN_SHARD_GRAD_OP",
+                           "would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
+                           "DTRAIN_STRATEGY_SHARD_GRAD_OP",
                            call, traits->name);
-    if (desc->accumulation == DTRAIN_ACCUMULATE_SHARD_EVERY && traits->kind != DTRAIN_HYBRID_SHARD)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: DTRAIN_ACCUMULATE_SHARD_EVERY needs two levels of ranks, which %s "
-                           "does not have; use DTRAIN_HYBRID_SHARD",
-                           call, traits->name);
-    if (desc->param_dtype != DTRAIN_F32 && !traits->params)
+    if (desc->accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY &&
+        traits->kind != DTRAIN_STRATEGY_HYBRID_SHARD)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: DTRAIN_ACCUMULATION_SHARD_EVERY needs two levels of ranks, which %s "
+            "does not have; use DTRAIN_STRATEGY_HYBRID_SHARD",
+            call, traits->name);
+    if (desc->param_dtype != DTRAIN_DTYPE_F32 && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: param_dtype %s: %s keeps parameters whole, in fp32; autocast of "
                            "the tape rounds them where they are used",
@@ -136,26 +139,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
     if (desc->compression && traits->state)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: compression: %s reduces gradients to shards, and what one rank "
-                           "selects of them is not what another needs; use DTRAIN_DDP, or "
+                           "selects of them is not what another needs; use DTRAIN_STRATEGY_DDP, or "
                            "reduce_dtype",
                            call, traits->name);
-    if (desc->compression && desc->accumulation == DTRAIN_ACCUMULATE_EVERY)
+    if (desc->compression && desc->accumulation == DTRAIN_ACCUMULATION_EVERY)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: compression sends what micro-batches have added up; with "
-                           "DTRAIN_ACCUMULATE_EVERY it would send the same again and again; use "
-                           "DTRAIN_ACCUMULATE_LAST",
+                           "DTRAIN_ACCUMULATION_EVERY it would send the same again and again; use "
+                           "DTRAIN_ACCUMULATION_LAST",
                            call);
-    if (desc->hierarchical && (traits->owners || traits->kind == DTRAIN_HYBRID_SHARD))
+    if (desc->hierarchical && (traits->owners || traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: hierarchical: %s", call,
-                           traits->owners ? "DTRAIN_ZERO3 sends whole tensors to their owners, "
-                                            "wherever they are; use DTRAIN_FULL_SHARD"
-                                          : "DTRAIN_HYBRID_SHARD goes node by node by itself; "
-                                            "leave it out");
-    if (desc->node_size && traits->kind != DTRAIN_HYBRID_SHARD && !desc->hierarchical)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: node_size is %u, which means something to DTRAIN_HYBRID_SHARD and "
-                           "to hierarchical only, not to %s",
-                           call, desc->node_size, traits->name);
+                           traits->owners
+                               ? "DTRAIN_STRATEGY_ZERO3 sends whole tensors to their owners, "
+                                 "wherever they are; use DTRAIN_STRATEGY_FULL_SHARD"
+                               : "DTRAIN_STRATEGY_HYBRID_SHARD goes node by node by itself; "
+                                 "leave it out");
+    if (desc->node_size && traits->kind != DTRAIN_STRATEGY_HYBRID_SHARD && !desc->hierarchical)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "%s: node_size is %u, which means something to DTRAIN_STRATEGY_HYBRID_SHARD and "
+            "to hierarchical only, not to %s",
+            call, desc->node_size, traits->name);
     if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: reshard_after_forward is false or units are to be kept, but %s "
@@ -171,9 +176,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
 /* Zeros become defaults. */
 DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
 {
-    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_DDP;
-    if (!desc->param_dtype) desc->param_dtype = DTRAIN_F32;
-    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_F32;
+    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_STRATEGY_DDP;
+    if (!desc->param_dtype) desc->param_dtype = DTRAIN_DTYPE_F32;
+    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_DTYPE_F32;
     if (!desc->powersgd_rank) desc->powersgd_rank = 1;
     if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
     if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;

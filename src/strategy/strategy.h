@@ -44,31 +44,31 @@
 typedef struct dtrain_strategy dtrain_strategy;
 
 typedef enum dtrain_strategy_kind {
-    DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_DDP */
-    DTRAIN_DDP = 1,
-    DTRAIN_ZERO1 = 2,
-    DTRAIN_SHARD_GRAD_OP = 3,
-    DTRAIN_FULL_SHARD = 4,
-    DTRAIN_ZERO3 = 5,
-    DTRAIN_HYBRID_SHARD = 6,
-    DTRAIN_STRATEGY_AUTO = 7, /* the least communication that fits; see strategy/memory.h */
-    DTRAIN_NO_SHARD = DTRAIN_DDP
+    DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_STRATEGY_DDP */
+    DTRAIN_STRATEGY_DDP = 1,
+    DTRAIN_STRATEGY_ZERO1 = 2,
+    DTRAIN_STRATEGY_SHARD_GRAD_OP = 3,
+    DTRAIN_STRATEGY_FULL_SHARD = 4,
+    DTRAIN_STRATEGY_ZERO3 = 5,
+    DTRAIN_STRATEGY_HYBRID_SHARD = 6,
+    DTRAIN_STRATEGY_AUTO = 7 /* the least communication that fits; see strategy/memory.h */
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    DTRAIN_MISSING_ZERO = 0, /* counts as zero; named in one warning */
-    DTRAIN_MISSING_ERROR = 1 /* finish fails and names it */
+    DTRAIN_MISSING_GRADIENT_ZERO = 0, /* counts as zero; named in one warning */
+    DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
 } dtrain_missing_gradient;
 
 /* When gradients are reduced in a step of several micro-batches. */
 typedef enum dtrain_accumulation {
-    DTRAIN_ACCUMULATE_DEFAULT = 0,    /* LAST where gradients are whole anyway (DDP, ZERO1), else
+    DTRAIN_ACCUMULATION_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
                                       EVERY; HYBRID_SHARD: SHARD_EVERY */
-    DTRAIN_ACCUMULATE_LAST = 1,       /* in the last backward only: least communication; every rank
+    DTRAIN_ACCUMULATION_LAST = 1,    /* in the last backward only: least communication; every rank
                                       holds whole gradients */
-    DTRAIN_ACCUMULATE_EVERY = 2,      /* in every backward: sharded gradients stay sharded. Not for
+    DTRAIN_ACCUMULATION_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
                                       ZERO1, which would pay for it and gain nothing */
-    DTRAIN_ACCUMULATE_SHARD_EVERY = 3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
+    DTRAIN_ACCUMULATION_SHARD_EVERY =
+        3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
                                          in the last */
 } dtrain_accumulation;
 
@@ -80,7 +80,7 @@ typedef enum dtrain_accumulation {
  *                 optimizer is created; the update runs on the CPU, while gradients come and new
  *                 values go back
  *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
- *                 kind that shards gradients, not under DTRAIN_ACCUMULATE_LAST
+ *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
  *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
  *                 Needs OPTIMIZER and a kind that shards parameters
  *
@@ -110,7 +110,7 @@ typedef struct dtrain_strategy_desc {
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                  activations (dtrain_plan_activations), the process itself */
+                                  activations (dtrain_trainer_plan_activations), the process itself */
     uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
@@ -162,7 +162,7 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 /* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
  * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
- * DTRAIN_MISSING_ERROR costs one small all-reduce, so that all ranks fail together; the next step
+ * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the next step
  * may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
@@ -189,7 +189,7 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
     dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
-    const char *name;          /* "DTRAIN_FULL_SHARD" */
+    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */

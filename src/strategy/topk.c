@@ -62,9 +62,9 @@ static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t coun
 {
     const uint32_t dtype = strategy->desc.reduce_dtype;
     if (!picks->low) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, DTRAIN_F32, picks->low, dtype));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, DTRAIN_DTYPE_F32, picks->low, dtype));
     if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, DTRAIN_F32));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, DTRAIN_DTYPE_F32));
     return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
@@ -127,7 +127,8 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     bucket->grads + portion->first));
     }
     return dtrain_all_reduce(dtrain__hop_comm(strategy), hop, hop, (size_t)bucket->hop_count,
-                             DTRAIN_F32, DTRAIN_SUM, dtrain__reduce_works(strategy, bucket));
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                             dtrain__reduce_works(strategy, bucket));
 }
 
 /* ---- Top-k: exchanging ------------------------------------------------------------------------*/
@@ -158,7 +159,8 @@ static dtrain_result dtrain__add_block(dtrain_strategy *strategy, dtrain__bucket
         const dtrain__picks picks = dtrain__picks_at(strategy, sparse, portion, words);
         if (picks.low)
             DTRAIN__TRY(dtrain__convert(strategy, portion->quota, picks.low,
-                                        strategy->desc.reduce_dtype, picks.values, DTRAIN_F32));
+                                        strategy->desc.reduce_dtype, picks.values,
+                                        DTRAIN_DTYPE_F32));
         DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(portion, r), portion->quota,
                                     scale, &picks,
                                     bucket->grads + portion->first + r * portion->region));
@@ -195,7 +197,7 @@ static dtrain_result dtrain__gather_blocks(dtrain_strategy *strategy, dtrain__bu
     const size_t words = (size_t)dtrain__block_words(&strategy->layout, bucket->sparse->selected);
     if (words == 0) return DTRAIN_OK;
     return dtrain_all_gather(comm, blocks + (size_t)strategy->layout.hop_rank * words, blocks,
-                             words, DTRAIN_I32, dtrain__reduce_works(strategy, bucket));
+                             words, DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy,
@@ -236,7 +238,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strate
         DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
     if (words == 0) return DTRAIN_OK;
     return dtrain_all_to_all(dtrain__hop_comm(strategy), sparse->out, sparse->in, (size_t)words,
-                             DTRAIN_I32, dtrain__reduce_works(strategy, bucket));
+                             DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
 }
 
 /* ... who adds them up, in rank order, where its region of the gradients was ... */

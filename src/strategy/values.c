@@ -63,7 +63,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
     for (size_t i = 0; i < count; i++) {
         const dtrain_param *p = &params[i];
         if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
-        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_F32, 0, NULL));
+        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
     }
     return DTRAIN_OK;
 }

@@ -34,7 +34,7 @@ DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bo
     if (nodes) *way++ = &dtrain__by_node_scatter;
     if (sharded) *way++ = &dtrain__by_across_scatter;
     else if (!compresses) *way++ = &dtrain__by_across;
-    else if (desc->compression == DTRAIN_POWERSGD) {
+    else if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
         *way++ = &dtrain__by_p;
         *way++ = &dtrain__by_q;
     } else if (dtrain__is_balanced(desc)) {

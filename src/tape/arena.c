@@ -175,5 +175,6 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
 {
-    return x->dtype == DTRAIN_F32 || x->dtype == DTRAIN_BF16 || x->dtype == DTRAIN_F16;
+    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
+           x->dtype == DTRAIN_DTYPE_F16;
 }

@@ -33,11 +33,12 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     DTRAIN__TRY(dtrain__check_intact(tensor, call));
     DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
                                         dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
-    if (tensor->dtype == DTRAIN_F32) return DTRAIN_OK;
+    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
         uint16_t bits;
         memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] = tensor->dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+        host[i] =
+            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
     return DTRAIN_OK;
 }
@@ -122,7 +123,7 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
     dtrain__mark_reached(tape, loss);
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_F32};
+    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
     DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
     for (dtrain_node *node = tape->last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));

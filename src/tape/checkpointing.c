@@ -204,9 +204,9 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
     tape->seed = seed;
     tape->dropout_count = 0;
     tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_BF16
-                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_F16
-                                           : DTRAIN_F32;
+    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
+                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
+                                           : DTRAIN_DTYPE_F32;
     tape->casts = NULL;
     dtrain_result result = dtrain__flags_check(flags);
     return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
@@ -228,10 +228,10 @@ static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, cons
                                          const void *host, bool requires_grad)
 {
     const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_F32 && dtype != DTRAIN_I32)
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
                            dtrain_dtype_name(dtype));
-    if (dtype == DTRAIN_I32 && requires_grad)
+    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
     if (!shape || !host)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
@@ -276,7 +276,8 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x
     }
     if (!feed->filled) memcpy(item->pinned, *host, bytes);
     item->host = *host;
-    if (item->dtype == DTRAIN_I32) item->valid_count = dtrain__count_valid(item->pinned, x->count);
+    if (item->dtype == DTRAIN_DTYPE_I32)
+        item->valid_count = dtrain__count_valid(item->pinned, x->count);
     *host = item->pinned;
     feed->next++;
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
@@ -300,7 +301,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
         result =
             tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_I32 && result == DTRAIN_OK)
+    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
         ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }

@@ -28,13 +28,13 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     dtrain_node *node =
         dtrain__op(tape, "dtrain_add", DTRAIN_CHECKPOINT_ELEMENTWISE, dtrain__add_backward, x, y);
     dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
     if (x->count != y->count || dtrain__last_axis(x) != dtrain__last_axis(y))
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
                                  dtrain__shape_text(x->ndim, x->shape, &left),
                                  dtrain__shape_text(y->ndim, y->shape, &right));
-    const dtrain_tensor *wide = y->dtype == DTRAIN_F32 ? y : x, *other = wide == y ? x : y;
+    const dtrain_tensor *wide = y->dtype == DTRAIN_DTYPE_F32 ? y : x, *other = wide == y ? x : y;
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), wide->dtype);
     if (!out) return NULL;
     dtrain_add_args args = {x->count, wide->data,          other->data,
@@ -53,8 +53,8 @@ DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor 
     dtrain_node *node =
         dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__add_backward, x, residual);
     dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
     if (!sum) return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", name);
     if (x->count != residual->count || dtrain__last_axis(x) != dtrain__last_axis(residual))
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", name,
@@ -84,7 +84,7 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_scale", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__scale_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     node->factor = factor;
     void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
     if (!out) return NULL;
@@ -102,8 +102,8 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_cast", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__cast_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (dtype != DTRAIN_F32 && dtype != DTRAIN_BF16 && dtype != DTRAIN_F16)
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
                                  "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
                                  dtrain_dtype_name(dtype));
@@ -130,7 +130,7 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_dropout", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__dropout_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
                                  "dtrain_dropout: probability is %g, not in [0, 1)",
@@ -160,7 +160,7 @@ static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node
     const int64_t shape[1] = {1};
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 1, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 1, shape);
     if (!node->out) return NULL;
     args.count = count;
     args.scale = (double)node->factor;
@@ -178,13 +178,14 @@ static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
     const dtrain_device_ops *ops = tape->device->ops;
     dtrain_axpby_args args = {x->count,        false,   node->factor, 1,
                               node->out->grad, x->grad, true,         dtrain__dtype(x)};
-    if (x->dtype != DTRAIN_F32) {
+    if (x->dtype != DTRAIN_DTYPE_F32) {
         float *scaled = dtrain__take_floats(tape, NULL, 1);
-        dtrain_axpby_args one = {1, false, node->factor, 0, args.x, scaled, false, DTRAIN_F32};
+        dtrain_axpby_args one = {1,      false,  node->factor, 0,
+                                 args.x, scaled, false,        DTRAIN_DTYPE_F32};
         if (!scaled) return tape->error;
         DTRAIN__TRY(ops->axpby(tape->device, &one));
         args.a = 1;
-        args.x = dtrain__cast_to(tape, scaled, DTRAIN_F32, args.dtype, 1);
+        args.x = dtrain__cast_to(tape, scaled, DTRAIN_DTYPE_F32, args.dtype, 1);
         DTRAIN__TRY(tape->error);
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
@@ -195,7 +196,7 @@ static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
 static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
 {
     dtrain_node *node = dtrain__op(tape, name, 0, dtrain__sum_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     node->factor = mean ? 1.0f / (float)x->count : 1.0f;
     return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
 }
@@ -248,8 +249,8 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     dtrain_node *node = dtrain__op(tape, "dtrain_cross_entropy", 0, dtrain__cross_entropy_backward,
                                    logits, targets);
     dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_I32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
+    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_I32)) return NULL;
     const int64_t n = dtrain__last_axis(logits), rows = logits->count / n;
     if (targets->count != rows)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
@@ -272,5 +273,5 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
     dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
-    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_F32, rows);
+    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_DTYPE_F32, rows);
 }

@@ -28,8 +28,8 @@ static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_te
 {
     dtrain_node *inner = x->producer;
     const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
-                      inner->forward.linear.activation == DTRAIN_ACT_GELU && x->pending_uses == 1 &&
-                      !x->grad_written;
+                      inner->forward.linear.activation == DTRAIN_ACTIVATION_GELU &&
+                      x->pending_uses == 1 && !x->grad_written;
     return fits ? inner : NULL;
 }
 
@@ -64,7 +64,7 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
     const dtrain_gemm_args *forward = &node->forward.linear;
     const dtrain_device_ops *ops = tape->device->ops;
     dtrain_tensor *y = node->out;
-    const bool activated = forward->activation != DTRAIN_ACT_NONE && !node->grad_is_inner;
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !node->grad_is_inner;
     bool add_weight, add_bias = false;
     float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight), *d_bias = NULL;
     dtrain_gemm_args gemm;
@@ -76,7 +76,7 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
         /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
         const void *z = forward->aux ? forward->aux : forward->c;
         dtrain_activation_backward_args args = {activated ? forward->activation
-                                                          : (uint32_t)DTRAIN_ACT_NONE,
+                                                          : (uint32_t)DTRAIN_ACTIVATION_NONE,
                                                 add_bias,
                                                 forward->m,
                                                 forward->n,
@@ -98,7 +98,7 @@ static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *nod
         gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
         gemm.b = forward->a, gemm.ldb = forward->k;
         gemm.c = d_weight, gemm.ldc = forward->k;
-        gemm.c_dtype = DTRAIN_F32;
+        gemm.c_dtype = DTRAIN_DTYPE_F32;
         gemm.beta = add_weight ? 1.0f : 0.0f;
         gemm.bias_grad = d_bias;
         gemm.accumulate_bias_grad = add_bias;
@@ -112,12 +112,12 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_linear", DTRAIN_CHECKPOINT_LINEAR,
                                    dtrain__linear_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     const int64_t in = dtrain__last_axis(x), rows = x->count / in;
     if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
     const int64_t out = dtrain__param_rows(weight);
     if (bias && !dtrain__check_param(tape, node, 1, bias, out, 0)) return NULL;
-    if ((uint32_t)activation > DTRAIN_ACT_GELU)
+    if ((uint32_t)activation > DTRAIN_ACTIVATION_GELU)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
                                  "dtrain_linear: unknown activation %d", (int)activation);
 
@@ -131,10 +131,10 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
     args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
     args->bias = dtrain__param_value(bias);
-    if (activation == DTRAIN_ACT_GELU && node->needs_grad)
+    if (activation == DTRAIN_ACTIVATION_GELU && node->needs_grad)
         args->aux = dtrain__take_data(tape, node, rows * out, tape->cast);
     node->reads_input = true;
-    node->reads_output = activation == DTRAIN_ACT_RELU;
+    node->reads_output = activation == DTRAIN_ACTIVATION_RELU;
     if (args->aux) node->reads_rest = true;
     if (tape->error != DTRAIN_OK) return NULL;
     return dtrain__record(tape, node,
@@ -196,7 +196,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *
 {
     dtrain_node *node =
         dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__layernorm_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     const int64_t n = dtrain__last_axis(x), rows = x->count / n;
     if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
     if (bias && !dtrain__check_param(tape, node, 1, bias, n, 0)) return NULL;
@@ -246,7 +246,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *
     }
     dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
                                            forward->vocab, forward->tokens,   node->out->grad,
-                                           grad[0],        grad[1],           DTRAIN_F32};
+                                           grad[0],        grad[1],           DTRAIN_DTYPE_F32};
     return ops->embedding_backward(tape->device, &args);
 }
 
@@ -255,7 +255,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 {
     dtrain_node *node = dtrain__op(tape, "dtrain_embedding", DTRAIN_CHECKPOINT_ELEMENTWISE,
                                    dtrain__embedding_backward, tokens, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_I32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_I32)) return NULL;
     if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
     int64_t token_shape[4];
     dtrain__param_shape(token, token_shape);
@@ -269,7 +269,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                  (long long)dtrain__param_rows(position), (long long)sequence);
 
     const int64_t shape[2] = {rows, n};
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_F32, 2, shape);
+    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 2, shape);
     if (!node->out) return NULL;
     dtrain_embedding_args *args = &node->forward.embedding;
     args->rows = rows;
@@ -280,7 +280,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     args->wte = dtrain__param_value(token);
     args->wpe = dtrain__param_value(position);
     args->y = node->out->data;
-    args->dtype = DTRAIN_F32;
+    args->dtype = DTRAIN_DTYPE_F32;
     return dtrain__record(
         tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
 }
@@ -310,9 +310,9 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     dtrain_node *node = dtrain__op(tape, "dtrain_attention", DTRAIN_CHECKPOINT_ATTENTION,
                                    dtrain__attention_backward, qkv, NULL);
     dtrain__text text;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_F32)) return NULL;
+    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
     const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
-    if (flags & ~DTRAIN_CAUSAL)
+    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
         return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
                                  flags);
     if (sequence < 1 || rows % sequence || heads < 1 || width % 3 || n % heads)
@@ -327,7 +327,7 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args->sequence = sequence;
     args->heads = heads;
     args->n = n;
-    args->causal = (flags & DTRAIN_CAUSAL) != 0;
+    args->causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
     args->qkv = qkv->data;
     args->dtype = dtrain__dtype(qkv);
     args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);

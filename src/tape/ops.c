@@ -90,7 +90,7 @@ DTRAIN__PRIVATE bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, i
                                          dtrain_dtype dtype)
 {
     dtrain_tensor *x = node->in[i];
-    if (x && (dtype == DTRAIN_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
+    if (x && (dtype == DTRAIN_DTYPE_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
         if (x->needs_grad) node->needs_grad = true;
         return dtrain__tape_stick(tape, dtrain__tensor_keep(tape, x, node->name)) == DTRAIN_OK;
     }
@@ -206,7 +206,7 @@ DTRAIN__PRIVATE void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const
 DTRAIN__PRIVATE float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node,
                                            int64_t count)
 {
-    return (float *)dtrain__take_data(tape, node, count, DTRAIN_F32);
+    return (float *)dtrain__take_data(tape, node, count, DTRAIN_DTYPE_F32);
 }
 
 /* count values in another type, to stay until the next begin; themselves when they have it. NULL
@@ -241,7 +241,7 @@ DTRAIN__PRIVATE const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *n
 DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
 {
     const dtrain_param *storage = dtrain__param_storage(p);
-    if (tape->cast == DTRAIN_F32) return storage->value;
+    if (tape->cast == DTRAIN_DTYPE_F32) return storage->value;
     const void *low =
         tape->strategy ? dtrain__strategy_low(tape->strategy, storage, tape->cast) : NULL;
     if (low) return low;
@@ -250,7 +250,7 @@ DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param 
     dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
     if (!cast) return NULL;
     cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_F32, tape->cast, storage->count);
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, tape->cast, storage->count);
     cast->next = tape->casts;
     tape->casts = cast;
     return cast->low;

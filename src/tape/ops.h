@@ -27,14 +27,14 @@ DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
-#define DTRAIN_CAUSAL 1u
+#define DTRAIN_ATTENTION_CAUSAL 1u
 /* qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T / sqrt(n/heads)) v per head. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
 /* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
- * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_F32) in
+ * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32) in
  * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
 /* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */

@@ -67,16 +67,17 @@ static dtrain_result dtrain__plan_tape(dtrain_world *world, const dtrain_trainer
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
-                                                 const dtrain_trainer_desc *desc,
-                                                 dtrain_memory *memory)
+DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
+                                                         const dtrain_trainer_desc *desc,
+                                                         dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape_info tape;
     if (!world || !desc || !desc->loss || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_plan_activations: world, desc, its loss or memory is NULL");
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_trainer_plan_activations: world, desc, its loss or memory is NULL");
     memset(&plan, 0, sizeof plan);
     memset(memory, 0, sizeof *memory);
     plan.allocator = *dtrain_world_allocator(world);
@@ -90,17 +91,16 @@ DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory)
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory)
 {
     dtrain_strategy_info strategy;
     if (!trainer || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan_memory: trainer or memory is NULL");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: trainer or memory is NULL");
     if (!trainer->desc.next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_plan_memory: the loss fetches its own batches and "
+                           "dtrain_trainer_plan: the loss fetches its own batches and "
                            "cannot be run without spending one: give the trainer a next_batch");
-    DTRAIN__TRY(dtrain_plan_activations(trainer->world, &trainer->desc, memory));
+    DTRAIN__TRY(dtrain_trainer_plan_activations(trainer->world, &trainer->desc, memory));
     dtrain_strategy_query(trainer->desc.strategy, &strategy);
     memory->params = strategy.value_bytes;
     memory->grads = strategy.grad_bytes;
@@ -126,7 +126,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtr
 
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
-    const dtrain_auto_batch_desc *desc;
+    const dtrain_plan_batch_desc *desc;
     dtrain_strategy_desc strategy;
     dtrain_comm *comm;
     uint64_t fixed; /* bytes of strategy and optimizer */
@@ -140,7 +140,7 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
     dtrain_memory memory;
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
     DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain_plan_activations(plan->world, trainer, &memory));
+    DTRAIN__TRY(dtrain_trainer_plan_activations(plan->world, trainer, &memory));
     *bytes = memory.total;
     return DTRAIN_OK;
 }
@@ -177,7 +177,7 @@ static dtrain_result dtrain__batch_none(const dtrain__batch_plan *plan)
     uint64_t one;
     DTRAIN__TRY(dtrain__batch_needs(plan, 1, &one));
     return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "dtrain_auto_batch: not even one sample fits: %.1f MiB a rank for "
+                       "dtrain_trainer_plan_batch: not even one sample fits: %.1f MiB a rank for "
                        "parameters, gradients, optimizer and buffers and %.1f MiB of activations, "
                        "of %.1f MiB: %.1f MiB are missing. A strategy that shards more, more "
                        "ranks, activation checkpointing or, on a GPU, offload would help",
@@ -197,7 +197,7 @@ static dtrain_result dtrain__batch_hold(const dtrain__batch_plan *plan, uint32_t
     for (int i = 0; i < 2; i++) {
         if (bytes[i] > SIZE_MAX / 2)
             return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                               "dtrain_auto_batch: %llu bytes are more than "
+                               "dtrain_trainer_plan_batch: %llu bytes are more than "
                                "can be addressed",
                                (unsigned long long)bytes[i]);
         DTRAIN__TRY(device->ops->alloc(device, (size_t)bytes[i], &held[i]));
@@ -215,7 +215,7 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     const dtrain_result mine = dtrain__batch_hold(plan, batch, bytes, held);
     int32_t well = mine == DTRAIN_OK;
     const dtrain_result told =
-        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_I32, DTRAIN_MIN, NULL);
+        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
@@ -223,7 +223,7 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
-static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_auto_batch_desc *desc,
+static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_plan_batch_desc *desc,
                                          const uint32_t *batch)
 {
     const char *missing = !world                        ? "world is NULL"
@@ -236,11 +236,12 @@ static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_auto_
                           : desc->max_batch > INT32_MAX ? "max_batch is above 2^31 - 1"
                                                         : NULL;
     if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_auto_batch: %s", missing);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan_batch: %s", missing);
 }
 
-DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_auto_batch_desc *desc,
-                                           uint32_t *batch)
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch)
 {
     dtrain__batch_plan plan;
     uint32_t found = 0;
@@ -260,25 +261,28 @@ DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_aut
     if (mine == DTRAIN_OK && found == 0) mine = dtrain__batch_none(&plan);
     DTRAIN__TRY(dtrain__agree(plan.comm, mine));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_I32, DTRAIN_MIN, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
         DTRAIN__TRY(dtrain__batch_trial(&plan, (uint32_t)least, &good));
         if (good) break;
     }
     if (!good)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_auto_batch: %.1f MiB a rank should be there, but not every rank "
-                           "could allocate what one sample needs: set memory_limit to less, or end "
-                           "what else uses the device",
-                           dtrain__mib((uint64_t)plan.limit));
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not every rank "
+            "could allocate what one sample needs: set memory_limit to less, or end "
+            "what else uses the device",
+            dtrain__mib((uint64_t)plan.limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_accumulation_for(uint64_t global_batch, uint32_t batch, int ranks,
-                                                 uint32_t *micro_batch, uint32_t *accumulation)
+DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
+                                                    int ranks, uint32_t *micro_batch,
+                                                    uint32_t *accumulation)
 {
-    const char *const call = "dtrain_accumulation_for";
+    const char *const call = "dtrain_trainer_split_batch";
     if (!global_batch || !batch || ranks < 1 || !micro_batch || !accumulation)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "

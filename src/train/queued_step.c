@@ -77,7 +77,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
         for (size_t i = 0; i < feed->count; i++) {
             const dtrain__feed_item *item = &feed->items[i];
             memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_I32 &&
+            if (item->dtype == DTRAIN_DTYPE_I32 &&
                 item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
                 *same = false;
         }
@@ -152,10 +152,10 @@ static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float 
 /* After the verdict, and from the same numbers on every rank: all scales move alike. */
 static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    dtrain_scaler *scaler = &trainer->scaler;
+    dtrain_loss_scaler *scaler = &trainer->scaler;
     if (!trainer->scaling) return DTRAIN_OK;
     record->loss_scale = (double)scaler->scale;
-    DTRAIN__TRY(dtrain_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
+    DTRAIN__TRY(dtrain_loss_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
     record->skipped_steps = scaler->skipped_steps;
     return DTRAIN_OK;
 }

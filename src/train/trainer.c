@@ -107,8 +107,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
     else if (trainer->desc.strategy->desc.compression)
         missing = "no compression: its first steps are not like the later ones";
-    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_ERROR)
-        missing = "DTRAIN_MISSING_ZERO: the other setting asks all ranks in every step";
+    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
         missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
     if (!missing) return DTRAIN_OK;
@@ -168,7 +168,7 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 
 static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
 {
-    dtrain_scaler_desc *desc = &trainer->desc.loss_scaling;
+    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
     const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
                        desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
                        desc->minimum_scale != 0;
@@ -176,8 +176,8 @@ static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
     if (!trainer->scaling) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_scaler_defaults();
-    return dtrain_scaler_init(&trainer->scaler, desc);
+    if (!given) *desc = dtrain_loss_scaler_defaults();
+    return dtrain_loss_scaler_init(&trainer->scaler, desc);
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
@@ -237,8 +237,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, 
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
     memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT, DTRAIN_F32,
-                             NULL);
+    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+                             DTRAIN_DTYPE_F32, NULL);
 }
 
 DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
@@ -308,8 +308,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
     for (uint32_t micro = 0; micro < desc->accumulation; micro++)
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
     if (trainer->scaling)
-        DTRAIN__TRY(dtrain_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
-                                          &scale, &found_inf));
+        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
+                                               &scale, &found_inf));
     else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
     record->loss = loss_sum / desc->accumulation;

@@ -32,10 +32,11 @@ typedef struct dtrain_trainer_desc {
     float clip;            /* global gradient norm; 0 = off */
     uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    dtrain_scaler_desc loss_scaling; /* all zero: dtrain_scaler_defaults() with DTRAIN_TAPE_F16,
+    dtrain_loss_scaler_desc
+        loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
                                         otherwise off */
-    bool graph;    /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed; /* of dropout */
+    bool graph;       /* GPU: record the step once and replay it: no launch costs. See below */
+    uint64_t seed;    /* of dropout */
     dtrain_schedule schedule;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -77,7 +78,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
  * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
  * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
- * parameters and optimizer state stay, and the scale falls until dtrain_scaler_update gives up. An
+ * parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update gives up. An
  * optimizer of NULL in the desc makes a trainer that only evaluates. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
@@ -92,27 +93,27 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
  * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
  * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
  * autocast, parameters need their count or shape. Local. */
-DTRAIN_API dtrain_result dtrain_plan_activations(dtrain_world *world,
-                                                 const dtrain_trainer_desc *desc,
-                                                 dtrain_memory *memory);
+DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
+                                                         const dtrain_trainer_desc *desc,
+                                                         dtrain_memory *memory);
 
-/* Predicts a step's memory: what strategy and optimizer hold and dtrain_plan_activations;
+/* Predicts a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
  * workspace is what the process held before the model came. Local; needs a next_batch. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_memory(dtrain_trainer *trainer, dtrain_memory *memory);
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
 
-typedef struct dtrain_auto_batch_desc {
+typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
     /* From here on the loss builds micro-batches of so many samples, with buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
-    const dtrain_trainer_desc *trainer; /* as for dtrain_plan_activations */
+    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
     dtrain_param *params;
     size_t param_count;
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
-} dtrain_auto_batch_desc;
+} dtrain_plan_batch_desc;
 
 /* The largest micro-batch whose step fits, to be asked before anything of the model is allocated:
  *
- *     dtrain_strategy_plan + dtrain_plan_activations(batch) <= memory_limit - other_bytes
+ *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
  * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch.
@@ -120,11 +121,13 @@ typedef struct dtrain_auto_batch_desc {
  * one cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
  * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
  * missing. */
-DTRAIN_API dtrain_result dtrain_auto_batch(dtrain_world *world, const dtrain_auto_batch_desc *desc,
-                                           uint32_t *batch);
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch);
 
 /* The largest micro-batch of at most `batch` samples, and the accumulation, with which
  * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
  * an error that names the nearest. Local. */
-DTRAIN_API dtrain_result dtrain_accumulation_for(uint64_t global_batch, uint32_t batch, int ranks,
-                                                 uint32_t *micro_batch, uint32_t *accumulation);
+DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
+                                                    int ranks, uint32_t *micro_batch,
+                                                    uint32_t *accumulation);

@@ -30,7 +30,7 @@ struct dtrain_trainer {
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
     dtrain_tape *tape;
-    dtrain_scaler scaler; /* in use when scaling */
+    dtrain_loss_scaler scaler; /* in use when scaling */
     bool scaling;
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */

@@ -191,7 +191,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
                            bytes, all);
     bytes = dtrain__round_up(bytes ? bytes : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
-    if (device) DTRAIN__TRY(dtrain_device_reserve(device, bytes));
+    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
@@ -207,7 +207,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
-    if (device) dtrain_device_count(device, &device->comm_bytes, bytes);
+    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
     *out = dtrain__arena(world->control, world->rank) + at;
     return DTRAIN_OK;
 }

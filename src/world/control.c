@@ -188,9 +188,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, con
 *
  * The control page is the one place where ranks tell each other how they are. */
 
-DTRAIN_API void dtrain_world_report(dtrain_world *world, dtrain_result code, const char *text)
+DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text)
 {
-    if (!world || dtrain__world_check(world, "dtrain_world_report") != DTRAIN_OK) return;
+    if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     dtrain__record_report(world->control, world->rank, code, text ? dtrain__bare(text) : "");
     dtrain__link_news(world);
 }
@@ -208,10 +208,10 @@ static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
     return -1;
 }
 
-DTRAIN_API dtrain_result dtrain_world_look(dtrain_world *world)
+DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_look: world is NULL");
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_look"));
+    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_look(world);
     DTRAIN__TRY(dtrain__trouble(world));
     const int left = dtrain__who_left(world, 2000000000u);
@@ -227,7 +227,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    dtrain_world_report(world, code, text);
+    dtrain_world_abort(world, code, text);
     return dtrain_fail(code, "%s", text);
 }
 
@@ -254,26 +254,26 @@ static dtrain_result dtrain__await_post(dtrain_world *world, int rank, uint64_t 
         if (left)
             return dtrain__exchange_fail(
                 world, DTRAIN_ERROR_PEER,
-                "rank %d left (returned 0) while rank %d waits in dtrain_world_exchange", rank,
+                "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(world, turn,
-                                         "dtrain_world_exchange: rank %d waited %.1f s for rank %d",
-                                         world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__exchange_fail(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
+                world->rank, 1e-9 * (double)world->timeout_ns, rank);
     }
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                               void *all)
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    if (!world || bytes > DTRAIN_EXCHANGE_BYTES || (bytes && (!mine || !all)))
+    if (!world || bytes > DTRAIN_WORLD_ALL_GATHER_BYTES || (bytes && (!mine || !all)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_world_exchange: world or a buffer is NULL, or %zu bytes are "
+                           "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
                            "more than %d",
-                           bytes, DTRAIN_EXCHANGE_BYTES);
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_exchange"));
+                           bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
     const uint64_t sequence = ++world->exchange_count;
     const size_t half = sequence % 2;
@@ -287,7 +287,7 @@ DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *
         if (posts[i].bytes[half] != bytes)
             return dtrain__exchange_fail(
                 world, DTRAIN_ERROR_MISMATCH,
-                "dtrain_world_exchange: rank %d passes %llu bytes, rank %d passes %zu", i,
+                "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
                 (unsigned long long)posts[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, posts[i].data[half], bytes);
     }
@@ -295,10 +295,11 @@ DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *
         const dtrain_result turn = dtrain__exchange_turn(world, &wait);
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(world, turn,
-                                         "dtrain_world_exchange: rank %d could not tell the others "
-                                         "in %.1f s: a rank does not read",
-                                         world->rank, 1e-9 * (double)world->timeout_ns);
+            return dtrain__exchange_fail(
+                world, turn,
+                "dtrain_world_all_gather: rank %d could not tell the others "
+                "in %.1f s: a rank does not read",
+                world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;
 }

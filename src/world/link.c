@@ -16,7 +16,7 @@
  * is silent and serves to notice the death of a rank only: its connection closes, rank 0 sees it
  * and writes it into the page. Keepalive does the same for a host that is lost.
  *
- * No thread: sockets are looked at from inside waits and dtrain_world_look. Frames come from ranks
+ * No thread: sockets are looked at from inside waits and dtrain_world_poll. Frames come from ranks
  * that have proved to know the key (rendezvous.c); they are checked all the same, and a rank that
  * sends nonsense is cut off. */
 
@@ -127,7 +127,7 @@ DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__fra
     if (memcmp(end->in, &magic, seen) != 0) return -1;
     if (end->in_bytes < sizeof *frame) return 0;
     memcpy(frame, end->in, sizeof *frame);
-    if (frame->bytes > DTRAIN_EXCHANGE_BYTES) return -1;
+    if (frame->bytes > DTRAIN_WORLD_ALL_GATHER_BYTES) return -1;
     return end->in_bytes >= sizeof *frame + frame->bytes;
 }
 

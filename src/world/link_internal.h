@@ -28,7 +28,7 @@ typedef struct dtrain__frame {
     uint32_t unused;
 } dtrain__frame;
 
-#define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_EXCHANGE_BYTES)
+#define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
     int socket;          /* -1: closed */

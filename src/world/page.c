@@ -66,7 +66,7 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     memset(&own, 0, sizeof own);
     const uint64_t mine = own.host = dtrain__host_id();
     own.emulation = world->emulation;
-    DTRAIN__TRY(dtrain_world_exchange(world, &own, sizeof own, all));
+    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
         int first = 0;
         while (all[first].host != all[i].host) first++;
@@ -169,13 +169,13 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
-    dtrain_result told = dtrain_world_exchange(world, &offer, sizeof offer, offers);
+    dtrain_result told = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (told == DTRAIN_OK) {
         if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
         mine.good = result == DTRAIN_OK && offers[0].file >= 0;
         if (result != DTRAIN_OK)
             snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        told = dtrain_world_exchange(world, &mine, sizeof mine, answers);
+        told = dtrain_world_all_gather(world, &mine, sizeof mine, answers);
     }
     if (offer.file >= 0) close(offer.file);
     *good = told == DTRAIN_OK;

@@ -54,7 +54,7 @@ typedef enum dtrain_launch_mode {
  *
  * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
  * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
- * slowest transfer with all that is queued before it. dtrain_world_exchange and dtrain_launch cost
+ * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch cost
  * nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the same
  * desc. */
 typedef struct dtrain_emulation {
@@ -137,25 +137,25 @@ DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
 /* The deadline of every wait for other ranks. */
 DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
 
-#define DTRAIN_EXCHANGE_BYTES 4096
+#define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 
 /* all (size * bytes) = every rank's mine (bytes), in rank order. Collective and blocking, at most
  * until the deadline; every rank passes the same bytes, 0 being a barrier. For small things that
- * are told once (ids, addresses, verdicts): at most DTRAIN_EXCHANGE_BYTES a rank. Needs neither
+ * are told once (ids, addresses, verdicts): at most DTRAIN_WORLD_ALL_GATHER_BYTES a rank. Needs neither
  * communicator nor device. Another rank's failure is DTRAIN_ERROR_PEER; a failure of the exchange
- * itself is told to all ranks as by dtrain_world_report. */
-DTRAIN_API dtrain_result dtrain_world_exchange(dtrain_world *world, const void *mine, size_t bytes,
-                                               void *all);
+ * itself is told to all ranks as by dtrain_world_abort. */
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all);
 
 /* Tells all ranks that this one has failed in a way they cannot see (a device lost, a library's
  * error): their waits, and this rank's own, end with DTRAIN_ERROR_PEER and this text. The first
  * report of a run stands, later ones are dropped. Never blocks. */
-DTRAIN_API void dtrain_world_report(dtrain_world *world, dtrain_result code, const char *text);
+DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
 /* Looks, without blocking, whether a rank has died, left or reported a failure: DTRAIN_OK, or
  * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
  * counts as gone two seconds later: what it took part in may still be finishing here. */
-DTRAIN_API dtrain_result dtrain_world_look(dtrain_world *world);
+DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
 /* Sends one formatted line to the log. */
 #if defined(__GNUC__)

@@ -130,7 +130,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t bytes)
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
 {
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
     if (!device->limit_bytes ||
@@ -144,7 +144,7 @@ DTRAIN_API dtrain_result dtrain_device_reserve(dtrain_device *device, size_t byt
                        (unsigned long long)device->limit_bytes);
 }
 
-DTRAIN_API void dtrain_device_count(dtrain_device *device, size_t *counter, size_t bytes)
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
 {
     *counter += bytes;
     const size_t used = device->allocated_bytes + device->comm_bytes;
@@ -155,13 +155,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t by
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = NULL;
-    DTRAIN__TRY(dtrain_device_reserve(device, bytes));
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
     if (!*memory)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "no memory for %llu bytes on the CPU device, which holds %llu already",
                            (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
-    dtrain_device_count(device, &device->allocated_bytes, bytes);
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 

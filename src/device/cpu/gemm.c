@@ -83,7 +83,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
     const dtrain__rectangle partial =
         dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
-                             DTRAIN_F32, job->n_step, rows, cols);
+                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
@@ -105,7 +105,7 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    if (x->c_dtype != DTRAIN_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
         dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
         return;
     }
@@ -156,7 +156,8 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
     const dtrain__isa *isa = job->isa;
     int mr = isa->mr, nr = isa->nr;
     /* Two panels of A do not repay a copy of B that lies in the right order already. */
-    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_F32 && pass->i1 - pass->i0 <= 2 * mr;
+    int in_place =
+        !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && pass->i1 - pass->i0 <= 2 * mr;
     dtrain__gemm_pack_a_block(pass);
     for (int64_t j = pass->j0; j < pass->j1; j += nr) {
         const float *b = pass->b_panel, *a = pass->a_block;
@@ -260,7 +261,7 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     const int64_t whole = job->isa->pair * job->isa->unit;
     job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
     job->k_step = dtrain__gemm_round(job->k_step, whole);
-    job->needs_partial = job->args->c_dtype != DTRAIN_F32 && job->k > job->k_step;
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && job->k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
     if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
     /* Cheap products repay taller blocks, which pack B less often. */
@@ -274,8 +275,8 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
 static void dtrain__gemm_be_thin(dtrain__gemm_job *job)
 {
     const dtrain_gemm_args *x = job->args;
-    const bool fp32 =
-        x->a_dtype == DTRAIN_F32 && x->b_dtype == DTRAIN_F32 && x->c_dtype == DTRAIN_F32;
+    const bool fp32 = x->a_dtype == DTRAIN_DTYPE_F32 && x->b_dtype == DTRAIN_DTYPE_F32 &&
+                      x->c_dtype == DTRAIN_DTYPE_F32;
     const bool plain = x->alpha == 1 && x->beta == 0 && !x->bias && !x->aux && !x->activation;
     if (job->isa->pair != 1 || job->k == 0) return;
     job->few_columns = fp32 && plain && x->n <= DTRAIN__THIN;
@@ -349,7 +350,7 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
     memset(&job, 0, sizeof job);
     job.args = args;
     job.isa = ws->isa;
-    if (ws->pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16)
+    if (ws->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
         job.isa = ws->pairs;
     job.a.data = args->a;
     job.a.dtype = args->a_dtype;

@@ -158,7 +158,10 @@ DTRAIN__INLINE float dtrain__gelu_slope(float x)
  * chain of operations of an element is the same: so are its bits, whether it is computed by a
  * thin product or as part of another. */
 
-static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_F32 ? 4 : 2; }
+static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_DTYPE_F32 ? 4 : 2;
+}
 
 DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
 {
@@ -220,8 +223,8 @@ DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype 
                                       dtrain__f16_load_fn f16_load)
 {
     const uint16_t *half = (const uint16_t *)src;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_F16) f16_load(dst, half, n);
+    if (dtype == DTRAIN_DTYPE_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_DTYPE_F16) f16_load(dst, half, n);
     else
         for (int64_t i = 0; i < n; i++) {
             const uint32_t bits = (uint32_t)half[i] << 16;
@@ -233,8 +236,8 @@ DTRAIN__INLINE void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const floa
                                        dtrain__f16_store_fn f16_store)
 {
     uint16_t *half = (uint16_t *)dst;
-    if (dtype == DTRAIN_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_F16) f16_store(half, src, n);
+    if (dtype == DTRAIN_DTYPE_F32) memcpy(dst, src, (size_t)n * sizeof(float));
+    else if (dtype == DTRAIN_DTYPE_F16) f16_store(half, src, n);
     else
         for (int64_t i = 0; i < n; i++) {
             uint32_t x;
@@ -321,7 +324,7 @@ DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__ope
             int64_t row = index + (r + i < count ? r + i : count - 1);
             const void *run = dtrain__gemm_at(x->data, x->dtype, row * x->ld + p);
             in[i] = (const float *)run;
-            if (x->dtype == DTRAIN_F32) continue;
+            if (x->dtype == DTRAIN_DTYPE_F32) continue;
             dtrain__gemm_load(converted[i], run, x->dtype, k, f16_load);
             in[i] = converted[i];
         }
@@ -336,7 +339,7 @@ DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__op
                                        dtrain__f16_load_fn f16_load)
 {
     const void *from = dtrain__gemm_at(x->data, x->dtype, p * x->ld + index);
-    if (x->dtype == DTRAIN_F32 && count == width) {
+    if (x->dtype == DTRAIN_DTYPE_F32 && count == width) {
         const float *step = (const float *)from;
         for (int i = 0; i < k; i++, step += x->ld, panel += width)
             memcpy(panel, step, (size_t)width * sizeof(float));
@@ -364,18 +367,18 @@ DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, cons
         if (bias)
             for (int j = 0; j < nr; j++) c[j] += bias[j];
         if (aux) memcpy(aux + r * ldc, c, (size_t)nr * sizeof(float));
-        if (activation == DTRAIN_ACT_RELU)
+        if (activation == DTRAIN_ACTIVATION_RELU)
             for (int j = 0; j < nr; j++) c[j] = c[j] < 0 ? 0 : c[j];
-        else if (activation == DTRAIN_ACT_GELU)
+        else if (activation == DTRAIN_ACTIVATION_GELU)
             for (int j = 0; j < nr; j++) c[j] = dtrain__gelu(c[j]);
     }
 }
 
 DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t activation)
 {
-    if (activation == DTRAIN_ACT_RELU)
+    if (activation == DTRAIN_ACTIVATION_RELU)
         for (int i = 0; i < count; i++) c[i] = z[i] > 0 ? c[i] : 0;
-    else if (activation == DTRAIN_ACT_GELU)
+    else if (activation == DTRAIN_ACTIVATION_GELU)
         for (int i = 0; i < count; i++) c[i] *= dtrain__gelu_slope(z[i]);
 }
 

@@ -56,8 +56,9 @@ dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_bac
                             DTRAIN__WRITE | (args->accumulate_x ? DTRAIN__READ : 0));
     if (w.result == DTRAIN_OK) w.result = dtrain__layernorm_backward_run(w.cpu, &wide);
     if (w.result == DTRAIN_OK && args->d_residual)
-        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_F32, args->d_residual,
-                                dtrain__is_f32(args->y_dtype) ? DTRAIN_F32 : args->y_dtype, count);
+        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_DTYPE_F32, args->d_residual,
+                                dtrain__is_f32(args->y_dtype) ? DTRAIN_DTYPE_F32 : args->y_dtype,
+                                count);
     return dtrain__wide_end(&w, w.result);
 }
 
@@ -270,11 +271,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
                                                  const dtrain_finite_args *args)
 {
     const bool wide = dtrain__is_f32(args->dtype);
-    const uint32_t exponent = wide ? 0x7f800000u : args->dtype == DTRAIN_BF16 ? 0x7f80u : 0x7c00u;
+    const uint32_t exponent = wide                               ? 0x7f800000u
+                              : args->dtype == DTRAIN_DTYPE_BF16 ? 0x7f80u
+                                                                 : 0x7c00u;
     const char *x = (const char *)args->x;
     uint32_t found = 0;
     (void)device;
-    if (!wide && args->dtype != DTRAIN_BF16 && args->dtype != DTRAIN_F16)
+    if (!wide && args->dtype != DTRAIN_DTYPE_BF16 && args->dtype != DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "finite: %s has no infinity",
                            dtrain_dtype_name(args->dtype));
     for (int64_t i = 0; i < args->count; i++) {
@@ -296,7 +299,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 {
     const dtrain_dtype low = args->x_dtype < args->y_dtype ? args->x_dtype : args->y_dtype;
     const dtrain_dtype high = args->x_dtype < args->y_dtype ? args->y_dtype : args->x_dtype;
-    if (low < DTRAIN_F32 || high > DTRAIN_F16)
+    if (low < DTRAIN_DTYPE_F32 || high > DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
                            dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
     return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->convert);
@@ -309,14 +312,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 static uint16_t dtrain__round_random(float value, dtrain_dtype dtype, uint32_t random)
 {
     const uint32_t bits = dtrain__f32_bits(value), magnitude = bits & 0x7fffffffu;
-    const uint32_t discarded = dtype == DTRAIN_BF16 ? 0xffffu : 0x1fffu;
-    const uint32_t smallest = dtype == DTRAIN_BF16 ? 0 : 0x38800000u; /* 2^-14 */
+    const uint32_t discarded = dtype == DTRAIN_DTYPE_BF16 ? 0xffffu : 0x1fffu;
+    const uint32_t smallest = dtype == DTRAIN_DTYPE_BF16 ? 0 : 0x38800000u; /* 2^-14 */
     float up;
     if (magnitude >= 0x7f800000u || magnitude < smallest)
-        return dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
+        return dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
     const uint32_t raised = (bits + (random & discarded)) & ~discarded;
     memcpy(&up, &raised, sizeof up);
-    return dtype == DTRAIN_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
+    return dtype == DTRAIN_DTYPE_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
 }
 
 DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end)
@@ -325,7 +328,7 @@ DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t beg
     uint16_t *low = (uint16_t *)t->low;
     uint32_t words[4];
     if (!update->stochastic) {
-        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_F32, t->low_dtype};
+        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_DTYPE_F32, t->low_dtype};
         dtrain__job job = dtrain__job_make(&args, end, 1);
         dtrain__kernels_select()->convert(&job, begin, end, 0);
         return;

@@ -15,7 +15,8 @@ static bool dtrain__is_built_in(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
 #ifdef DTRAIN_USE_CBLAS
     dtrain__gemm_select(&cpu->gemm);
-    return cpu->gemm.pairs && args->a_dtype == DTRAIN_BF16 && args->b_dtype == DTRAIN_BF16;
+    return cpu->gemm.pairs && args->a_dtype == DTRAIN_DTYPE_BF16 &&
+           args->b_dtype == DTRAIN_DTYPE_BF16;
 #else
     (void)cpu;
     (void)args;
@@ -57,9 +58,9 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
     const bool trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
     const int64_t a_rows = trans_a ? args->k : args->m, b_rows = trans_b ? args->n : args->k;
-    const int64_t a_size = args->a_dtype == DTRAIN_F32 ? 0 : a_rows * args->lda;
-    const int64_t b_size = args->b_dtype == DTRAIN_F32 ? 0 : b_rows * args->ldb;
-    const int64_t c_size = args->c_dtype == DTRAIN_F32 ? 0 : args->m * args->ldc;
+    const int64_t a_size = args->a_dtype == DTRAIN_DTYPE_F32 ? 0 : a_rows * args->lda;
+    const int64_t b_size = args->b_dtype == DTRAIN_DTYPE_F32 ? 0 : b_rows * args->ldb;
+    const int64_t c_size = args->c_dtype == DTRAIN_DTYPE_F32 ? 0 : args->m * args->ldc;
     dtrain_gemm_args plain = *args;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     if (dtrain__is_built_in(cpu, args)) return dtrain__built_in_product(cpu, args);
@@ -71,28 +72,29 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
     if (result != DTRAIN_OK) return result;
     if (a_size) {
         plain.a = job.scratch;
-        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_F32, a_rows,
-                                   trans_a ? args->m : args->k, args->lda);
+        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_DTYPE_F32,
+                                   a_rows, trans_a ? args->m : args->k, args->lda);
     }
     if (b_size) {
         plain.b = job.scratch + a_size;
-        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size, DTRAIN_F32,
-                                   b_rows, trans_b ? args->k : args->n, args->ldb);
+        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size,
+                                   DTRAIN_DTYPE_F32, b_rows, trans_b ? args->k : args->n,
+                                   args->ldb);
     }
     if (c_size) {
         plain.c = job.scratch + a_size + b_size;
         if (args->beta != 0)
-            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_F32, args->m,
-                                       args->n, args->ldc);
+            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_DTYPE_F32,
+                                       args->m, args->n, args->ldc);
     }
     cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans,
                 trans_b ? CblasTrans : CblasNoTrans, (int)args->m, (int)args->n, (int)args->k,
                 args->alpha, (const float *)plain.a, (int)args->lda, (const float *)plain.b,
                 (int)args->ldb, args->beta, (float *)plain.c, (int)args->ldc);
-    if (args->bias || args->aux || args->activation != DTRAIN_ACT_NONE)
+    if (args->bias || args->aux || args->activation != DTRAIN_ACTIVATION_NONE)
         dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
     if (c_size)
-        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_F32, args->c, args->c_dtype, args->m,
+        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_DTYPE_F32, args->c, args->c_dtype, args->m,
                                    args->n, args->ldc);
     return DTRAIN_OK;
 }
@@ -129,12 +131,13 @@ DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device)
 
 DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_F32 || dtype == DTRAIN_DTYPE_NONE;
+    return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_NONE;
 }
 
 static dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
 {
-    if (dtrain__is_f32(dtype) || dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) return DTRAIN_OK;
+    if (dtrain__is_f32(dtype) || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
+        return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "activations of type %s: expected f32, bf16 or f16",
                        dtrain_dtype_name(dtype));
@@ -182,7 +185,7 @@ DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtra
     item->dtype = dtype;
     item->access = access;
     if (access & DTRAIN__READ)
-        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_F32, count);
+        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_DTYPE_F32, count);
     return item->wide;
 }
 
@@ -193,8 +196,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_r
     for (int i = 0; i < list->count; i++) {
         const dtrain__wide_item *item = &list->items[i];
         if (item->access & DTRAIN__WRITE)
-            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_F32, item->narrow, item->dtype,
-                                    item->count);
+            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_DTYPE_F32, item->narrow,
+                                    item->dtype, item->count);
     }
     return DTRAIN_OK;
 }
@@ -257,7 +260,8 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
 static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
                                         uint32_t activation, const void *z, float *bias_grad)
 {
-    const dtrain_activation_backward_args after = {z ? activation : (uint32_t)DTRAIN_ACT_NONE,
+    const dtrain_activation_backward_args after = {z ? activation
+                                                     : (uint32_t)DTRAIN_ACTIVATION_NONE,
                                                    args->accumulate_bias_grad,
                                                    args->m,
                                                    args->n,
@@ -274,9 +278,15 @@ static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, dtrain__wide_
                                             const dtrain_gemm_args *args)
 {
     if (args->flags & DTRAIN_GEMM_TRANS_A) {
-        const dtrain_activation_backward_args sums = {
-            DTRAIN_ACT_NONE, args->accumulate_bias_grad, args->k,         args->m,      NULL,
-            args->a,         (void *)(uintptr_t)args->a, args->bias_grad, args->a_dtype};
+        const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
+                                                      args->accumulate_bias_grad,
+                                                      args->k,
+                                                      args->m,
+                                                      NULL,
+                                                      args->a,
+                                                      (void *)(uintptr_t)args->a,
+                                                      args->bias_grad,
+                                                      args->a_dtype};
         return dtrain__cpu_activation_backward(device, &sums);
     }
     const float *a = dtrain__wide(list, args->a, args->a_dtype, args->m * args->lda, DTRAIN__READ);
@@ -303,12 +313,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
         plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
                                  backward ? DTRAIN__READ : DTRAIN__WRITE);
-        plain.c_dtype = DTRAIN_F32;
+        plain.c_dtype = DTRAIN_DTYPE_F32;
     }
     const void *z = backward && !finished ? plain.aux : NULL;
     if (z) {
         plain.flags &= ~DTRAIN_GEMM_ACT_BACKWARD;
-        plain.activation = DTRAIN_ACT_NONE;
+        plain.activation = DTRAIN_ACTIVATION_NONE;
         plain.aux = NULL;
     }
     if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);

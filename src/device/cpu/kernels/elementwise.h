@@ -162,7 +162,7 @@ DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t cou
 {
     uint16_t tail[DTRAIN__W];
     int64_t i = 0;
-    if (dtype == DTRAIN_BF16)
+    if (dtype == DTRAIN_DTYPE_BF16)
         for (; i + DTRAIN__W <= count; i += DTRAIN__W)
             dtrain__to_bf16(to + i, dtrain__vload(from + i));
     else
@@ -170,7 +170,7 @@ DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t cou
             dtrain__to_f16(to + i, dtrain__vload(from + i));
     if (i == count) return;
     const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_BF16) dtrain__to_bf16(tail, rest);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(tail, rest);
     else dtrain__to_f16(tail, rest);
     memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
 }
@@ -180,7 +180,7 @@ DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t c
 {
     uint16_t tail[DTRAIN__W] = {0};
     int64_t i = 0;
-    if (dtype == DTRAIN_BF16)
+    if (dtype == DTRAIN_DTYPE_BF16)
         for (; i + DTRAIN__W <= count; i += DTRAIN__W)
             dtrain__vstore(to + i, dtrain__from_bf16(from + i));
     else
@@ -188,8 +188,9 @@ DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t c
             dtrain__vstore(to + i, dtrain__from_f16(from + i));
     if (i == count) return;
     memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
-    dtrain__vstore_n(
-        to + i, dtype == DTRAIN_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail), count - i);
+    dtrain__vstore_n(to + i,
+                     dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail),
+                     count - i);
 }
 
 #define dtrain__range_convert DTRAIN__INSTANCE(dtrain__range_convert)
@@ -202,10 +203,10 @@ DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64
     float between[256];
     (void)index;
     if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
-    else if (a->x_dtype == DTRAIN_F32)
+    else if (a->x_dtype == DTRAIN_DTYPE_F32)
         dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
                         a->y_dtype);
-    else if (a->y_dtype == DTRAIN_F32)
+    else if (a->y_dtype == DTRAIN_DTYPE_F32)
         dtrain__from_half((float *)(void *)y, (const uint16_t *)(const void *)x, end - begin,
                           a->x_dtype);
     else

@@ -3,8 +3,8 @@
 #define dtrain__vactivate DTRAIN__INSTANCE(dtrain__vactivate)
 DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
 {
-    if (activation == DTRAIN_ACT_GELU) return dtrain__vgelu(x);
-    if (activation == DTRAIN_ACT_RELU) return dtrain__vmax(dtrain__vset(0), x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return dtrain__vgelu(x);
+    if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
     return x;
 }
 
@@ -12,8 +12,8 @@ DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
 #define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
 DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain__vgelu_slope(x);
-    if (activation == DTRAIN_ACT_RELU)
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain__vgelu_slope(x);
+    if (activation == DTRAIN_ACTIVATION_RELU)
         return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
     return d_out;
 }
@@ -24,14 +24,14 @@ DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, d
 DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
                                                    int64_t begin, int64_t end, dtrain_dtype dtype)
 {
-    const bool store = a->activation != DTRAIN_ACT_NONE || a->d_in != a->d_out;
+    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
     for (int64_t row = 0; row < a->rows; row++)
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t at = row * a->n + j, n = end - j;
             dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
-            if (a->activation != DTRAIN_ACT_NONE)
+            if (a->activation != DTRAIN_ACTIVATION_NONE)
                 d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
             if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
@@ -45,9 +45,9 @@ DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t 
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
     (void)index;
-    if (a->dtype == DTRAIN_BF16 || a->dtype == DTRAIN_F16)
+    if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
         dtrain__activation_backward_as(a, begin, end, a->dtype);
-    else dtrain__activation_backward_as(a, begin, end, DTRAIN_F32);
+    else dtrain__activation_backward_as(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */

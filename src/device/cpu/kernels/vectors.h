@@ -424,25 +424,25 @@ DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
 /* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. */
 DTRAIN__VECTOR dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
-    if (dtype == DTRAIN_F32) return dtrain__vload_n((const float *)p + at, n);
+    if (dtype == DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
         if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
         half = tail;
     }
-    return dtype == DTRAIN_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
+    return dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
 }
 
 DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype == DTRAIN_F32) {
+    if (dtype == DTRAIN_DTYPE_F32) {
         dtrain__vstore_n((float *)p + at, v, n);
         return;
     }
     uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
-    if (dtype == DTRAIN_BF16) dtrain__to_bf16(to, v);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(to, v);
     else dtrain__to_f16(to, v);
     if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
 }
