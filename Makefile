@@ -141,8 +141,8 @@ MPICC ?= mpicc
 mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
 
 # ---- The product, joined from src/ ----------------------------------------------------------------
-SRC := $(wildcard src/*.h src/*/*.[ch] src/*/*/*.[ch] src/*/*/*/*.[ch])
-dtrain.h: $(SRC) tools/join.sh
+SRC := $(wildcard src/*.h src/*.cu src/*/*.[ch] src/*/*/*.[ch]* src/*/*/*/*.[ch])
+dtrain.h dtrain_cuda.cu dtrain_nccl.h: $(SRC) tools/join.sh
 	sh tools/join.sh src/$@ >$@.new && mv $@.new $@
 
 # ---- Rules ----------------------------------------------------------------------------------------

@@ -6,24 +6,35 @@
 
    and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
 
-   [C01] language          what the kernels are written in: launch, types, warps, tensor cores
-   [C02] device            state, errors, memory, streams, events, graphs
-   [C03] elementwise       add, axpby, dropout, convert, activation backward
-   [C04] reductions        sum, clip, finite, column sums
-   [C05] optimizers        AdamW, SGD over many tensors
-   [C06] GEMM              cublasLt
-   [C07] layer norm        forward, backward, with residual
-   [C08] tokens            embedding, cross-entropy
-   [C09] attention         by batched GEMM and softmax
-   [C10] flash attention   tiles on tensor cores
-   [C11] sparse            top-k, scatter-add, orthonormal columns
-   [C12] table
+   Contents, the files that this one is joined from:
+       src/device/cuda/language.cuh         Language.
+       src/device/cuda/device.cuh           Device
+       src/device/cuda/memory.cuh           Memory.
+       src/device/cuda/elements.cuh         Elementwise
+       src/device/cuda/elementwise.cuh      add: x (count), y (count)
+       src/device/cuda/reductions.cuh       Reductions
+       src/device/cuda/optimizers.cuh       Optimizers
+       src/device/cuda/gemm_plan.cuh        GEMM
+       src/device/cuda/gemm.cuh             Epilogue kernel: product (rows,n)
+       src/device/cuda/layernorm.cuh        Layer norm
+       src/device/cuda/tokens.cuh           Tokens
+       src/device/cuda/attention_gemm.cuh   Attention by batched GEMM and softmax
+       src/device/cuda/flash.cuh            Flash attention
+       src/device/cuda/sparse.cuh           Sparse
+       src/device/cuda/columns.cuh          Orthonormal columns
+       src/device/cuda/table.cuh            Table.
 
-   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in [C12].
+   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in table.cuh.
    Results are a function of the inputs alone: no floating-point atomics anywhere.
 
    The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
    cublasLt.h (tests/cuda/emulation): that is how its kernels are tested where there is no GPU. */
+
+/* ================================================================================================
+ * src/device/cuda/language.cuh
+ * ==============================================================================================*/
+
+/* Language. */
 
 #include "dtrain.h"
 
@@ -35,10 +46,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-/* ================================================================================================
- * [C01] Language
- * ==============================================================================================*/
 
 /* One way to launch, with typed arguments and an error code. */
 template <typename... Parameters, typename... Arguments>
@@ -201,15 +208,17 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
 }
 
 /* ================================================================================================
- * [C02] Device
+ * src/device/cuda/device.cuh
+ * ==============================================================================================*/
+
+/* Device
  *
  * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
  * Streams are kept in a list besides, because synchronize waits for all of them.
  *
  * No call here blocks without bound. What would wait inside the driver (copies of pageable memory,
  * and cudaFree, which waits for running kernels) is called only after the streams were polled until
- * they were idle; while polling, device->while_waiting can give up.
- * ==============================================================================================*/
+ * they were idle; while polling, device->while_waiting can give up. */
 
 struct dtrain_stream {
     cudaStream_t native;
@@ -242,7 +251,7 @@ struct dtrain_cuda_fault {
     long long value, row, limit;
 };
 
-struct dtrain_cuda_gemm_cache; /* [C06] */
+struct dtrain_cuda_gemm_cache; /* gemm.cuh */
 
 struct dtrain_cuda_state {
     dtrain_allocator allocator; /* of host memory */
@@ -264,7 +273,7 @@ struct dtrain_cuda_state {
     void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
     int retired_count;
     int64_t graph_count;  /* alive */
-    cudaEvent_t marks[2]; /* [C02] Room */
+    cudaEvent_t marks[2]; /* device.cuh Room */
     int64_t launches;
     dtrain_result room;
     bool stuck; /* it has not come to rest within the grace: it is not given one again */
@@ -296,7 +305,7 @@ static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t
     return needed < 1 ? 1 : needed < most ? needed : most;
 }
 
-static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* [C06]; no cache is legal */
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* gemm.cuh; no cache is legal */
 
 static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
 {
@@ -706,7 +715,11 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     return DTRAIN_OK;
 }
 
-/* ---- Memory -----------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/device/cuda/memory.cuh
+ * ==============================================================================================*/
+
+/* Memory. */
 
 static dtrain_result dtrain_cuda_out_of_memory(const dtrain_device *device, size_t bytes)
 {
@@ -1041,7 +1054,10 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
 }
 
 /* ================================================================================================
- * [C03] Elementwise
+ * src/device/cuda/elements.cuh
+ * ==============================================================================================*/
+
+/* Elementwise
  *
  * Bandwidth is the limit. A thread takes groups of W neighbouring elements, W such that the widest
  * type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two groups are loaded
@@ -1049,8 +1065,7 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  * move a load above a store. Where a pointer is not 16-byte aligned, and for the last elements, a
  * group is one element; neighbouring threads still take neighbours.
  *
- * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0.
- * ==============================================================================================*/
+ * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0. */
 
 #ifndef DTRAIN_CUDA_UNROLL
 #ifdef DTRAIN_CUDA_EMULATION
@@ -1134,7 +1149,12 @@ static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtyp
                        dtrain_dtype_name(dtype));
 }
 
-/* ---- add: x (count), y (count) -> out (count); two reads, one write ---------------------------*/
+/* ================================================================================================
+ * src/device/cuda/elementwise.cuh
+ * ==============================================================================================*/
+
+/* add: x (count), y (count)
+> out (count); two reads, one write ---------------------------*/
 
 template <typename X, typename Y> struct dtrain_cuda_add_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -1241,7 +1261,7 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  * The random word of element i is word i % 4 of Philox block i / 4, and its upper 24 bits are
  * compared as integers: the bits of dtrain_random_uniform, and the mask of the CPU device. */
 
-/* dtrain_philox, see [S23]. */
+/* dtrain_philox, see core/random.c. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
                                                           uint64_t counter, uint32_t out[4])
 {
@@ -1584,12 +1604,14 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C04] Reductions
+ * src/device/cuda/reductions.cuh
+ * ==============================================================================================*/
+
+/* Reductions
  *
  * Two kernels: many blocks leave a partial result each, one block adds them in order. How many
  * blocks, and who adds what, depends on the count alone: neither the GPU's size nor the address
- * shows in the bits. One read of the input, 16 bytes a load.
- * ==============================================================================================*/
+ * shows in the bits. One read of the input, 16 bytes a load. */
 
 enum {
     DTRAIN_CUDA_SUM_THREADS = 256,
@@ -1776,7 +1798,10 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
 }
 
 /* ================================================================================================
- * [C05] Optimizers
+ * src/device/cuda/optimizers.cuh
+ * ==============================================================================================*/
+
+/* Optimizers
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
  * (4 KiB), more take more launches. A block finds its tensor by its number and updates 8192
@@ -1786,8 +1811,7 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
  *
  * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28 (30 with a low copy);
- * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them.
- * ==============================================================================================*/
+ * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them. */
 
 enum {
     DTRAIN_CUDA_TABLE_TENSORS = 60,
@@ -2046,7 +2070,10 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
 }
 
 /* ================================================================================================
- * [C06] GEMM
+ * src/device/cuda/gemm_plan.cuh
+ * ==============================================================================================*/
+
+/* GEMM
  *
  * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
  * which is column-major, gets our B as its first operand and our A as its second; every matrix keeps
@@ -2069,8 +2096,7 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
  *
  * For each kind of product cublasLt proposes algorithms once. The first is taken, and every run
  * computes the same; with desc->tune the first use times them and keeps the fastest: which one wins
- * can depend on the run, and so can the last bit of a result.
- * ==============================================================================================*/
+ * can depend on the run, and so can the last bit of a result. */
 
 #define DTRAIN_CUDA_GEMM_CANDIDATES 8
 
@@ -2486,7 +2512,12 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
     return entry ? dtrain_cuda_gemm_run(device, product, entry) : dtrain_cuda_gemm_refused(product);
 }
 
-/* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
+/* ================================================================================================
+ * src/device/cuda/gemm.cuh
+ * ==============================================================================================*/
+
+/* Epilogue kernel: product (rows,n)
+> C, aux ------------------------------------------------
  *
  * What cublasLt did not do: x = product + beta C + bias; forward aux = x, C = act(x); backward C = x act'(aux). C is
  * rounded once, because the product is fp32. Reads 4 bytes an element and, where asked, C and aux; writes C, aux.
@@ -2942,13 +2973,15 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
 }
 
 /* ================================================================================================
- * [C07] Layer norm
+ * src/device/cuda/layernorm.cuh
+ * ==============================================================================================*/
+
+/* Layer norm
  *
  * A row is kept in registers by a power of two of warps, so that it is read once: one warp each for
  * narrow rows, several rows a block; one block for wide ones. The statistics are two-pass (mean,
  * then squares of the distances from it) over what the registers hold: nothing cancels. Rows that
- * are too wide for registers take the "long" kernels, which read them again.
- * ==============================================================================================*/
+ * are too wide for registers take the "long" kernels, which read them again. */
 
 /* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
 template <typename T, int WIDTH>
@@ -3468,10 +3501,12 @@ static dtrain_result dtrain_cuda_layernorm_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C08] Tokens
- *
- * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary.
+ * src/device/cuda/tokens.cuh
  * ==============================================================================================*/
+
+/* Tokens
+ *
+ * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary. */
 
 /* The first fault is kept until the host has read it. */
 static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned kind, int64_t value,
@@ -4061,9 +4096,12 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C09] Attention by batched GEMM and softmax
+ * src/device/cuda/attention_gemm.cuh
+ * ==============================================================================================*/
+
+/* Attention by batched GEMM and softmax
  *
- * For what the tiles of [C10] do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
+ * For what the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
  * their oracle as well. T = sequence, d = head size; `together` heads of one batch element at a time:
  *
  *     forward    S = scale Q K'    P = softmax(S)                               Y = P V
@@ -4081,8 +4119,7 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
  * fp32 row i, so its ld is 2 ld.
  *
  * Masked scores are neither read nor kept: P and dS are 0 there. (But 0 times a NaN of V is NaN: a
- * NaN reaches all rows of its head here, not only the later ones.)
- * ==============================================================================================*/
+ * NaN reaches all rows of its head here, not only the later ones.) */
 
 enum {
     DTRAIN_CUDA_SCORE_BYTES = 32 << 20,
@@ -4413,7 +4450,10 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C10] Flash attention
+ * src/device/cuda/flash.cuh
+ * ==============================================================================================*/
+
+/* Flash attention
  *
  * softmax(Q K^T / sqrt(head)) V without a matrix of sequence x sequence in memory (Dao,
  * FlashAttention-2, 2023), on tensor cores, for head sizes 32, 64, 80, 96 and 128. Per (batch, head)
@@ -4445,8 +4485,7 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
  *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
  *
- * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper.
- * ==============================================================================================*/
+ * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper. */
 
 #define DTRAIN_CUDA_FLASH_WARPS 4
 #define DTRAIN_CUDA_FLASH_THREADS (DTRAIN_CUDA_FLASH_WARPS * DTRAIN_CUDA_WARP)
@@ -5207,7 +5246,7 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
     return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
 }
 
-/* Whether these kernels can do it; [C09] does the rest: other head sizes, fp32 arithmetic, pointers
+/* Whether these kernels can do it; attention_gemm.cuh does the rest: other head sizes, fp32 arithmetic, pointers
  * that are not 16-byte aligned, GPUs before Ampere or with little shared memory, and numbers of rows or
  * columns that do not leave 32 bits of room inside a tile. */
 template <typename Args>
@@ -5243,7 +5282,10 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C11] Sparse
+ * src/device/cuda/sparse.cuh
+ * ==============================================================================================*/
+
+/* Sparse
  *
  * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
  *
@@ -5269,8 +5311,7 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * themselves: same result, three more reads.
  *
  * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for each
- * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile.
- * ==============================================================================================*/
+ * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile. */
 
 enum {
     DTRAIN_CUDA_TOPK_THREADS = 512,
@@ -5779,8 +5820,12 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
                            dtrain_cuda_blocks(state, args->k, 256), 256, 0, *args, state->fault);
 }
 
-/* ---- Orthonormal columns ------------------------------------------------------------------------
- *
+/* ================================================================================================
+ * src/device/cuda/columns.cuh
+ * ==============================================================================================*/
+
+/* Orthonormal columns
+*
  * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
  *
  *   gram      a block sums G over a share of the rows that depends on rows and columns alone
@@ -5960,10 +6005,13 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C12] Table
+ * src/device/cuda/table.cuh
  * ==============================================================================================*/
 
-static_assert(DTRAIN_DEVICE_ABI == 3, "the table below is that of ABI 3: compare with [S04]");
+/* Table. */
+
+static_assert(DTRAIN_DEVICE_ABI == 3,
+              "the table below is that of ABI 3: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

@@ -15,7 +15,7 @@ function expand(path,    line, inner, first) {
     while ((getline line < path) > 0) {
         if (line ~ /^\/\* / && !first++) { title[path] = line; sub(/^\/\* /, "", title[path]); sub(/ *\*\/$/, "", title[path]) }
         if (line ~ /^#pragma once/) continue
-        if (line ~ /^#include "/ && exists(inner = path_of(line))) {
+        if (line ~ /^#include "/ && line !~ /"dtrain.h"/ && exists(inner = path_of(line))) {
             if (!seen[inner]++) { if (inner !~ /manual/) announce(inner); expand(inner) }
             continue
         }
