@@ -1,4 +1,4 @@
-/* dtrain.h: distributed deep-learning training for C. Version 0.1.0, MIT license (file LICENSE).
+/* dtrain.h: distributed deep-learning training for C. Version 0.2.0, MIT license (file LICENSE).
 
    Do this in ONE C or C++ file, before any other include:
 
@@ -26,9 +26,9 @@
    Contents: the files that this one is joined from, in the order of reading. First the API, in
    which what authors of backends need comes last; then the implementation, its kernels last.
        src/core/api.h                       The version, and the linkage of public functions.
-       src/core/result.h                    Results, version.
-       src/core/log.h                       Logging, allocator.
-       src/core/dtype.h                     Data types, random numbers.
+       src/core/result.h                    Results and the version: what every call returns, and the sentence it leaves when it fails.
+       src/core/log.h                       Logging, the allocator, and the clock.
+       src/core/dtype.h                     Data types, their conversions, and random numbers.
        src/device/device.h                  Device
        src/world/world.h                    World, launch
        src/comm/comm.h                      Communicators
@@ -329,9 +329,9 @@ extern "C" {
 #include <stdio.h>
 
 #define DTRAIN_VERSION_MAJOR 0
-#define DTRAIN_VERSION_MINOR 1
+#define DTRAIN_VERSION_MINOR 2
 #define DTRAIN_VERSION_PATCH 0
-#define DTRAIN_VERSION_STRING "0.1.0"
+#define DTRAIN_VERSION_STRING "0.2.0"
 
 /* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. */
 #ifndef DTRAIN_API
@@ -346,7 +346,7 @@ extern "C" {
  * src/core/result.h
  * ==============================================================================================*/
 
-/* Results, version. */
+/* Results and the version: what every call returns, and the sentence it leaves when it fails. */
 
 /* One list makes the enum, the names and the sentences. */
 #define DTRAIN_RESULT_LIST(X)                                                            \
@@ -372,30 +372,31 @@ typedef enum dtrain_result {
         DTRAIN_RESULT_FORCE_INT = 0x7fffffff
 } dtrain_result;
 
-/* "DTRAIN_ERROR_PEER" and its one-line meaning; both static strings, never NULL. */
+/* Return the name of a result, "DTRAIN_ERROR_PEER" for example: a static string, never NULL. */
 DTRAIN_API const char *dtrain_result_name(dtrain_result result);
+/* Return the meaning of a result in one line: a static string, never NULL. */
 DTRAIN_API const char *dtrain_result_text(dtrain_result result);
 
-/* The sentence left by the last failed call on this thread: which rank, which call, what was
- * expected, what was found, what to try. Valid until the next failing call on the same thread;
- * "" when nothing has failed yet. Like errno, it is not cleared by success. */
+/* Return the sentence that the last failed call on this thread left: which rank, which call, what
+ * was expected, what was found, what to try. It is valid until the next failing call on the same
+ * thread, and "" when nothing has failed yet. Like errno, success does not clear it. */
 DTRAIN_API const char *dtrain_last_error(void);
 
-/* For backends and callbacks: leaves this sentence for dtrain_last_error() and returns code. */
+/* Leave this sentence for dtrain_last_error() and return code: for backends and callbacks. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
 DTRAIN_API dtrain_result
 dtrain_fail(dtrain_result code, const char *format, ...);
 
-/* Version the implementation was compiled from, e.g. "0.1.0". */
+/* Return the version that the implementation was compiled from, "0.2.0" for example. */
 DTRAIN_API const char *dtrain_version(void);
 
 /* ================================================================================================
  * src/core/log.h
  * ==============================================================================================*/
 
-/* Logging, allocator. */
+/* Logging, the allocator, and the clock. */
 
 typedef enum dtrain_log_level {
     DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
@@ -405,28 +406,29 @@ typedef enum dtrain_log_level {
     DTRAIN_LOG_DEBUG = 4
 } dtrain_log_level;
 
-/* Receives every message at or below the level in force. `text` is one line without '\n', valid
- * during the call. Called on the thread that has something to say. Without a callback, warnings
- * and errors of every rank and infos of rank 0 go to stderr. */
+/* Receives every message at or below the level in force, on the thread that sends it. `text` is one
+ * line without '\n', valid during the call. Without a callback, warnings and errors of every rank
+ * and infos of rank 0 go to stderr. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, const char *text);
 
-/* Run-time allocator. All fields zero means malloc and free. `alloc` returns memory aligned for any
- * type or NULL; `free` receives the size that was asked for. Both may be called from several
- * threads. dtrain allocates at creation time only, never inside a training step. */
+/* The memory allocator of a run. All fields zero means malloc and free. `alloc` returns memory
+ * aligned for any type, or NULL; `free` receives the size that was asked for. Both may be called
+ * from several threads. dtrain allocates when objects are created and in the first training step
+ * (whose sizes it learns there), never in later steps. */
 typedef struct dtrain_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *memory, size_t bytes);
     void *user;
 } dtrain_allocator;
 
-/* Seconds on the monotonic clock all deadlines and timings use. */
+/* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
 
 /* ================================================================================================
  * src/core/dtype.h
  * ==============================================================================================*/
 
-/* Data types, random numbers. */
+/* Data types, their conversions, and random numbers. */
 
 typedef enum dtrain_dtype {
     DTRAIN_DTYPE_NONE = 0,
@@ -437,26 +439,30 @@ typedef enum dtrain_dtype {
     DTRAIN_DTYPE_I64 = 5
 } dtrain_dtype;
 
-/* Bytes of one element, 0 for an unknown type; and its name ("f32"), "?" for an unknown type. */
+/* Return the bytes of one element, 0 for an unknown type. */
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
+/* Return the name of a type, "f32" for example, or "?" for an unknown one. */
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
 
-/* Correctly rounded (nearest, ties to even) conversions. NaN stays NaN and keeps its sign, the
- * overflow of a finite number gives infinity, denormals are exact. */
+/* Convert between fp32 and a 16-bit type, rounding to nearest, ties to even. NaN stays NaN and
+ * keeps its sign, a finite number that overflows becomes infinite, denormals are exact. */
 DTRAIN_API uint16_t dtrain_f32_to_bf16(float value);
 DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
 DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
 DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
 
-/* True unless value is NaN or infinite; looks at exponent bits, so -ffast-math cannot remove it. */
+/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
+ * remove it. */
 DTRAIN_API bool dtrain_is_finite(float value);
 
-/* Counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random Numbers: As Easy as
- * 1, 2, 3", SC 2011): element `index` of stream (seed, stream) is a pure function of the three, so
- * any rank can draw any element of a tensor and gets the same bits. uniform: [0, 1); normal: N(0,
- * 1), |z| <= 6.77, from arithmetic and sqrt alone, so that the bits do not depend on a libm. */
+/* Draw four words of counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random
+ * Numbers: As Easy as 1, 2, 3", SC 2011). They are a pure function of the three arguments, so any
+ * rank can draw any element of a tensor and gets the same bits. */
 DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
+/* Draw element `index` of a stream of numbers that are uniform in [0, 1). */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
+/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
+ * that the bits do not depend on a libm. */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 
 /* ================================================================================================
@@ -600,9 +606,9 @@ typedef enum dtrain_launch_mode {
  *
  * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
  * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
- * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch cost
- * nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the same
- * desc. */
+ * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch
+ * cost nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the
+ * same desc. */
 typedef struct dtrain_emulation {
     uint32_t node_ranks;        /* ranks of a node; divides rank_count; 0 = no emulation */
     double gigabits_per_second; /* of a node's link, in each direction: 1e9 bits a second */
@@ -645,12 +651,12 @@ typedef struct dtrain_launch_info {
     double seconds;
 } dtrain_launch_info;
 
-/* A rank's main function. Its return value is the rank's exit code: 0 = success. */
+/* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
 typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 
-/* Starts desc->rank_count ranks that each run rank_main, waits for all, returns DTRAIN_OK when all
- * returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank that
- * failed first and how. Ranks still running grace_ms after a failure are killed.
+/* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
+ * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
+ * that failed first and how. Ranks still running grace_ms after a failure are killed.
  *
  * Processes: call it before starting threads and before touching much memory (fork copies page
  * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
@@ -668,50 +674,61 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
+/* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
+/* Return the number of ranks. */
 DTRAIN_API int dtrain_world_size(const dtrain_world *world);
-/* This rank among those of its host (which GPU is its own), and the hosts, numbered in the order of
- * their lowest ranks. Under emulation: of its node, and the nodes. */
+/* Return this rank's number among the ranks of its host, which GPU is its own for example. Under
+ * emulation a node stands for a host, here and in the next three calls. */
 DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
+/* Return the number of ranks of this host. */
 DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
+/* Return the number of this host; hosts are numbered in the order of their lowest ranks. */
 DTRAIN_API int dtrain_world_node(const dtrain_world *world);
+/* Return the number of hosts. */
 DTRAIN_API int dtrain_world_node_count(const dtrain_world *world);
+/* Return this rank's device, which the world owns. */
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
-DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world); /* all ranks; owned by the world */
+/* Return the communicator of all ranks, which the world owns. */
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
+/* Return the allocator of the launch desc. */
 DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
+/* Return the number of compute threads of this rank. */
 DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
-/* The deadline of every wait for other ranks. */
+/* Return the deadline of every wait for other ranks, in milliseconds. */
 DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 
-/* all (size * bytes) = every rank's mine (bytes), in rank order. Collective and blocking, at most
- * until the deadline; every rank passes the same bytes, 0 being a barrier. For small things that
- * are told once (ids, addresses, verdicts): at most DTRAIN_WORLD_ALL_GATHER_BYTES a rank. Needs neither
- * communicator nor device. Another rank's failure is DTRAIN_ERROR_PEER; a failure of the exchange
- * itself is told to all ranks as by dtrain_world_abort. */
+/* Gather small records from all ranks: all (size * bytes) receives every rank's `mine` (bytes), in
+ * rank order. Collective and blocking, at most until the deadline; every rank passes the same
+ * bytes, at most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 is a barrier. It is meant for ids, addresses and
+ * verdicts, and needs neither a communicator nor a device. When another rank has failed, the result
+ * is DTRAIN_ERROR_PEER; when the gathering itself fails, all ranks fail as by
+ * dtrain_world_abort. */
 DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
                                                  size_t bytes, void *all);
 
-/* Tells all ranks that this one has failed in a way they cannot see (a device lost, a library's
- * error): their waits, and this rank's own, end with DTRAIN_ERROR_PEER and this text. The first
- * report of a run stands, later ones are dropped. Never blocks. */
+/* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
+ * failure that the others cannot see, such as a lost device or a library's error. The first abort
+ * of a run stands, later ones are dropped. Never blocks. */
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
-/* Looks, without blocking, whether a rank has died, left or reported a failure: DTRAIN_OK, or
+/* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
  * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
- * counts as gone two seconds later: what it took part in may still be finishing here. */
+ * counts as gone two seconds later: an operation that it took part in may still be finishing
+ * here. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
-/* Sends one formatted line to the log. */
+/* Send one formatted line to the log. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
 DTRAIN_API void
 dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
 
-/* What the operating system counts for this process now and at most so far: resident memory with
- * shared pages counted once (PSS now, high-water mark of RSS). 0 where unknown. */
+/* Ask the operating system for the memory of this process: the proportional set size now, and the
+ * high-water mark of the resident set size. 0 where it is unknown. */
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ================================================================================================
@@ -2892,9 +2909,9 @@ typedef struct dtrain__fate {
     char error[496];   /* the rank's last error, when it did not end well */
 } dtrain__fate;
 
-/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough: a
- * rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank that
- * had read all posts n. */
+/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough:
+ * a rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank
+ * that had read all posts n. */
 typedef struct dtrain__post {
     uint64_t sequence; /* atomic, stored last: exchanges posted so far */
     uint64_t bytes[2];

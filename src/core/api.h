@@ -8,9 +8,9 @@
 #include <stdio.h>
 
 #define DTRAIN_VERSION_MAJOR 0
-#define DTRAIN_VERSION_MINOR 1
+#define DTRAIN_VERSION_MINOR 2
 #define DTRAIN_VERSION_PATCH 0
-#define DTRAIN_VERSION_STRING "0.1.0"
+#define DTRAIN_VERSION_STRING "0.2.0"
 
 /* Linkage of every public function. Define DTRAIN_STATIC for a private copy in one file. */
 #ifndef DTRAIN_API

@@ -1,4 +1,4 @@
-/* Data types, random numbers. */
+/* Data types, their conversions, and random numbers. */
 
 #pragma once
 
@@ -13,24 +13,28 @@ typedef enum dtrain_dtype {
     DTRAIN_DTYPE_I64 = 5
 } dtrain_dtype;
 
-/* Bytes of one element, 0 for an unknown type; and its name ("f32"), "?" for an unknown type. */
+/* Return the bytes of one element, 0 for an unknown type. */
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
+/* Return the name of a type, "f32" for example, or "?" for an unknown one. */
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
 
-/* Correctly rounded (nearest, ties to even) conversions. NaN stays NaN and keeps its sign, the
- * overflow of a finite number gives infinity, denormals are exact. */
+/* Convert between fp32 and a 16-bit type, rounding to nearest, ties to even. NaN stays NaN and
+ * keeps its sign, a finite number that overflows becomes infinite, denormals are exact. */
 DTRAIN_API uint16_t dtrain_f32_to_bf16(float value);
 DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
 DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
 DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
 
-/* True unless value is NaN or infinite; looks at exponent bits, so -ffast-math cannot remove it. */
+/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
+ * remove it. */
 DTRAIN_API bool dtrain_is_finite(float value);
 
-/* Counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random Numbers: As Easy as
- * 1, 2, 3", SC 2011): element `index` of stream (seed, stream) is a pure function of the three, so
- * any rank can draw any element of a tensor and gets the same bits. uniform: [0, 1); normal: N(0,
- * 1), |z| <= 6.77, from arithmetic and sqrt alone, so that the bits do not depend on a libm. */
+/* Draw four words of counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random
+ * Numbers: As Easy as 1, 2, 3", SC 2011). They are a pure function of the three arguments, so any
+ * rank can draw any element of a tensor and gets the same bits. */
 DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
+/* Draw element `index` of a stream of numbers that are uniform in [0, 1). */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
+/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
+ * that the bits do not depend on a libm. */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);

@@ -1,4 +1,4 @@
-/* Logging, allocator. */
+/* Logging, the allocator, and the clock. */
 
 #pragma once
 
@@ -12,19 +12,20 @@ typedef enum dtrain_log_level {
     DTRAIN_LOG_DEBUG = 4
 } dtrain_log_level;
 
-/* Receives every message at or below the level in force. `text` is one line without '\n', valid
- * during the call. Called on the thread that has something to say. Without a callback, warnings
- * and errors of every rank and infos of rank 0 go to stderr. */
+/* Receives every message at or below the level in force, on the thread that sends it. `text` is one
+ * line without '\n', valid during the call. Without a callback, warnings and errors of every rank
+ * and infos of rank 0 go to stderr. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, const char *text);
 
-/* Run-time allocator. All fields zero means malloc and free. `alloc` returns memory aligned for any
- * type or NULL; `free` receives the size that was asked for. Both may be called from several
- * threads. dtrain allocates at creation time only, never inside a training step. */
+/* The memory allocator of a run. All fields zero means malloc and free. `alloc` returns memory
+ * aligned for any type, or NULL; `free` receives the size that was asked for. Both may be called
+ * from several threads. dtrain allocates when objects are created and in the first training step
+ * (whose sizes it learns there), never in later steps. */
 typedef struct dtrain_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *memory, size_t bytes);
     void *user;
 } dtrain_allocator;
 
-/* Seconds on the monotonic clock all deadlines and timings use. */
+/* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);

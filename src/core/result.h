@@ -1,4 +1,4 @@
-/* Results, version. */
+/* Results and the version: what every call returns, and the sentence it leaves when it fails. */
 
 #pragma once
 
@@ -28,21 +28,22 @@ typedef enum dtrain_result {
         DTRAIN_RESULT_FORCE_INT = 0x7fffffff
 } dtrain_result;
 
-/* "DTRAIN_ERROR_PEER" and its one-line meaning; both static strings, never NULL. */
+/* Return the name of a result, "DTRAIN_ERROR_PEER" for example: a static string, never NULL. */
 DTRAIN_API const char *dtrain_result_name(dtrain_result result);
+/* Return the meaning of a result in one line: a static string, never NULL. */
 DTRAIN_API const char *dtrain_result_text(dtrain_result result);
 
-/* The sentence left by the last failed call on this thread: which rank, which call, what was
- * expected, what was found, what to try. Valid until the next failing call on the same thread;
- * "" when nothing has failed yet. Like errno, it is not cleared by success. */
+/* Return the sentence that the last failed call on this thread left: which rank, which call, what
+ * was expected, what was found, what to try. It is valid until the next failing call on the same
+ * thread, and "" when nothing has failed yet. Like errno, success does not clear it. */
 DTRAIN_API const char *dtrain_last_error(void);
 
-/* For backends and callbacks: leaves this sentence for dtrain_last_error() and returns code. */
+/* Leave this sentence for dtrain_last_error() and return code: for backends and callbacks. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
 DTRAIN_API dtrain_result
 dtrain_fail(dtrain_result code, const char *format, ...);
 
-/* Version the implementation was compiled from, e.g. "0.1.0". */
+/* Return the version that the implementation was compiled from, "0.2.0" for example. */
 DTRAIN_API const char *dtrain_version(void);

@@ -54,9 +54,9 @@ typedef enum dtrain_launch_mode {
  *
  * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
  * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
- * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch cost
- * nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the same
- * desc. */
+ * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch
+ * cost nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the
+ * same desc. */
 typedef struct dtrain_emulation {
     uint32_t node_ranks;        /* ranks of a node; divides rank_count; 0 = no emulation */
     double gigabits_per_second; /* of a node's link, in each direction: 1e9 bits a second */
@@ -99,12 +99,12 @@ typedef struct dtrain_launch_info {
     double seconds;
 } dtrain_launch_info;
 
-/* A rank's main function. Its return value is the rank's exit code: 0 = success. */
+/* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
 typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 
-/* Starts desc->rank_count ranks that each run rank_main, waits for all, returns DTRAIN_OK when all
- * returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank that
- * failed first and how. Ranks still running grace_ms after a failure are killed.
+/* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
+ * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
+ * that failed first and how. Ranks still running grace_ms after a failure are killed.
  *
  * Processes: call it before starting threads and before touching much memory (fork copies page
  * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
@@ -122,48 +122,59 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
+/* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
+/* Return the number of ranks. */
 DTRAIN_API int dtrain_world_size(const dtrain_world *world);
-/* This rank among those of its host (which GPU is its own), and the hosts, numbered in the order of
- * their lowest ranks. Under emulation: of its node, and the nodes. */
+/* Return this rank's number among the ranks of its host, which GPU is its own for example. Under
+ * emulation a node stands for a host, here and in the next three calls. */
 DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
+/* Return the number of ranks of this host. */
 DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
+/* Return the number of this host; hosts are numbered in the order of their lowest ranks. */
 DTRAIN_API int dtrain_world_node(const dtrain_world *world);
+/* Return the number of hosts. */
 DTRAIN_API int dtrain_world_node_count(const dtrain_world *world);
+/* Return this rank's device, which the world owns. */
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
-DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world); /* all ranks; owned by the world */
+/* Return the communicator of all ranks, which the world owns. */
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
+/* Return the allocator of the launch desc. */
 DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
+/* Return the number of compute threads of this rank. */
 DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
-/* The deadline of every wait for other ranks. */
+/* Return the deadline of every wait for other ranks, in milliseconds. */
 DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 
-/* all (size * bytes) = every rank's mine (bytes), in rank order. Collective and blocking, at most
- * until the deadline; every rank passes the same bytes, 0 being a barrier. For small things that
- * are told once (ids, addresses, verdicts): at most DTRAIN_WORLD_ALL_GATHER_BYTES a rank. Needs neither
- * communicator nor device. Another rank's failure is DTRAIN_ERROR_PEER; a failure of the exchange
- * itself is told to all ranks as by dtrain_world_abort. */
+/* Gather small records from all ranks: all (size * bytes) receives every rank's `mine` (bytes), in
+ * rank order. Collective and blocking, at most until the deadline; every rank passes the same
+ * bytes, at most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 is a barrier. It is meant for ids, addresses and
+ * verdicts, and needs neither a communicator nor a device. When another rank has failed, the result
+ * is DTRAIN_ERROR_PEER; when the gathering itself fails, all ranks fail as by
+ * dtrain_world_abort. */
 DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
                                                  size_t bytes, void *all);
 
-/* Tells all ranks that this one has failed in a way they cannot see (a device lost, a library's
- * error): their waits, and this rank's own, end with DTRAIN_ERROR_PEER and this text. The first
- * report of a run stands, later ones are dropped. Never blocks. */
+/* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
+ * failure that the others cannot see, such as a lost device or a library's error. The first abort
+ * of a run stands, later ones are dropped. Never blocks. */
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
 
-/* Looks, without blocking, whether a rank has died, left or reported a failure: DTRAIN_OK, or
+/* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
  * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
- * counts as gone two seconds later: what it took part in may still be finishing here. */
+ * counts as gone two seconds later: an operation that it took part in may still be finishing
+ * here. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 
-/* Sends one formatted line to the log. */
+/* Send one formatted line to the log. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
 DTRAIN_API void
 dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
 
-/* What the operating system counts for this process now and at most so far: resident memory with
- * shared pages counted once (PSS now, high-water mark of RSS). 0 where unknown. */
+/* Ask the operating system for the memory of this process: the proportional set size now, and the
+ * high-water mark of the resident set size. 0 where it is unknown. */
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);

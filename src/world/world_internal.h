@@ -41,9 +41,9 @@ typedef struct dtrain__fate {
     char error[496];   /* the rank's last error, when it did not end well */
 } dtrain__fate;
 
-/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough: a
- * rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank that
- * had read all posts n. */
+/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough:
+ * a rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank
+ * that had read all posts n. */
 typedef struct dtrain__post {
     uint64_t sequence; /* atomic, stored last: exchanges posted so far */
     uint64_t bytes[2];
