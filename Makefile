@@ -140,6 +140,11 @@ gpu-check:
 MPICC ?= mpicc
 mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
 
+# ---- The product, joined from src/ ----------------------------------------------------------------
+SRC := $(wildcard src/*.h src/*.cu src/*/*.[ch] src/*/*/*.[ch]* src/*/*/*/*.[ch])
+dtrain.h dtrain_cuda.cu dtrain_nccl.h: $(SRC) tools/join.sh
+	sh tools/join.sh src/$@ >$@.new && mv $@.new $@
+
 # ---- Rules ----------------------------------------------------------------------------------------
 vpath %.c   examples tools/train_gpt tools/simulate tests/unit tests/cuda tests/nccl bench
 vpath %.cpp tests/cuda tests/cuda/emulation

@@ -63,7 +63,7 @@ static int rank_reports_second(dtrain_world *world, void *user)
     char mine = 0, all[2];
     (void)user;
     if (dtrain_world_rank(world) == 1) dtrain__store(&report->state, 1);
-    RANKS_TRY(dtrain_world_exchange(world, &mine, 1, all));
+    RANKS_TRY(dtrain_world_all_gather(world, &mine, 1, all));
     if (dtrain_world_rank(world) == 1) {
         ranks_sleep_us(20000);
         report->rank = 1;
@@ -72,8 +72,8 @@ static int rank_reports_second(dtrain_world *world, void *user)
         dtrain__store(&report->state, 2);
         return 0;
     }
-    dtrain_world_report(world, DTRAIN_ERROR_TIMEOUT, "the second report");
-    CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER &&
+    dtrain_world_abort(world, DTRAIN_ERROR_TIMEOUT, "the second report");
+    CHECK(dtrain_world_poll(world) == DTRAIN_ERROR_PEER &&
           strstr(dtrain_last_error(), "the first report"));
     return 0;
 }
@@ -120,13 +120,13 @@ typedef struct column {
 static dtrain_tensor *column_loss(dtrain_tape *tape, column *c)
 {
     const int64_t shape[1] = {TOKENS};
-    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, c->tokens, false);
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, c->tokens, false);
     dtrain_tape_unit(tape, 0);
     x = dtrain_embedding(tape, x, &c->params[0], NULL);
     for (uint32_t u = 1; u < UNITS; u++) {
         dtrain_tape_unit(tape, u);
-        x = dtrain_linear(tape, x, &c->params[u], NULL, DTRAIN_ACT_NONE);
-        x = dtrain_attention(tape, x, TOKENS, 2, DTRAIN_CAUSAL);
+        x = dtrain_linear(tape, x, &c->params[u], NULL, DTRAIN_ACTIVATION_NONE);
+        x = dtrain_attention(tape, x, TOKENS, 2, DTRAIN_ATTENTION_CAUSAL);
     }
     return dtrain_mean(tape, x);
 }
