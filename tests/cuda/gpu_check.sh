@@ -5,7 +5,7 @@
 # step has a deadline and a log of its own. Results go to bench/results/GPU.jsonl: a line about the machine, then one
 # line a result. Ends with 0 when no step failed, 1 when one did, 2 when there is no GPU.
 #   GPU_CHECK_SECONDS   for all of it; 540. A step that has no time left is skipped and says so.
-cd "$(dirname "$0")/.." || exit 1
+cd "$(dirname "$0")/../.." || exit 1
 build=${BUILD:-build}
 bin=$build/cuda
 logs=$build/gpu-check

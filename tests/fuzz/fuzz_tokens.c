@@ -1,10 +1,11 @@
 /* fuzz_tokens.c: the token file reader and the loader of [S16] on hostile bytes.
  *
- *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I.. fuzz_tokens.c -o fuzz_tokens \
- *           -lm -pthread
+ *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_tokens.c \
+ *           -o fuzz_tokens -lm -pthread
  *     ./fuzz_tokens -max_total_time=30
  * without libFuzzer, on given files or else on 20000 mutations of a good one:
- *     cc -DFUZZ_MAIN -g -fsanitize=address,undefined -I.. fuzz_tokens.c -o fuzz_tokens -lm -pthread
+ *     cc -DFUZZ_MAIN -g -fsanitize=address,undefined -I. tests/fuzz/fuzz_tokens.c \
+ *        -o fuzz_tokens -lm -pthread
  *     ./fuzz_tokens [file ...]
  *
  * Byte 0 chooses the format, byte 1 the sequence length, byte 2 where the file is cut during the

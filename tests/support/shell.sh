@@ -93,7 +93,8 @@ take_ports() {
     while :; do
         block=0
         while [ $block -lt 60 ]; do
-            if { exec 9>>"${TMPDIR:-/tmp}/dtrain_test_ports.$block"; } 2>/dev/null && flock -n 9; then
+            lock=${TMPDIR:-/tmp}/dtrain_test_ports.$block
+            if (: >>"$lock") 2>/dev/null && exec 9>>"$lock" && flock -n 9; then
                 port=$((20000 + block * 200))
                 return
             fi

@@ -1,8 +1,5 @@
 /* test_scaler.c: [S14] loss scaling: scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
  * overflows that one rank alone has, the trainer's skipped steps, fp16 training.
- *
- *     cc -std=c99 -O2 -I.. test_scaler.c -o test_scaler -lm -pthread && ./test_scaler
- *
  * test_compile.sh runs it in a build with -ffast-math as well. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"

@@ -1,8 +1,6 @@
 /* test_trainer.c: [S17] the trainer on a small model: any number of ranks and micro-batches gives
  * the losses of one rank, evaluation and planning leave no trace, a NaN of one rank is everybody's
- * error, a slow rank is named once.
- *
- *     cc -std=c99 -O2 -I.. test_trainer.c -o test_trainer -lm -pthread && ./test_trainer */
+ * error, a slow rank is named once. */
 #include "test.h"
 #include "dtrain.h"
 #include "allocator.h"
