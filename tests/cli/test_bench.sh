@@ -60,10 +60,23 @@ else echo "  skip GPU benchmarks: no emulated GPU"; skipped=1; fi
 for program in gemm collectives links sparse kernels train strategies scaling comm; do
     refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
 done
+refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$folder"
+refuse "record.sh refuses what it does not know" '"gem" is none of' sh bench/record.sh --out "$folder" gem
 refuse "a wrong list of sizes" 'it takes at most' "$bench/bench_collectives" --sizes 4K,x
 refuse "a log that cannot be written" 'cannot be written' "$bench/bench_gemm" --quick --log "$folder/none/log"
 "$bench/bench_gemm" --quick --json 2>/dev/null | grep -v '^{"bench": "gemm' >"$folder/out"
 [ ! -s "$folder/out" ]; verdict $? "--json prints nothing but objects" "others, too"
+# A record has the machine, the commit and each command, and the results behind it.
+BUILD=$build sh bench/record.sh --quick --machine here --out "$folder/here" gemm sparse >"$folder/out" 2>&1
+verdict $? "record.sh --quick" "exit code"
+head -n 1 "$folder/here/gemm.jsonl" | grep -q '^{"bench": "machine", "machine": "here", "cpu": "..*"commit": "..*"compiler": "..*}$' &&
+    [ "$(grep -c '^{"bench": "command"' "$folder/here/gemm.jsonl")" -eq 3 ] && grep -q '^{"bench": "sparse"' "$folder/here/sparse.jsonl" &&
+    grep -q "^\$ $bench/bench_gemm --quick" "$folder/here/gemm.txt" && grep -q "^NT 64 x 64 x 64 .* yes" "$folder/here/gemm.txt"
+verdict $? "record.sh writes tables and JSON lines" "see $folder/here"
+sh bench/check_figures.sh >"$folder/out"; verdict $? "figures of bench/README.md are recorded" "bench/check_figures.sh"
+sed 's/| 0.99 |/| 0.98765 |/' bench/README.md >"$folder/README.md" && ln -s "$PWD/bench/results" "$folder/results" &&
+    ! sh bench/check_figures.sh "$folder/README.md" >"$folder/out" && grep -q '0.98765 is not in' "$folder/out"
+verdict $? "a figure that is not recorded is found" "bench/check_figures.sh"
 [ -z "$skipped" ] || { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; exit; }
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
