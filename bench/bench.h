@@ -38,7 +38,7 @@ static inline int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The spread of at most BENCH_MOST values, which stay in their order; NaN when there are none. */
+/* Return the spread of at most BENCH_MOST values, which stay in their order; NaN when there are none. */
 static inline spread spread_of(const double *values, int count)
 {
     double sorted[BENCH_MOST];
@@ -57,7 +57,7 @@ static inline double median(const double *values, int count)
     return spread_of(values, count).median;
 }
 
-/* The spread of scale * a[i] / b[i]: ratios are taken within a round, so that the machine's drift cancels.
+/* Return the spread of scale * a[i] / b[i]: ratios are taken within a round, so that the machine's drift cancels.
  * Rounds that lack one of the two are left out. */
 static inline spread ratios_of(const double *a, const double *b, int count, double scale)
 {
@@ -78,7 +78,7 @@ typedef struct bench_text {
 static struct {
     const char *log;  /* --log */
     long json, quick; /* --json, --quick */
-    FILE *file;       /* where JSON objects go, or NULL */
+    FILE *file;       /* of --log, or NULL */
     bench_text object, names, cells;
     char heading[4096]; /* printed last */
     int results, wrong;
@@ -117,7 +117,7 @@ static inline void bench_begin(const char *name)
     bench_append(&bench.object, "{\"bench\": \"%s\"", name);
 }
 
-/* A column as wide as `width` and its name ask for; negative: to the left; 0: no column. */
+/* Add a column as wide as `width` or its name, whichever is wider; negative: aligned left; 0: no column. */
 static inline void bench_column(const char *name, int width, const char *cell)
 {
     int room = abs(width) > (int)strlen(name) ? abs(width) : (int)strlen(name);
@@ -133,7 +133,7 @@ static inline void bench_string(const char *name, int width, const char *value)
     bench_column(name, width, value);
 }
 
-/* What was not measured is NaN: null in the JSON object, "-" in the table. */
+/* Add one figure. NaN means "not measured": null in the JSON object, "-" in the table. */
 static inline void bench_number(const char *name, int width, int decimals, double value)
 {
     char cell[64] = "-";
@@ -144,7 +144,7 @@ static inline void bench_number(const char *name, int width, int decimals, doubl
     bench_column(name, width, cell);
 }
 
-/* Three figures: NAME, NAME_min and NAME_max; the table shows "(min to max)". */
+/* Add three figures: NAME, NAME_min and NAME_max; the table shows "(min to max)". */
 static inline void bench_spread(const char *name, int width, int decimals, spread s)
 {
     char cell[64] = "", least[64], most[64];
@@ -158,7 +158,15 @@ static inline void bench_spread(const char *name, int width, int decimals, sprea
     bench_column("(min to max)", width ? -(2 * width + 4) : 0, cell);
 }
 
-/* correct: 1, 0, or -1 where nothing was compared. Counts what is wrong. */
+/* Print a line of the table without the blanks at its end. */
+static inline void bench_line(const bench_text *line)
+{
+    size_t length = strlen(line->text);
+    while (length > 0 && line->text[length - 1] == ' ') length--;
+    printf("%.*s\n", (int)length, line->text);
+}
+
+/* End a result and print it. correct: 1, 0, or -1 where nothing was compared; bench.wrong counts the 0s. */
 static inline void bench_end(int correct)
 {
     static const char *const values[] = {"null", "false", "true"}, *const cells[] = {"-", "NO",
@@ -171,11 +179,13 @@ static inline void bench_end(int correct)
         fputs(bench.object.text, bench.file);
         fflush(bench.file);
     }
-    if (bench.json) return;
-    if (strcmp(bench.heading, bench.names.text) != 0) printf("%s\n", bench.names.text);
+    if (bench.json) {
+        fputs(bench.object.text, stdout);
+        return;
+    }
+    if (strcmp(bench.heading, bench.names.text) != 0) bench_line(&bench.names);
     memcpy(bench.heading, bench.names.text, sizeof bench.heading);
-    printf("%s\n", bench.cells.text);
-    fflush(stdout);
+    bench_line(&bench.cells);
 }
 
 /* ---- options ---- */
@@ -188,7 +198,7 @@ static inline void bench_end(int correct)
         "--json", 'b', &bench.json, 0, 0, "print JSON objects instead of tables", NULL            \
     }
 
-/* Whether --quick is given: it changes defaults, so it is asked before the other options are parsed. */
+/* Return whether --quick is given: it changes defaults, so it is asked before the options are parsed. */
 static inline bool is_quick(int argc, char **argv)
 {
     while (argc-- > 1)
@@ -207,7 +217,7 @@ static inline void bench_start(const char *program, const char *purpose, const f
     }
     if (flags_parse(program, table, count, argc - 1, argv + 1)) exit(2);
     setvbuf(stdout, NULL, _IOLBF, 0);
-    bench.file = bench.log ? fopen(bench.log, "a") : bench.json ? stdout : NULL;
+    bench.file = bench.log ? fopen(bench.log, "a") : NULL;
     if (bench.log && !bench.file) {
         fprintf(stderr, "%s: --log: %s cannot be written: %s\n", program, bench.log,
                 strerror(errno));
@@ -215,7 +225,7 @@ static inline void bench_start(const char *program, const char *purpose, const f
     }
 }
 
-/* Whether a flag that takes a list of numbers or words names this one. */
+/* Return whether the list of a flag names this number, or this place in its words. */
 static inline bool listed(const flag_list *list, long item)
 {
     for (long i = 0; i < list->count; i++)
@@ -223,7 +233,7 @@ static inline bool listed(const flag_list *list, long item)
     return false;
 }
 
-/* Numbers that need not be whole, or sizes: "0.1,25", "64K,1M", or "1K..256M:4", a range with a factor. */
+/* Parse numbers that need not be whole, or sizes: "0.1,25", "64K,1M", or "1K..256M:4", a range with a factor. */
 typedef struct number_list {
     int count;
     double items[FLAGS_LIST];
@@ -265,7 +275,7 @@ static inline void bench_numbers(const char *program, const char *name, const ch
 
 /* ---- other programs, other processes ---- */
 
-/* The number after `key` in text, or fallback. */
+/* Return the number after `key` in text, or fallback. */
 static inline double number_after(const char *text, const char *key, double fallback)
 {
     const char *at = text ? strstr(text, key) : NULL;
@@ -283,7 +293,7 @@ static inline int capture(const char *command, char *text, size_t room)
     return pclose(pipe) != 0;
 }
 
-/* Zeroed memory that processes forked later share; ends the program when there is none. */
+/* Return zeroed memory that processes forked later share; end the program when there is none. */
 static inline void *share(size_t bytes)
 {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -367,7 +367,7 @@ static size_t sample_at(const dtrain_param *p, size_t param, int k)
     return (size_t)(mix(param * 64 + (size_t)k) % (uint64_t)p->count);
 }
 
-/* Behind an exchange: the books of sampled elements; what travels whole is right in each of them. */
+/* After an exchange, add the sampled elements to the running sums; check those that travel uncompressed. */
 static void look(job *j, const method *m)
 {
     const double tolerance = m->reduce_dtype ? 1.0 / 128 : 1e-6;
@@ -694,7 +694,7 @@ static double milliseconds(const row *r) { return 1e3 * median(r->r.seconds, (in
 static double cpu_ms(const row *r) { return 1e3 * median(r->r.cpu, (int)opt.reps); }
 static double own_ms(const row *r) { return 1e3 * r->r.formula + cpu_ms(r); }
 
-/* How much faster than what it is compared with, by the clock, by formula, on cores of their own. */
+/* Speed-ups over the plain exchange: measured, by formula, for ranks with a core each. */
 typedef struct gains {
     double measured, formula, own;
 } gains;
@@ -750,7 +750,7 @@ static void report_row(const row *r)
     bench_end(r->r.correct && r->r.staged_bytes == 0);
 }
 
-/* What was asked of a figure; ranks beyond the cores wait for each other's arithmetic. */
+/* Print a target and whether it is met; ranks beyond the cores wait for each other's arithmetic. */
 static void print_target(const char *what, const shape *at, double target, const row *r)
 {
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
@@ -1022,7 +1022,7 @@ static const struct variant {
                 {"PowerSGD, rank 4", "--compression powersgd --powersgd-rank 4", false}};
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
-/* How a run of `steps` begins, in shares of it: 20 % without compression, as long as AdamW estimates second
+/* Write the flags that begin a compressed run, in shares of its steps: 20 % without compression, as long as AdamW estimates second
  * moments; then, with top-k, 50 % in which the share falls to its last value. Clipping the norm would cut
  * the sums that arrive after a while, and what is cut is in no residual: off. */
 static void schedule_flags(const struct variant *v, int steps, char *flags, size_t room)
@@ -1036,7 +1036,7 @@ static void schedule_flags(const struct variant *v, int steps, char *flags, size
     else if (strstr(v->flags, "powersgd")) snprintf(flags, room, " --dense-steps %d", dense);
 }
 
-/* A run of two ranks. */
+/* Train on two ranks. */
 static int run_variant(train_run *run, const char *model, const char *data, const struct variant *v,
                        const char *flags)
 {

@@ -634,7 +634,7 @@ static void place(const kernel *k, void *memory, void **m)
     for (int a = 0; a < k->array_count; at += array_bytes(&k->arrays[a++])) m[a] = at;
 }
 
-/* Whether all arrays are small enough to be filled and compared element by element. */
+/* Return whether all arrays are small enough to be filled and compared element by element. */
 static bool is_compared(const kernel *k)
 {
     for (int a = 0; a < k->array_count; a++)
@@ -676,7 +676,7 @@ static double element(const array *x, const void *memory, int64_t i)
     return ((const int32_t *)memory)[i];
 }
 
-/* How many elements of an output differ from the CPU device's; integers have to be equal. */
+/* Count the elements of an output that differ from the CPU device's; integers have to be equal. */
 static int64_t wrong_elements(const kernel *k, int a, const void *got, const void *want)
 {
     const array *x = &k->arrays[a];

@@ -75,7 +75,8 @@ static int run(config *c, int round, const char *flags)
     return failed;
 }
 
-/* Of each batch the first is the base of all; of each number of ranks the first strategy. */
+/* Add every combination. The first of a batch is the base of its ratios; the first strategy of a number of
+ * ranks has the losses that the others must have. */
 static void add_configs(void)
 {
     if (opt.batches.count * opt.ranks.count * opt.strategies.count > MAX_CONFIGS) {

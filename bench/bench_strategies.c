@@ -139,7 +139,7 @@ static void report(const config *c)
               (run->steps < 10 || learned(run)));
 }
 
-/* What checkpointing gains and costs, and what bf16 gains. */
+/* Print the gain and the price of checkpointing, and the gain of bf16. */
 static void print_ratios(void)
 {
     for (int i = 0; i < config_count && !bench.json; i++) {

@@ -47,7 +47,7 @@ static int config_count;
 
 /* ---- numbers ---- */
 
-/* What data sheets promise of dense products, in TFLOP/s. */
+/* Return the data sheet's rate of dense products, in TFLOP/s; 0: unknown. */
 static double nominal_peak(void)
 {
     static const struct {
@@ -279,7 +279,7 @@ static void report(const config *c, double peak)
                   : fabs(c->run.losses[0] - log((double)opt.vocab)) < 0.5 && learned(&c->run));
 }
 
-/* The median over rounds of a's rate over b's in the same round, divided by `divisor`. */
+/* Report the median over rounds of a's rate over b's in the same round, divided by `divisor`. */
 static void ratio(const char *what, const config *a, const config *b, double divisor)
 {
     bench_begin("train");

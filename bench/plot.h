@@ -27,7 +27,7 @@ static inline double plot_x(const plot *p, double x)
                                 : 0.5 * PLOT_WIDTH;
 }
 
-/* What lies beyond the axis is drawn on its end. */
+/* Values beyond the axis are drawn on its end. */
 static inline double plot_y(const plot *p, double y)
 {
     const double at = fmin(fmax(y, p->y_low), p->y_high);
@@ -114,7 +114,7 @@ static inline void plot_point(const plot *p, int colour, double x, double y, con
         plot_x(p, x), plot_y(p, y), plot_colour(colour), what);
 }
 
-/* Behind the last panel: the next line of the legend. */
+/* Add a line to the legend; after the last panel. */
 static inline void plot_legend(plot *p, int colour, int dash, const char *name)
 {
     const int x = PLOT_WIDTH + 16, y = 10 + 20 * p->legends++;

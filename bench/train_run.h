@@ -79,7 +79,7 @@ __attribute__((format(printf, 3, 4))) static inline int train(const char *progra
     return 0;
 }
 
-/* Whether the losses of the second half of a run are below those of the first: two steps alone differ by
+/* Return whether the losses of the second half of a run are below those of the first: two steps alone differ by
  * their batches. */
 static inline bool learned(const train_run *run)
 {
@@ -89,7 +89,7 @@ static inline bool learned(const train_run *run)
     return change < 0;
 }
 
-/* Whether two runs had the same losses step by step, to `tolerance`; 0: the same bits. */
+/* Return whether two runs had the same losses step by step, to `tolerance`; 0: the same bits. */
 static inline bool same_losses(const train_run *a, const train_run *b, double tolerance)
 {
     for (int i = 0; i < a->steps; i++)
