@@ -97,19 +97,22 @@ static dtrain_result collective(const seat *s)
     float *own = s->buffer + (size_t)s->rank * slice;
     switch (s->op) {
     case ALL_REDUCE:
-        return dtrain_all_reduce(s->comm, s->buffer, s->buffer, s->count, DTRAIN_F32, DTRAIN_SUM,
-                                 NULL);
+        return dtrain_all_reduce(s->comm, s->buffer, s->buffer, s->count, DTRAIN_DTYPE_F32,
+                                 DTRAIN_REDUCE_SUM, NULL);
     case REDUCE_SCATTER:
-        return dtrain_reduce_scatter(s->comm, s->buffer, own, slice, DTRAIN_F32, DTRAIN_SUM, NULL);
-    case ALL_GATHER: return dtrain_all_gather(s->comm, own, s->buffer, slice, DTRAIN_F32, NULL);
-    case BROADCAST: return dtrain_broadcast(s->comm, s->buffer, s->count, DTRAIN_F32, 0, NULL);
+        return dtrain_reduce_scatter(s->comm, s->buffer, own, slice, DTRAIN_DTYPE_F32,
+                                     DTRAIN_REDUCE_SUM, NULL);
+    case ALL_GATHER:
+        return dtrain_all_gather(s->comm, own, s->buffer, slice, DTRAIN_DTYPE_F32, NULL);
+    case BROADCAST:
+        return dtrain_broadcast(s->comm, s->buffer, s->count, DTRAIN_DTYPE_F32, 0, NULL);
     default: return dtrain_barrier(s->comm);
     }
 }
 
 static int64_t slowest(const seat *s, int64_t ns)
 {
-    dtrain_all_reduce(s->comm, &ns, &ns, 1, DTRAIN_I64, DTRAIN_MAX, NULL);
+    dtrain_all_reduce(s->comm, &ns, &ns, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL);
     return ns;
 }
 
@@ -238,7 +241,7 @@ static int copy_rank(dtrain_world *world, void *user)
         }
         if (to[bytes / 2] != 1) return 1;
         int64_t sum = (int64_t)best;
-        TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_I64, DTRAIN_SUM, NULL));
+        TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
         if (dtrain_world_rank(world) == 0) b->copy_rate[i] = (double)sum;
         free(from);
         free(to);

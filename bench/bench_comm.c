@@ -104,14 +104,18 @@ static const method methods[] = {
     {ID_STEP, "step: overlapped, 25 MiB", 0, 0, 0, 0, false, true, true, 25 * MIB},
     {ID_STEP, "step: overlapped, 4 MiB", 0, 0, 0, 0, false, true, true, 4 * MIB},
     {ID_HIER, "hierarchical", 0, 0, 0, 0, true, false, true, 25 * MIB},
-    {ID_BF16, "bf16", 0, 0, DTRAIN_BF16, 0, false, false, true, 25 * MIB},
-    {ID_BF16, "hierarchical, bf16", 0, 0, DTRAIN_BF16, 0, true, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 1 %", DTRAIN_TOPK, 0, 0, 0.01f, false, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 1 %, balanced", DTRAIN_TOPK, 1, 0, 0.01f, false, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 0.1 %", DTRAIN_TOPK, 0, 0, 0.001f, false, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 0.1 %, balanced", DTRAIN_TOPK, 1, 0, 0.001f, false, false, true, 25 * MIB},
-    {ID_TOPK, "hierarchical, top-k 1 %", DTRAIN_TOPK, 0, 0, 0.01f, true, false, true, 25 * MIB},
-    {ID_POWERSGD, "PowerSGD, rank 4", DTRAIN_POWERSGD, 0, 0, 0, false, false, true, 25 * MIB},
+    {ID_BF16, "bf16", 0, 0, DTRAIN_DTYPE_BF16, 0, false, false, true, 25 * MIB},
+    {ID_BF16, "hierarchical, bf16", 0, 0, DTRAIN_DTYPE_BF16, 0, true, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.01f, false, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 1 %, balanced", DTRAIN_COMPRESSION_TOPK, 1, 0, 0.01f, false, false, true,
+     25 * MIB},
+    {ID_TOPK, "top-k 0.1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.001f, false, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 0.1 %, balanced", DTRAIN_COMPRESSION_TOPK, 1, 0, 0.001f, false, false, true,
+     25 * MIB},
+    {ID_TOPK, "hierarchical, top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.01f, true, false, true,
+     25 * MIB},
+    {ID_POWERSGD, "PowerSGD, rank 4", DTRAIN_COMPRESSION_POWERSGD, 0, 0, 0, false, false, true,
+     25 * MIB},
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
@@ -285,10 +289,10 @@ static dtrain_result exchange(job *j, double backward)
 /* Between exchanges: all transfers are over. What is made with a fast link is not what is measured. */
 static dtrain_result set_link(job *j, double gbps, double latency)
 {
-    DTRAIN__TRY(dtrain_world_exchange(j->world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
     j->world->emulation.gigabits_per_second = gbps / j->at.shrink;
     j->world->emulation.latency_us = latency;
-    return dtrain_world_exchange(j->world, NULL, 0, NULL);
+    return dtrain_world_all_gather(j->world, NULL, 0, NULL);
 }
 
 /* ---- books ---- */
@@ -337,7 +341,7 @@ static dtrain_result measure(job *j, result *r, int rep)
 {
     report mine, all[MAX_WORLD];
     fill_all(j);
-    DTRAIN__TRY(dtrain_world_exchange(j->world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
     const books before = books_of(j);
     const double begin = dtrain_seconds(), cpu = cpu_seconds();
     DTRAIN__TRY(exchange(j, r->backward));
@@ -347,7 +351,7 @@ static dtrain_result measure(job *j, result *r, int rep)
     mine.sent.slow -= before.slow;
     mine.sent.wire -= before.wire;
     mine.sent.staged -= before.staged;
-    DTRAIN__TRY(dtrain_world_exchange(j->world, &mine, sizeof mine, all));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, &mine, sizeof mine, all));
     if (j->rank != 0) return DTRAIN_OK;
     r->seconds[rep] = r->cpu[rep] = r->node_bytes = 0;
     r->wire_bytes = mine.sent.wire;
@@ -415,7 +419,7 @@ static dtrain_result look_at_residuals(job *j)
             j->shared->residuals[j->rank][s] =
                 residual_at(states, count, p, (int64_t)sample_at(p, i, k));
     }
-    DTRAIN__TRY(dtrain_world_exchange(j->world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
     for (int i = 0; i < s; i++) {
         double kept = 0;
         for (int rank = 0; rank < j->ranks; rank++) kept += (double)j->shared->residuals[rank][i];
@@ -445,9 +449,10 @@ static traffic formula(const job *j, const method *m)
                      sides = POWERSGD_RANK * (double)(p->shape[0] + p->shape[1]);
         const bool matrix = p->shape[1] > 0 && p->count >= 1024;
         if (p->alias_of) continue;
-        if (m->compression == DTRAIN_TOPK && matrix)
+        if (m->compression == DTRAIN_COMPRESSION_TOPK && matrix)
             selected += fmax(1, floor((double)m->ratio * count + 0.5));
-        else if (m->compression == DTRAIN_POWERSGD && matrix && 2 * sides < count) factors += sides;
+        else if (m->compression == DTRAIN_COMPRESSION_POWERSGD && matrix && 2 * sides < count)
+            factors += sides;
         else whole += count;
     }
     t.bytes = reduced * (whole * (m->reduce_dtype ? 2 : 4) + factors * 4) + gathered * selected * 8;
@@ -530,7 +535,7 @@ static dtrain_result run_method(job *j, int which)
     const dtrain_result outcome = run_exchanges(j, which);
     dtrain_strategy_destroy(j->strategy);
     DTRAIN__TRY(outcome);
-    DTRAIN__TRY(dtrain_world_exchange(j->world, &j->correct, sizeof j->correct, all_correct));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, &j->correct, sizeof j->correct, all_correct));
     for (int s = 0; s < speeds.count && j->rank == 0; s++) {
         j->shared->results[which][s].correct = true;
         for (int i = 0; i < j->ranks; i++) j->shared->results[which][s].correct &= all_correct[i];
@@ -947,17 +952,21 @@ static dtrain_result call_once(dtrain_comm *comm, int which, float *in, float *o
     const size_t count = COPY_COUNT;
     dtrain_work *work;
     switch (which) {
-    case 0: return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM, NULL);
-    case 1: return dtrain_reduce_scatter(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM, NULL);
-    case 2: return dtrain_all_gather(comm, in, out, count, DTRAIN_F32, NULL);
-    case 3: return dtrain_all_to_all(comm, in, out, count, DTRAIN_F32, NULL);
-    case 4: return dtrain_broadcast(comm, in, count, DTRAIN_F32, 0, NULL);
-    case 5: return dtrain_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM, 0, NULL);
+    case 0:
+        return dtrain_all_reduce(comm, in, out, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
+    case 1:
+        return dtrain_reduce_scatter(comm, in, out, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                     NULL);
+    case 2: return dtrain_all_gather(comm, in, out, count, DTRAIN_DTYPE_F32, NULL);
+    case 3: return dtrain_all_to_all(comm, in, out, count, DTRAIN_DTYPE_F32, NULL);
+    case 4: return dtrain_broadcast(comm, in, count, DTRAIN_DTYPE_F32, 0, NULL);
+    case 5:
+        return dtrain_reduce(comm, in, out, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 0, NULL);
     default: break;
     }
     const int peer = 1 - dtrain_comm_rank(comm);
-    DTRAIN__TRY(dtrain_send(comm, in, count, DTRAIN_F32, peer, &work));
-    DTRAIN__TRY(dtrain_recv(comm, out, count, DTRAIN_F32, peer, NULL));
+    DTRAIN__TRY(dtrain_send(comm, in, count, DTRAIN_DTYPE_F32, peer, &work));
+    DTRAIN__TRY(dtrain_recv(comm, out, count, DTRAIN_DTYPE_F32, peer, NULL));
     return dtrain_work_wait(work);
 }
 

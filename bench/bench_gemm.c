@@ -218,10 +218,10 @@ static int use_bf16(trial *t)
     t->half_c = round_to_bf16(t->c, (size_t)s->m * (size_t)s->n);
     t->args.a = t->half_a;
     t->args.b = t->half_b;
-    t->args.a_dtype = t->args.b_dtype = DTRAIN_BF16;
+    t->args.a_dtype = t->args.b_dtype = DTRAIN_DTYPE_BF16;
     if (s->trans[0] != 'T') {
         t->args.c = t->half_c;
-        t->args.c_dtype = DTRAIN_BF16;
+        t->args.c_dtype = DTRAIN_DTYPE_BF16;
     }
     return t->half_a && t->half_b && t->half_c;
 }
@@ -256,7 +256,7 @@ static int trial_init(trial *t, const shape *s, dtrain_device *device)
     g->a = t->a;
     g->b = t->b;
     g->c = t->c;
-    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_F32;
+    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_DTYPE_F32;
     t->fp32 = *g;
     if (t->a && t->b && t->c && (!opt.bf16 || use_bf16(t))) return 0;
     trial_free(t);
@@ -282,7 +282,7 @@ static int multiply(trial *t, int runner)
 static int element_is_right(const trial *t, int runner, int64_t i, int64_t j)
 {
     const dtrain_gemm_args *g = &t->args;
-    const int half = runner == OURS && g->c_dtype == DTRAIN_BF16;
+    const int half = runner == OURS && g->c_dtype == DTRAIN_DTYPE_BF16;
     const float c = half ? dtrain_bf16_to_f32(t->half_c[i * g->ldc + j]) : t->c[i * g->ldc + j];
     double sum = 0, size = 0;
     for (int64_t p = 0; p < g->k; p++) {

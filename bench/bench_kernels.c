@@ -137,7 +137,7 @@ static dtrain_result call_dropout(dtrain_device *device, const kernel *k, void *
 static void describe_convert(kernel *k) /* from fp32, and bf16 to it */
 {
     reads(k, k->count, k->dtype, NOISE);
-    writes(k, k->count, k->dtype == DTRAIN_F32 ? DTRAIN_BF16 : DTRAIN_F32);
+    writes(k, k->count, k->dtype == DTRAIN_DTYPE_F32 ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_convert(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -151,21 +151,21 @@ static void describe_activation_backward(kernel *k) /* GELU, with the bias gradi
     reads(k, k->rows * k->n, k->dtype, NOISE);
     reads(k, k->rows * k->n, k->dtype, NOISE);
     writes(k, k->rows * k->n, k->dtype);
-    writes(k, k->n, DTRAIN_F32);
+    writes(k, k->n, DTRAIN_DTYPE_F32);
     k->tolerance *= 4;
 }
 static dtrain_result call_activation_backward(dtrain_device *device, const kernel *k,
                                               void *const *m)
 {
     dtrain_activation_backward_args a = {
-        DTRAIN_ACT_GELU, false, k->rows, k->n, m[0], m[1], m[2], m[3], k->dtype};
+        DTRAIN_ACTIVATION_GELU, false, k->rows, k->n, m[0], m[1], m[2], m[3], k->dtype};
     return device->ops->activation_backward(device, &a);
 }
 
 static void describe_sum(kernel *k) /* of squares */
 {
     reads(k, k->count, k->dtype, NOISE);
-    writes(k, 1, DTRAIN_F32);
+    writes(k, 1, DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_sum(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -181,12 +181,12 @@ static void describe_layernorm(kernel *k) /* fused with the residual addition */
     int64_t all = k->rows * k->n;
     reads(k, all, k->dtype, NOISE);
     reads(k, all, k->dtype, NOISE);
-    reads(k, k->n, DTRAIN_F32, NOISE);
-    reads(k, k->n, DTRAIN_F32, NOISE);
+    reads(k, k->n, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, k->n, DTRAIN_DTYPE_F32, NOISE);
     writes(k, all, k->dtype);
     writes(k, all, k->dtype);
-    writes(k, k->rows, DTRAIN_F32);
-    writes(k, k->rows, DTRAIN_F32);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
     k->tolerance *= 2;
 }
 static dtrain_result call_layernorm(dtrain_device *device, const kernel *k, void *const *m)
@@ -213,12 +213,12 @@ static void describe_layernorm_backward(kernel *k)
     int64_t all = k->rows * k->n;
     reads(k, all, k->dtype, NOISE);
     reads(k, all, k->dtype, NOISE);
-    reads(k, k->n, DTRAIN_F32, NOISE);
-    reads(k, k->rows, DTRAIN_F32, NOISE);
-    reads(k, k->rows, DTRAIN_F32, POSITIVE);
+    reads(k, k->n, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, k->rows, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, k->rows, DTRAIN_DTYPE_F32, POSITIVE);
     writes(k, all, k->dtype);
-    writes(k, k->n, DTRAIN_F32);
-    writes(k, k->n, DTRAIN_F32);
+    writes(k, k->n, DTRAIN_DTYPE_F32);
+    writes(k, k->n, DTRAIN_DTYPE_F32);
     k->tolerance *= 4;
 }
 static dtrain_result call_layernorm_backward(dtrain_device *device, const kernel *k, void *const *m)
@@ -241,9 +241,9 @@ static dtrain_result call_layernorm_backward(dtrain_device *device, const kernel
 static void describe_embedding(kernel *k) /* counts the rows it picks, not the whole table */
 {
     as_rows(k, gpt.channels);
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
-    reads(k, gpt.vocab * k->n, DTRAIN_F32, NOISE);
-    reads(k, gpt.sequence * k->n, DTRAIN_F32, NOISE);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
+    reads(k, gpt.vocab * k->n, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, gpt.sequence * k->n, DTRAIN_DTYPE_F32, NOISE);
     writes(k, k->rows * k->n, k->dtype);
     k->bytes += 4.0 * (double)((k->rows - gpt.vocab) * k->n);
 }
@@ -259,10 +259,10 @@ describe_embedding_backward(kernel *k) /* d_y once for each table; the table's r
 {
     as_rows(k, gpt.channels);
     int64_t met = k->rows < gpt.vocab ? k->rows : gpt.vocab;
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
     reads(k, k->rows * k->n, k->dtype, NOISE);
-    updates(k, gpt.vocab * k->n, DTRAIN_F32, NOISE);
-    updates(k, gpt.sequence * k->n, DTRAIN_F32, NOISE);
+    updates(k, gpt.vocab * k->n, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, gpt.sequence * k->n, DTRAIN_DTYPE_F32, NOISE);
     k->bytes += 8.0 * (double)((met - gpt.vocab) * k->n) +
                 (double)(k->rows * k->n) * (double)dtrain_dtype_bytes(k->dtype);
     k->tolerance = 1e-4;
@@ -278,9 +278,9 @@ static void describe_cross_entropy(kernel *k) /* with the gradient, in place */
 {
     as_rows(k, gpt.vocab);
     updates(k, k->rows * k->n, k->dtype, NOISE);
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
-    writes(k, k->rows, DTRAIN_F32);
-    writes(k, k->rows, DTRAIN_F32);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
     k->tolerance *= 4;
 }
 static dtrain_result call_cross_entropy(dtrain_device *device, const kernel *k, void *const *m)
@@ -293,8 +293,8 @@ static void describe_cross_entropy_backward(kernel *k)
 {
     as_rows(k, gpt.vocab);
     reads(k, k->rows * k->n, k->dtype, NOISE);
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
-    reads(k, k->rows, DTRAIN_F32, LOG_COUNT);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
+    reads(k, k->rows, DTRAIN_DTYPE_F32, LOG_COUNT);
     writes(k, k->rows * k->n, k->dtype);
     k->tolerance *= 4;
 }
@@ -327,9 +327,9 @@ static void optimizer_tensors(const kernel *k, void *const *m, bool two_moments,
 
 static void describe_sgd(kernel *k) /* with momentum */
 {
-    reads(k, k->count, DTRAIN_F32, NOISE);
-    updates(k, k->count, DTRAIN_F32, NOISE);
-    updates(k, k->count, DTRAIN_F32, NOISE);
+    reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
 }
 static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -343,7 +343,7 @@ static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *cons
 static void describe_adamw(kernel *k)
 {
     describe_sgd(k);
-    updates(k, k->count, DTRAIN_F32, POSITIVE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, POSITIVE);
 }
 static dtrain_result call_adamw(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -364,9 +364,9 @@ static dtrain_result call_adamw(dtrain_device *device, const kernel *k, void *co
 /* One small launch: its time is the price of a launch, its bytes are next to none. */
 static void describe_clip(kernel *k)
 {
-    reads(k, 1, DTRAIN_I64, A_DOUBLE);
-    updates(k, (int64_t)(sizeof(dtrain_step_scalars) / 4), DTRAIN_F32, POSITIVE);
-    writes(k, 1, DTRAIN_F32);
+    reads(k, 1, DTRAIN_DTYPE_I64, A_DOUBLE);
+    updates(k, (int64_t)(sizeof(dtrain_step_scalars) / 4), DTRAIN_DTYPE_F32, POSITIVE);
+    writes(k, 1, DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_clip(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -381,10 +381,10 @@ static int64_t kept(const kernel *k) { return k->count >= 1000 ? k->count / 1000
 
 static void describe_topk(kernel *k) /* residual += x, then a second read of the sum: 16 bytes */
 {
-    reads(k, k->count, DTRAIN_F32, NOISE);
-    updates(k, k->count, DTRAIN_F32, NOISE);
-    writes(k, kept(k), DTRAIN_F32);
-    writes(k, kept(k), DTRAIN_I32);
+    reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    writes(k, kept(k), DTRAIN_DTYPE_F32);
+    writes(k, kept(k), DTRAIN_DTYPE_I32);
     k->bytes += 4.0 * (double)k->count;
 }
 static dtrain_result call_topk(dtrain_device *device, const kernel *k, void *const *m)
@@ -395,9 +395,9 @@ static dtrain_result call_topk(dtrain_device *device, const kernel *k, void *con
 
 static void describe_scatter_add(kernel *k) /* touches a whole 32-byte sector for each element */
 {
-    reads(k, kept(k), DTRAIN_F32, NOISE);
-    reads(k, kept(k), DTRAIN_I32, INDICES);
-    updates(k, k->count, DTRAIN_F32, NOISE);
+    reads(k, kept(k), DTRAIN_DTYPE_F32, NOISE);
+    reads(k, kept(k), DTRAIN_DTYPE_I32, INDICES);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
     k->bytes = (8.0 + 2 * 32) * (double)kept(k);
 }
 static dtrain_result call_scatter_add(dtrain_device *device, const kernel *k, void *const *m)
@@ -410,8 +410,8 @@ static dtrain_result call_scatter_add(dtrain_device *device, const kernel *k, vo
 
 static void describe_copy(kernel *k)
 {
-    reads(k, k->count, DTRAIN_F32, NOISE);
-    writes(k, k->count, DTRAIN_F32);
+    reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    writes(k, k->count, DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_copy(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -432,13 +432,13 @@ static const struct gemm_shape {
     {"peak", DTRAIN_GEMM_TRANS_B, 0, SQUARE, SQUARE, SQUARE, false, false, false, false},
     {"qkv", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, C3, C, true, false, false, false},
     {"proj", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, C, C, true, false, false, false},
-    {"fc, GELU", DTRAIN_GEMM_TRANS_B, DTRAIN_ACT_GELU, TOKENS_OF_BATCH, C4, C, true, true, false,
-     false},
+    {"fc, GELU", DTRAIN_GEMM_TRANS_B, DTRAIN_ACTIVATION_GELU, TOKENS_OF_BATCH, C4, C, true, true,
+     false, false},
     {"fcproj", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, C, C4, true, false, false, false},
     {"logits", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, VOCAB, C, false, false, false, false},
     {"dX qkv", 0, 0, TOKENS_OF_BATCH, C, C3, false, false, false, false},
     {"dX fc", 0, 0, TOKENS_OF_BATCH, C, C4, false, false, false, false},
-    {"dX fcproj, dGELU", DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C, DTRAIN_ACT_GELU,
+    {"dX fcproj, dGELU", DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C, DTRAIN_ACTIVATION_GELU,
      TOKENS_OF_BATCH, C4, C, false, true, true, false},
     {"dX logits", 0, 0, TOKENS_OF_BATCH, C, VOCAB, false, false, false, false},
     {"dW qkv", DTRAIN_GEMM_TRANS_A, 0, C3, C, TOKENS_OF_BATCH, false, false, true, true},
@@ -463,15 +463,16 @@ static void describe_gemm(kernel *k)
              (long long)depth);
     reads(k, m * depth, k->dtype, NOISE);
     reads(k, depth * n, k->dtype, NOISE);
-    if (s->accumulate) updates(k, m * n, DTRAIN_F32, NOISE);
+    if (s->accumulate) updates(k, m * n, DTRAIN_DTYPE_F32, NOISE);
     else writes(k, m * n, k->dtype);
-    reads(k, n, DTRAIN_F32, NOISE); /* bias */
+    reads(k, n, DTRAIN_DTYPE_F32, NOISE); /* bias */
     add_array(k, s->aux ? m * n : 1, k->dtype,
               s->flags & DTRAIN_GEMM_ACT_BACKWARD ? NOISE : NOTHING,
               s->aux && !(s->flags & DTRAIN_GEMM_ACT_BACKWARD));
-    add_array(k, s->flags & DTRAIN_GEMM_BIAS_GRAD_C ? n : m, DTRAIN_F32, NOTHING, s->bias_grad);
+    add_array(k, s->flags & DTRAIN_GEMM_BIAS_GRAD_C ? n : m, DTRAIN_DTYPE_F32, NOTHING,
+              s->bias_grad);
     k->flops = 2.0 * (double)m * (double)n * (double)depth;
-    k->tolerance = k->dtype == DTRAIN_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
+    k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
 }
 static dtrain_result call_gemm(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -512,9 +513,9 @@ static void describe_attention(kernel *k)
     int64_t rows = k->batch * k->sequence;
     reads(k, rows * 3 * k->n, k->dtype, NOISE);
     writes(k, rows * k->n, k->dtype);
-    writes(k, rows * k->heads, DTRAIN_F32);
+    writes(k, rows * k->heads, DTRAIN_DTYPE_F32);
     k->flops = attention_flops(k, 4);
-    k->tolerance = k->dtype == DTRAIN_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
+    k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
 }
 static dtrain_result call_attention(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -528,11 +529,11 @@ static void describe_attention_backward(kernel *k)
     int64_t rows = k->batch * k->sequence;
     reads(k, rows * 3 * k->n, k->dtype, NOISE);
     reads(k, rows * k->n, k->dtype, NOISE);
-    reads(k, rows * k->heads, DTRAIN_F32, LOG_COUNT);
+    reads(k, rows * k->heads, DTRAIN_DTYPE_F32, LOG_COUNT);
     reads(k, rows * k->n, k->dtype, NOISE);
     writes(k, rows * 3 * k->n, k->dtype);
     k->flops = attention_flops(k, 10);
-    k->tolerance = k->dtype == DTRAIN_F32 && strcmp(opt.math, "fp32") == 0 ? 2e-4 : 5e-2;
+    k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 2e-4 : 5e-2;
 }
 static dtrain_result call_attention_backward(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -608,12 +609,14 @@ static int64_t integer_element(const kernel *k, int a, int64_t i)
 static void fill_host(const kernel *k, int a, int64_t count, void *memory)
 {
     for (int64_t i = 0; i < count; i++) switch (k->arrays[a].dtype) {
-        case DTRAIN_F32: ((float *)memory)[i] = float_element(k, a, i); break;
-        case DTRAIN_BF16:
+        case DTRAIN_DTYPE_F32: ((float *)memory)[i] = float_element(k, a, i); break;
+        case DTRAIN_DTYPE_BF16:
             ((uint16_t *)memory)[i] = dtrain_f32_to_bf16(float_element(k, a, i));
             break;
-        case DTRAIN_F16: ((uint16_t *)memory)[i] = dtrain_f32_to_f16(float_element(k, a, i)); break;
-        case DTRAIN_I64: ((int64_t *)memory)[i] = integer_element(k, a, i); break;
+        case DTRAIN_DTYPE_F16:
+            ((uint16_t *)memory)[i] = dtrain_f32_to_f16(float_element(k, a, i));
+            break;
+        case DTRAIN_DTYPE_I64: ((int64_t *)memory)[i] = integer_element(k, a, i); break;
         default: ((int32_t *)memory)[i] = (int32_t)integer_element(k, a, i); break;
         }
 }
@@ -670,9 +673,9 @@ static dtrain_result fill_arrays(dtrain_device *device, const kernel *k, void *c
 
 static double element(const array *x, const void *memory, int64_t i)
 {
-    if (x->dtype == DTRAIN_F32) return ((const float *)memory)[i];
-    if (x->dtype == DTRAIN_BF16) return dtrain_bf16_to_f32(((const uint16_t *)memory)[i]);
-    if (x->dtype == DTRAIN_F16) return dtrain_f16_to_f32(((const uint16_t *)memory)[i]);
+    if (x->dtype == DTRAIN_DTYPE_F32) return ((const float *)memory)[i];
+    if (x->dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(((const uint16_t *)memory)[i]);
+    if (x->dtype == DTRAIN_DTYPE_F16) return dtrain_f16_to_f32(((const uint16_t *)memory)[i]);
     return ((const int32_t *)memory)[i];
 }
 
@@ -680,7 +683,7 @@ static double element(const array *x, const void *memory, int64_t i)
 static int64_t wrong_elements(const kernel *k, int a, const void *got, const void *want)
 {
     const array *x = &k->arrays[a];
-    double squares = 0, tolerance = x->dtype == DTRAIN_I32 ? 0 : k->tolerance;
+    double squares = 0, tolerance = x->dtype == DTRAIN_DTYPE_I32 ? 0 : k->tolerance;
     int64_t wrong = 0;
     for (int64_t i = 0; i < x->count; i++) squares += element(x, want, i) * element(x, want, i);
     double scale = sqrt(squares / (double)x->count);
@@ -754,7 +757,7 @@ static double gemm_peak[4] = {NAN, NAN, NAN, NAN}; /* TFLOP/s by dtype */
 /* "bf16"; for fp32 products the arithmetic that the tensor cores do instead */
 static const char *precision_of(const kernel *k)
 {
-    return k->flops > 0 && k->dtype == DTRAIN_F32 ? opt.math : dtrain_dtype_name(k->dtype);
+    return k->flops > 0 && k->dtype == DTRAIN_DTYPE_F32 ? opt.math : dtrain_dtype_name(k->dtype);
 }
 
 /* correct: see bench_end. The first copies and the first product of a type set what the others are
@@ -820,11 +823,11 @@ static kernel kernel_of(const char *name, call_fn call, dtrain_dtype dtype, int6
     k.call = call;
     k.dtype = dtype;
     k.count = count;
-    k.tolerance = dtype == DTRAIN_F32 ? 2e-5 : 0x1p-6; /* bf16 has 8 significant bits */
+    k.tolerance = dtype == DTRAIN_DTYPE_F32 ? 2e-5 : 0x1p-6; /* bf16 has 8 significant bits */
     return k;
 }
 
-static const dtrain_dtype dtypes[] = {DTRAIN_BF16, DTRAIN_F32};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F32};
 
 static bool is_wanted(const char *name) { return !opt.only || strstr(name, opt.only); }
 

@@ -61,11 +61,11 @@ static int emulated_rank(dtrain_world *world, void *user)
             for (size_t i = 0; i < count; i++) buffer[i] = (float)(rank + 1) + (float)(i % 5);
             if (dtrain_barrier(comm) != DTRAIN_OK) return 1;
             const double begin = dtrain_seconds();
-            if (dtrain_all_reduce(comm, buffer, buffer, count, DTRAIN_F32, DTRAIN_SUM, NULL) !=
-                DTRAIN_OK)
+            if (dtrain_all_reduce(comm, buffer, buffer, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                  NULL) != DTRAIN_OK)
                 return 1;
             took = dtrain_seconds() - begin;
-            if (dtrain_world_exchange(world, &took, sizeof took, all) != DTRAIN_OK) return 1;
+            if (dtrain_world_all_gather(world, &took, sizeof took, all) != DTRAIN_OK) return 1;
             for (int i = 0; i < size; i++) took = all[i] > took ? all[i] : took;
             if (r >= 0) times[r] = took;
             for (size_t i = 0; i < count; i++)

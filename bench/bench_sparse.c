@@ -291,7 +291,7 @@ static void call_gemm(trial *t)
     g.a = t->y;
     g.b = t->z;
     g.c = t->residual[FLOOR];
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
     if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
 }
 
@@ -326,7 +326,7 @@ static void call_thin(trial *t, int runner)
     g.a = t->mode == P_QT ? t->y : t->x;
     g.b = t->mode == MT_P ? t->y : t->z;
     g.c = t->residual[runner];
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
     if (runner == NAIVE) naive_thin(&g);
     else if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
 }

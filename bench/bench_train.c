@@ -117,7 +117,7 @@ static double gemm_rate(const dtrain_device_ops *ops)
     if (result == DTRAIN_OK) result = fill(device, b, n * n, half);
     args.m = args.n = args.k = args.lda = args.ldb = args.ldc = opt.gemm;
     args.alpha = 1;
-    args.a_dtype = args.b_dtype = args.c_dtype = half ? DTRAIN_BF16 : DTRAIN_F32;
+    args.a_dtype = args.b_dtype = args.c_dtype = half ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F32;
     args.a = a;
     args.b = b;
     args.c = c;
