@@ -2693,7 +2693,7 @@ DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
  * ==============================================================================================*/
 
 /* Philox4x32-10
-*
+ *
  * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
  * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
  *
@@ -2734,7 +2734,7 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t 
 }
 
 /* ---- Normal numbers
-*
+ *
  * Box and Muller (1958): from uniforms u in (0,1) and w in [0,1),
  *     sqrt(-2 ln u) cos(2 pi w)   and   sqrt(-2 ln u) sin(2 pi w)   are two independent N(0,1).
  * u = (word + 1/2) / 2^32 is never 0 or 1, so the result is finite and |z| <= 6.77.
@@ -3312,7 +3312,7 @@ DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, d
 }
 
 /* ---- Waiting
-*
+ *
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
@@ -3389,7 +3389,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, con
 }
 
 /* ---- Exchange, report, look
-*
+ *
  * The control page is the one place where ranks tell each other how they are. */
 
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text)
@@ -3742,7 +3742,7 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
  * ==============================================================================================*/
 
 /* A keyed hash
-*
+ *
  * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
  * make nor predict the 64 bits of the result. */
 
@@ -3783,7 +3783,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  * ==============================================================================================*/
 
 /* The launch environment
-*
+ *
  * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
  * a whole, the first complete one wins:
  *
@@ -4281,7 +4281,7 @@ DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
  * ==============================================================================================*/
 
 /* The link
-*
+ *
  * Ranks that a launcher has started are connected as a star: each has one TCP connection to rank 0,
  * which passes on what it hears. What travels is the control page: a rank's post, its fate and the
  * report, written into the sender's page first and then told to the others, whose page follows.
@@ -4589,7 +4589,7 @@ DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
  * ==============================================================================================*/
 
 /* The rendezvous
-*
+ *
  *     rank r                                             rank 0, listening
  *     HELLO: protocol, a random number        ->
  *                                             <-         CHALLENGE: a random number, proof
@@ -5241,7 +5241,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * ==============================================================================================*/
 
 /* One host: one page
-*
+ *
  * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
  * without a name (memfd) and tells the others where it has mapped it; they open it through
  * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when
@@ -6422,7 +6422,7 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * ==============================================================================================*/
 
 /* Reductions
-*
+ *
  * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
  * output may be one of the inputs. Every input is read once and every output written once: sums of
  * fp32 and bf16 stay in registers on the way, everything else in a block of 1024 elements in the L1
@@ -6765,7 +6765,7 @@ DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *
  * ==============================================================================================*/
 
 /* The local backend: shared structures
-*
+ *
  * Why a slot may be used again after 2 W operations without asking: a rank starts operation t only
  * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and
  * those ranks started t - W only after they had finished t - 2W, that is, after their last look at
@@ -6923,7 +6923,7 @@ DTRAIN__PRIVATE dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, in
 }
 
 /* ---- Failure
-*
+ *
  * The first rank that finds something wrong writes it into the first part; everybody returns
  * that. */
 
@@ -7167,7 +7167,7 @@ DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
 }
 
 /* ---- The staged path
-*
+ *
  *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
  *
  * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they
@@ -7225,7 +7225,7 @@ DTRAIN__PRIVATE void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_co
  * ==============================================================================================*/
 
 /* Emulated links
-*
+ *
  * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
  * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
  *
@@ -7990,7 +7990,7 @@ static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key
  * ==============================================================================================*/
 
 /* Device buffers: the staged backend
-*
+ *
  * Ranks that share a GPU, or have GPUs and no NCCL, meet in the local backend all the same: what is
  * in device memory is copied through page-locked shared memory on the way in and out.
  *
@@ -8480,7 +8480,7 @@ static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key,
  * ==============================================================================================*/
 
 /* MPI
-*
+ *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
  * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. That ranks agree on what they
  * call, how long they wait and in which order is added is decided here: MPI compares nothing, has
@@ -9246,7 +9246,7 @@ DTRAIN__PRIVATE bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain_
 }
 
 /* ---- Messages
-*
+ *
  * A head, with the data when it is small, then the data in pieces. Messages between two ranks in
  * one direction go one after the other. */
 
@@ -9738,7 +9738,7 @@ static dtrain_result dtrain__mpi_destroy(dtrain_comm *base)
 }
 
 /* ---- How ranks meet in MPI
-*
+ *
  * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
  * that they will. Then all compare what MPI thinks the world is with what it is. */
 
@@ -9945,7 +9945,7 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
  * ==============================================================================================*/
 
 /* Which backend
-*
+ *
  *     memory of the device is the host's        local, or the one that was asked for
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why
@@ -10363,7 +10363,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
 }
 
 /* ---- Ranks agree
-*
+ *
  * A call that fails on one rank only would leave the others waiting in its next collective. Calls
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
  * all with an error, and the communicator is as good as before. */
@@ -10514,7 +10514,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
  * ==============================================================================================*/
 
 /* The layout
-*
+ *
  * Which parameters travel together, and who keeps what of them: a pure function of what all ranks
  * have in common. They need not exchange it, and a plan or a simulator can make one without ranks.
  *
@@ -11052,7 +11052,7 @@ DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
 }
 
 /* ---- Memory of a layout
-*
+ *
  * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
  * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
 
@@ -11381,7 +11381,7 @@ DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t p
  * gradient has been moved on. A gradient that was not written in the whole step counts as zero. */
 
 /* ---- Reducing a bucket
-*
+ *
  *     gradients --(reduce_dtype)--> wire -> collective -> result -> shard
  *
  * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
@@ -13219,7 +13219,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strate
  * ==============================================================================================*/
 
 /* PowerSGD
-*
+ *
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
  *
@@ -13379,7 +13379,7 @@ DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bo
  * ==============================================================================================*/
 
 /* Offload
-*
+ *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | shard of 2 -> host   | shard of 1 -> host ...
  *     CPU                             (add it, in later micro-batches)          | norm | update
@@ -13735,7 +13735,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy
  * ==============================================================================================*/
 
 /* Creation
-*
+ *
  * 1. local: check the array and the desc                        -> agree
  * 2. compare the registration of all ranks
  * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
@@ -14886,7 +14886,7 @@ DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
 
 /* ---- Errors
-*
+ *
  * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
  * have left theirs in the thread's last error. */
 
@@ -15040,7 +15040,7 @@ DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
  * ==============================================================================================*/
 
 /* Gradients of tensors
-*
+ *
  * The first contribution overwrites, later ones add. An operation that only hands its gradient on
  * (add) makes the buffer shared instead of copying it; who wants to write into a shared buffer
  * makes a copy first. In a residual network
@@ -15238,7 +15238,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
  * ==============================================================================================*/
 
 /* Activation checkpointing
-*
+ *
  * In a unit that drops results these do not go to the data arena but to one of two regions, which
  * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
  *
@@ -15606,7 +15606,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
 }
 
 /* ---- Backward
-*
+ *
  * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
  *    will get a contribution; alias and target are counted apart, as the strategy registered them
  * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
@@ -17975,7 +17975,7 @@ DTRAIN__PRIVATE double dtrain__nan(void)
 }
 
 /* ---- a step without the host: what it needs
-*
+ *
  * A whole step is queued on the device before the host looks at any of its results. That is what
  * a graph can record:
  *
@@ -18590,7 +18590,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_mem
 }
 
 /* ---- automatic batch
-*
+ *
  * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
  *    interval. A plan is bookkeeping only, some twenty of them take milliseconds.
  * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
@@ -19294,7 +19294,7 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
  * ==============================================================================================*/
 
 /* The plan device
-*
+ *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state
  * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
  * answer. Streams and events are the CPU's or nothing. */
@@ -19754,7 +19754,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  *     S24.6  device       memory, launchers, the CPU table and the plan table */
 
 /* ---- The pool
-*
+ *
  * One generation number says which job is current; a worker has run jobs up to its own copy of it.
  *
  *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
@@ -20825,7 +20825,7 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 #endif
 
 /* ---- Half precision
-*
+ *
  * Kernels compute in fp32 on fp32. Operands in BF16 or F16 are widened into buffers of the device
  * first, and results are rounded back once at the end: exact, and the price is two more passes.
  *
@@ -21051,7 +21051,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
  * ==============================================================================================*/
 
 /* Sparse gradients
-*
+ *
  * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
  * only, gives a threshold that lets somewhat more than k through:
  *
@@ -21230,7 +21230,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
 }
 
 /* ---- Orthonormal columns
-*
+ *
  * Gram-Schmidt by way of the Cholesky factor: X^T X = R^T R has in R's columns what Gram-Schmidt
  * subtracts, so X R^-1 is its result, from two passes over X in place of one for each pair of
  * columns. X^T X squares the condition number, which double bears: products of floats are exact in
@@ -21313,7 +21313,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
  * ==============================================================================================*/
 
 /* Instruction sets
-*
+ *
  * A header cannot count on -march=native, so every hot function exists once for each instruction
  * set and is chosen at run time. DTRAIN__TARGET(t) marks such a function: compile it for t whatever
  * the command line says. The optimisation attributes are gcc's: fused multiply-add is off there in
@@ -21352,7 +21352,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
 #endif
 
 /* ---- exp and tanh
-*
+ *
  * x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing
  * term is below 5.2e-9: rounding dominates. ln2 is split in two so that n * ln2_high is exact.
  * Scalar and free of branches: a loop over dtrain__exp vectorises at the width of its function. */
@@ -21435,7 +21435,7 @@ DTRAIN__INLINE float dtrain__gelu_slope(float x)
 }
 
 /* ---- Matrix multiplication
-*
+ *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
  * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
  * of high-performance matrix multiplication", 2008):
@@ -21478,7 +21478,7 @@ DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype
 }
 
 /* ---- Half precision
-*
+ *
  * bf16 is shifts and adds, which vectorise in any target; fp16 has instructions since F16C, which
  * every processor with AVX2 has. The bits are those of core/dtype.c. */
 
@@ -21692,7 +21692,7 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
 }
 
 /* ---- The kernel
-*
+ *
  * `rows` times two vectors of accumulators, each with a name of its own: as an array they would be
  * unrolled too late for the compiler to keep them in registers. Per step two loads of B and, for
  * each row, one broadcast of A and two multiply-adds. Unrolling hides the loop behind 12 of
@@ -21717,7 +21717,7 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
     *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
 
 /* ---- Few columns
-*
+ *
  * A as it lies: eight rows of it times one vector of columns, k after k. 16 steps of each row are
  * copied side by side first: the loop needs one address then, and rows a power of two apart, which
  * throw each other out of L1, are read once. Rows beyond the last repeat it. */
@@ -21935,7 +21935,7 @@ DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT, scalar)
 #endif
 
 /* ---- Pairs of bf16
-*
+ *
  * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
  * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
  * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
@@ -22644,7 +22644,7 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
  * ==============================================================================================*/
 
 /* Kernels: how work is cut
-*
+ *
  *     launcher (below)      checks what only it can see, cuts the work, wakes the pool
  *       -> dtrain__job        what is common to all threads of one kernel
  *         -> range function     the arithmetic on [begin, end), one per instruction set

@@ -1,5 +1,5 @@
 /* Which backend
-*
+ *
  *     memory of the device is the host's        local, or the one that was asked for
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why

@@ -1,5 +1,5 @@
 /* Emulated links
-*
+ *
  * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
  * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
  *

@@ -1,5 +1,5 @@
 /* The local backend: shared structures
-*
+ *
  * Why a slot may be used again after 2 W operations without asking: a rank starts operation t only
  * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and
  * those ranks started t - W only after they had finished t - 2W, that is, after their last look at
@@ -25,7 +25,7 @@ DTRAIN__PRIVATE dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, in
 }
 
 /* ---- Failure
-*
+ *
  * The first rank that finds something wrong writes it into the first part; everybody returns
  * that. */
 
@@ -269,7 +269,7 @@ DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
 }
 
 /* ---- The staged path
-*
+ *
  *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
  *
  * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they

@@ -425,7 +425,7 @@ static dtrain_result dtrain__mpi_destroy(dtrain_comm *base)
 }
 
 /* ---- How ranks meet in MPI
-*
+ *
  * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
  * that they will. Then all compare what MPI thinks the world is with what it is. */
 

@@ -236,7 +236,7 @@ DTRAIN__PRIVATE bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain_
 }
 
 /* ---- Messages
-*
+ *
  * A head, with the data when it is small, then the data in pieces. Messages between two ranks in
  * one direction go one after the other. */
 

@@ -1,5 +1,5 @@
 /* MPI
-*
+ *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
  * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. That ranks agree on what they
  * call, how long they wait and in which order is added is decided here: MPI compares nothing, has

@@ -1,5 +1,5 @@
 /* Reductions
-*
+ *
  * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
  * output may be one of the inputs. Every input is read once and every output written once: sums of
  * fp32 and bf16 stay in registers on the way, everything else in a block of 1024 elements in the L1

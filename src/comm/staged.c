@@ -1,5 +1,5 @@
 /* Device buffers: the staged backend
-*
+ *
  * Ranks that share a GPU, or have GPUs and no NCCL, meet in the local backend all the same: what is
  * in device memory is copied through page-locked shared memory on the way in and out.
  *

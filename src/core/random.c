@@ -1,5 +1,5 @@
 /* Philox4x32-10
-*
+ *
  * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
  * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
  *
@@ -45,7 +45,7 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t 
 }
 
 /* ---- Normal numbers
-*
+ *
  * Box and Muller (1958): from uniforms u in (0,1) and w in [0,1),
  *     sqrt(-2 ln u) cos(2 pi w)   and   sqrt(-2 ln u) sin(2 pi w)   are two independent N(0,1).
  * u = (word + 1/2) / 2^32 is never 0 or 1, so the result is finite and |z| <= 6.77.

@@ -1,5 +1,5 @@
 /* The plan device
-*
+ *
  * Addresses without memory: an allocation is a step of a counter that lives in device->state
  * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
  * answer. Streams and events are the CPU's or nothing. */

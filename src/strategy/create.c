@@ -1,5 +1,5 @@
 /* Creation
-*
+ *
  * 1. local: check the array and the desc                        -> agree
  * 2. compare the registration of all ranks
  * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do

@@ -1,5 +1,5 @@
 /* The layout
-*
+ *
  * Which parameters travel together, and who keeps what of them: a pure function of what all ranks
  * have in common. They need not exchange it, and a plan or a simulator can make one without ranks.
  *
@@ -262,7 +262,7 @@ DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
 }
 
 /* ---- Memory of a layout
-*
+ *
  * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
  * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
 

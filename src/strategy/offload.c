@@ -1,5 +1,5 @@
 /* Offload
-*
+ *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | shard of 2 -> host   | shard of 1 -> host ...
  *     CPU                             (add it, in later micro-batches)          | norm | update

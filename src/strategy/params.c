@@ -156,7 +156,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
 }
 
 /* ---- Ranks agree
-*
+ *
  * A call that fails on one rank only would leave the others waiting in its next collective. Calls
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
  * all with an error, and the communicator is as good as before. */

@@ -1,5 +1,5 @@
 /* PowerSGD
-*
+ *
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
  *

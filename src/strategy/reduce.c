@@ -39,7 +39,7 @@
 #include "device/device.h"
 
 /* ---- Reducing a bucket
-*
+ *
  *     gradients --(reduce_dtype)--> wire -> collective -> result -> shard
  *
  * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for

@@ -75,7 +75,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
 }
 
 /* ---- Backward
-*
+ *
  * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
  *    will get a contribution; alias and target are counted apart, as the strategy registered them
  * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its

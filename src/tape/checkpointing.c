@@ -1,5 +1,5 @@
 /* Activation checkpointing
-*
+ *
  * In a unit that drops results these do not go to the data arena but to one of two regions, which
  * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
  *

@@ -1,5 +1,5 @@
 /* Gradients of tensors
-*
+ *
  * The first contribution overwrites, later ones add. An operation that only hands its gradient on
  * (add) makes the buffer shared instead of copying it; who wants to write into a shared buffer
  * makes a copy first. In a residual network

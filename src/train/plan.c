@@ -117,7 +117,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_mem
 }
 
 /* ---- automatic batch
-*
+ *
  * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
  *    interval. A plan is bookkeeping only, some twenty of them take milliseconds.
  * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have

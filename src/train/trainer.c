@@ -48,7 +48,7 @@ DTRAIN__PRIVATE double dtrain__nan(void)
 }
 
 /* ---- a step without the host: what it needs
-*
+ *
  * A whole step is queued on the device before the host looks at any of its results. That is what
  * a graph can record:
  *

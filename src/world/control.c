@@ -108,7 +108,7 @@ DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, d
 }
 
 /* ---- Waiting
-*
+ *
  *     dtrain__wait wait = dtrain__wait_begin();
  *     while (!ready()) DTRAIN__TRY(dtrain__wait_turn(world, &wait));
  *
@@ -185,7 +185,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, con
 }
 
 /* ---- Exchange, report, look
-*
+ *
  * The control page is the one place where ranks tell each other how they are. */
 
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text)

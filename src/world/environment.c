@@ -1,5 +1,5 @@
 /* The launch environment
-*
+ *
  * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
  * a whole, the first complete one wins:
  *

@@ -1,5 +1,5 @@
 /* A keyed hash
-*
+ *
  * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
  * make nor predict the 64 bits of the result. */
 

@@ -1,5 +1,5 @@
 /* The link
-*
+ *
  * Ranks that a launcher has started are connected as a star: each has one TCP connection to rank 0,
  * which passes on what it hears. What travels is the control page: a rank's post, its fate and the
  * report, written into the sender's page first and then told to the others, whose page follows.

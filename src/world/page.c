@@ -1,5 +1,5 @@
 /* One host: one page
-*
+ *
  * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
  * without a name (memfd) and tells the others where it has mapped it; they open it through
  * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when

@@ -1,5 +1,5 @@
 /* The rendezvous
-*
+ *
  *     rank r                                             rank 0, listening
  *     HELLO: protocol, a random number        ->
  *                                             <-         CHALLENGE: a random number, proof

@@ -1,38 +1,77 @@
 #!/bin/sh
 # The benchmarks run, check their own results and print what they say they print; no timing is judged.
+# Every program makes its table and its JSON lines in one run, so that one line can be compared with the other.
 # Those of GPUs run on the emulated device, where it was built.
 . tests/support/shell.sh
-good "bench_gemm" "geometric mean" "$build/bench/bench_gemm" --quick
-good "bench_gemm --json" '^\{.*"gflops"' "$build/bench/bench_gemm" --quick --json
-small="--ranks 2 --sizes 4K,1M --rounds 1 --reps 2 --seconds 0.002"
-good "bench_collectives" "all-reduce" "$build/bench/bench_collectives" $small
-good "bench_collectives --json" '^\{.*"busbw' "$build/bench/bench_collectives" $small --json
-tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 4 --steps 60 --rounds 1"
-good "bench_train" "tokens/s" "$build/bench/bench_train" $tiny
-good "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train" $tiny --json
-few="--program $build/train_gpt --models tiny --ranks 2,4 --steps 5"
-good "bench_strategies" "ranks: bf16 gives" "$build/bench/bench_strategies" $few --flags "--layers 2 --batch 1"
-good "bench_strategies --json" '^\{.*"HYBRID_SHARD, 2".*"correct": true' "$build/bench/bench_strategies" $few --json
-small="--program $build/train_gpt --model tiny --nodes 2 --gbps 10,100 --latency 5 --reps 1 --steps 12 --rounds 1 --train-models tiny"
-trainer="--layers 1 --channels 32 --seq 16 --batch 2"
-good "bench_comm" "target: no collective copies .* met" "$build/bench/bench_comm" $small --parts copies,links,overlap --svg "$build/bench/comm.svg"
-good "bench_comm draws" "</svg>" cat "$build/bench/comm.svg"
-good "bench_comm --json" '^\{.*"hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' "$build/bench/bench_comm" $small --parts links --node-ranks 2 --shrink 2 --json
-good "bench_comm, training" '^PowerSGD, rank 4 .* %' "$build/bench/bench_comm" $small --parts train,loss --flags "$trainer"
-few="--program $build/train_gpt --model tiny --ranks 1,2 --batch-sizes 2 --steps 5 --rounds 1 --many 12"
-good "bench_scaling" "12 +full_shard .* same +yes" "$build/bench/bench_scaling" $few --flags "$trainer"
-good "bench_scaling --json" '^\{.*"full_shard".*"ranks": 2.*"correct": true' "$build/bench/bench_scaling" $few --flags "$trainer" --json
-good "bench_links" "4 nodes, 2 Gb/s" "$build/bench/bench_links" --quick --nodes 2,4 --gbit 2 --sizes 1 --reps 2
-good "bench_links --json" '^\{.*"emulated_s": 0' "$build/bench/bench_links" --quick --json --nodes 3 --gbit 2 --sizes 1 --reps 2
-good "bench_kernels" "attention_backward .* yes" "$build/bench/bench_kernels" --quick
-good "bench_sparse" "topk .* velocity .* yes" "$build/bench/bench_sparse" --quick
-good "bench_sparse --json" '^\{.*"kernel": "orthogonalize".*"correct": true' "$build/bench/bench_sparse" --quick --json
+log=$tmp/log.jsonl
+verdict() { # verdict STATUS NAME TEXT: a failure says TEXT, too
+    [ "$1" -eq 0 ] || echo "       $3"
+    result "$2" "$1" "$tmp/out"
+}
+# check NAME PATTERN LINE COMMAND...: it ends well; a line of its table matches PATTERN and a JSON line matches LINE; every JSON
+# line is an object that is not wrong, at least one was checked, and there is one for each row of the table.
+check() {
+    name=$1 pattern=$2 line=$3; shift 3
+    rm -f "$log"
+    timeout 300 "$@" --log "$log" >"$tmp/out" 2>&1
+    verdict $? "$name" "$*"
+    grep -q -E -- "$pattern" "$tmp/out"; verdict $? "$name, table" "no line matches $pattern"
+    grep -q -E -- "$line" "$log"; verdict $? "$name, JSON" "no line matches $line"
+    awk '!/^\{"bench": "[a-z_]+", .*, "correct": (true|null)\}$/ { bad = 1 } /"correct": true/ { right = 1 }
+         END { exit bad || !right }' "$log"
+    verdict $? "$name, lines" "$(grep -v '"correct": \(true\|null\)}$' "$log" | head -n 1)"
+    rows=$(grep -c -E ' (yes|NO|-) *$' "$tmp/out") lines=$(wc -l <"$log")
+    [ "$rows" -eq "$lines" ]; verdict $? "$name, rows" "$rows rows, $lines JSON lines"
+}
+refuse() { # refuse NAME PATTERN COMMAND...: exit code 2 and a sentence that matches
+    name=$1 pattern=$2; shift 2
+    "$@" >"$tmp/out" 2>&1
+    [ $? -eq 2 ] && grep -q -E -- "$pattern" "$tmp/out"; verdict $? "$name" "$*"
+}
+bench=$build/bench
+trainer="--program $build/train_gpt"
+small="--layers 1 --channels 32 --seq 16 --batch 2"
+check "bench_gemm" "^NT 64 x 64 x 64 .* yes" '"shape": "NT 768 x 384 x 128".*"GFLOP/s_max"' "$bench/bench_gemm" --quick
+check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick
+check "bench_links" "4 nodes, 2 Gb/s" '"nodes": 3, .*"emulated_ms": [0-9]' "$bench/bench_links" --quick --nodes 3,4
+check "bench_sparse" "^topk .* velocity .* yes" '"kernel": "orthogonalize".*"of_gemm": [0-9]' "$bench/bench_sparse" --quick
+check "bench_kernels" "^attention_backward .* yes" '"kernel": "topk"' "$bench/bench_kernels" --quick
+check "bench_train" "^1 rank x 1 thread .* yes" '"of": "1 rank x [0-9]+ threads? over echo' "$bench/bench_train" $trainer --quick \
+    --peer 'echo=echo tokens_per_second ${CHANNELS}000'
+check "bench_strategies" "ranks: bf16 gives" '"strategy": "HYBRID_SHARD, 2"' "$bench/bench_strategies" $trainer --quick \
+    --flags "--layers 2 --batch 1"
+check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_shard", "ranks": 2' "$bench/bench_scaling" $trainer --quick \
+    --flags "$small"
+check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \
+    "$bench/bench_comm" $trainer --quick --shrink 2 --svg "$tmp/comm.svg"
+grep -q "^</svg>" "$tmp/comm.svg" && [ "$(grep -c '<polyline' "$tmp/comm.svg")" -eq 5 ]
+verdict $? "bench_comm draws five curves" "$(tail -n 1 "$tmp/comm.svg")"
 if [ -x "$build/emu/bench_kernels" ]; then
-    good "bench_kernels, emulated GPU" "attention_backward .* yes" "$build/emu/bench_kernels" --quick
-    good "bench_kernels, emulated GPU, --json" '^\{.*"kernel": "topk".*"correct": true' "$build/emu/bench_kernels" --quick --json
-    tiny="--device cuda --program $build/emu/train_gpt --model tiny --layers 1 --heads 2 --channels 32 --seq 16 --batch 2 --steps 20 --rounds 1 --gemm 64"
+    check "bench_kernels, emulated GPU" "^attention_backward .* yes" '"kernel": "topk"' "$build/emu/bench_kernels" --quick
     for precision in fp32 bf16; do
-        good "bench_train, emulated GPU, $precision" "1 GPU, $precision .* yes" "$build/emu/bench_train" $tiny --precision $precision --flags "--lr 1e-2"
+        check "bench_train, emulated GPU, $precision" "^1 GPU, $precision .* yes" "\"precision\": \"$precision\"" \
+            "$build/emu/bench_train" --quick --device cuda --program "$build/emu/train_gpt" --heads 2 --seq 16 --batch 2 \
+            --steps 20 --precision $precision --flags "--lr 1e-2"
     done
 else skip "GPU benchmarks" "no emulated GPU"; fi
+for program in gemm collectives links sparse kernels train strategies scaling comm; do
+    refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
+done
+refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$tmp"
+refuse "record.sh refuses what it does not know" '"gem" is none of' sh bench/record.sh --out "$tmp" gem
+refuse "a wrong list of sizes" 'it takes at most' "$bench/bench_collectives" --sizes 4K,x
+refuse "a log that cannot be written" 'cannot be written' "$bench/bench_gemm" --quick --log "$tmp/none/log"
+"$bench/bench_gemm" --quick --json 2>/dev/null | grep -v '^{"bench": "gemm' >"$tmp/out"
+[ ! -s "$tmp/out" ]; verdict $? "--json prints nothing but objects" "others, too"
+# A record has the machine, the commit and each command, and the results behind it.
+BUILD=$build sh bench/record.sh --quick --machine here --out "$tmp/here" gemm sparse >"$tmp/out" 2>&1
+verdict $? "record.sh --quick" "exit code"
+head -n 1 "$tmp/here/gemm.jsonl" | grep -q '^{"bench": "machine", "machine": "here", "cpu": "..*"commit": "..*"compiler": "..*}$' &&
+    [ "$(grep -c '^{"bench": "command"' "$tmp/here/gemm.jsonl")" -eq 3 ] && grep -q '^{"bench": "sparse"' "$tmp/here/sparse.jsonl" &&
+    grep -q "^\$ $bench/bench_gemm --quick" "$tmp/here/gemm.txt" && grep -q "^NT 64 x 64 x 64 .* yes" "$tmp/here/gemm.txt"
+verdict $? "record.sh writes tables and JSON lines" "see $tmp/here"
+sh bench/check_figures.sh >"$tmp/out"; verdict $? "figures of bench/README.md are recorded" "bench/check_figures.sh"
+sed 's/| 0.99 |/| 0.98765 |/' bench/README.md >"$tmp/README.md" && ln -s "$PWD/bench/results" "$tmp/results" &&
+    ! sh bench/check_figures.sh "$tmp/README.md" >"$tmp/out" && grep -q '0.98765 is not in' "$tmp/out"
+verdict $? "a figure that is not recorded is found" "bench/check_figures.sh"
 finish

@@ -1,5 +1,5 @@
 /* Instruction sets
-*
+ *
  * A header cannot count on -march=native, so every hot function exists once for each instruction
  * set and is chosen at run time. DTRAIN__TARGET(t) marks such a function: compile it for t whatever
  * the command line says. The optimisation attributes are gcc's: fused multiply-add is off there in
@@ -43,7 +43,7 @@
 #endif
 
 /* ---- exp and tanh
-*
+ *
  * x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing
  * term is below 5.2e-9: rounding dominates. ln2 is split in two so that n * ln2_high is exact.
  * Scalar and free of branches: a loop over dtrain__exp vectorises at the width of its function. */
@@ -126,7 +126,7 @@ DTRAIN__INLINE float dtrain__gelu_slope(float x)
 }
 
 /* ---- Matrix multiplication
-*
+ *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
  * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
  * of high-performance matrix multiplication", 2008):
@@ -169,7 +169,7 @@ DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype
 }
 
 /* ---- Half precision
-*
+ *
  * bf16 is shifts and adds, which vectorise in any target; fp16 has instructions since F16C, which
  * every processor with AVX2 has. The bits are those of core/dtype.c. */
 
@@ -383,7 +383,7 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
 }
 
 /* ---- The kernel
-*
+ *
  * `rows` times two vectors of accumulators, each with a name of its own: as an array they would be
  * unrolled too late for the compiler to keep them in registers. Per step two loads of B and, for
  * each row, one broadcast of A and two multiply-adds. Unrolling hides the loop behind 12 of
@@ -408,7 +408,7 @@ DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t 
     *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
 
 /* ---- Few columns
-*
+ *
  * A as it lies: eight rows of it times one vector of columns, k after k. 16 steps of each row are
  * copied side by side first: the loop needs one address then, and rows a power of two apart, which
  * throw each other out of L1, are read once. Rows beyond the last repeat it. */
@@ -626,7 +626,7 @@ DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT, scalar)
 #endif
 
 /* ---- Pairs of bf16
-*
+ *
  * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
  * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
  * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals

@@ -109,7 +109,7 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 #endif
 
 /* ---- Half precision
-*
+ *
  * Kernels compute in fp32 on fp32. Operands in BF16 or F16 are widened into buffers of the device
  * first, and results are rounded back once at the end: exact, and the price is two more passes.
  *

@@ -1,5 +1,5 @@
 /* Sparse gradients
-*
+ *
  * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
  * only, gives a threshold that lets somewhat more than k through:
  *
@@ -185,7 +185,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
 }
 
 /* ---- Orthonormal columns
-*
+ *
  * Gram-Schmidt by way of the Cholesky factor: X^T X = R^T R has in R's columns what Gram-Schmidt
  * subtracts, so X R^-1 is its result, from two passes over X in place of one for each pair of
  * columns. X^T X squares the condition number, which double bears: products of floats are exact in

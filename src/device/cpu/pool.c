@@ -14,7 +14,7 @@
 #include "device/cpu/pool_internal.h"
 
 /* ---- The pool
-*
+ *
  * One generation number says which job is current; a worker has run jobs up to its own copy of it.
  *
  *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0

@@ -1,5 +1,5 @@
 /* Orthonormal columns
-*
+ *
  * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
  *
  *   gram      a block sums G over a share of the rows that depends on rows and columns alone
