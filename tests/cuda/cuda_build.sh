@@ -94,18 +94,22 @@ line="$nvcc -O1 -gencode=arch=compute_$last,code=sm_$last -DDTRAIN_USE_CUDA -I."
 try "one nvcc line makes a program" $line "$build/first.c" dtrain_cuda.cu -lcublasLt -o "$build/first"
 programs=
 [ ! -x "$build/first" ] || programs=$build/first
+# Every program, linked with the implementation compiled once (LINKED: the Makefile's flags for that).
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$build/dtrain.c"
+try "dtrain.h, nvcc" $line -c "$build/dtrain.c" -o "$build/dtrain.o"
+rm -f "$build/dtrain.a"
+ar rc "$build/dtrain.a" "$build/dtrain.o" "$kernels"
 for example in examples/*.c tools/*/*.c; do
-    program=$build/$(basename "$example" .c)
-    try "$example" $line "$example" "$kernels" -lcublasLt -o "$program"
-done
-for example in "train_gpt --steps 2" hello_ddp mlp; do
-    [ ! -x "$build/${example%% *}" ] || programs="$programs|$build/$example --device cuda"
+    program=$build/$(basename "$example" .c) flags=$LINKED
+    ! grep -q 'dtrain__\|DTRAIN__' "$example" || flags=
+    try "$example" $line $flags "$example" "$build/dtrain.a" -lcublasLt -o "$program"
+    [ ! -x "$program" ] || ! grep -q '"--device' "$example" "$(dirname "$example")"/*.h 2>/dev/null || programs="$programs|$program --device cuda"
 done
 
 if ! echo '#include <nccl.h>' | $nvcc -E -x cu - >/dev/null 2>&1; then
     skip "programs with NCCL" "nccl.h is not installed"
 else
-    try "train_gpt with NCCL" $line -DDTRAIN_USE_NCCL tools/train_gpt/train_gpt.c "$kernels" -lcublasLt -ldl -o "$build/train_nccl"
+    try "train_gpt with NCCL" $line $LINKED -DDTRAIN_USE_NCCL tools/train_gpt/train_gpt.c "$build/dtrain.a" -lcublasLt -ldl -o "$build/train_nccl"
     try "tests/nccl/gpu_nccl.c, NCCL linked" $line -DDTRAIN_NCCL_LINKED tests/nccl/gpu_nccl.c "$kernels" -lcublasLt -lnccl -o "$build/gpu_nccl"
     [ ! -x "$build/train_nccl" ] || programs="$programs|$build/train_nccl --device cuda --ranks 2 --steps 2"
     [ ! -x "$build/gpu_nccl" ] || programs="$programs|$build/gpu_nccl two"
