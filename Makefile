@@ -185,9 +185,9 @@ FORCE:
 # their subject, they get it without SIMD, which compiles in a third of the time.
 LINKED  := -DDTRAIN__IMPLEMENTED -DDTRAIN__FIRST_HALF -DDTRAIN__SECOND_HALF \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
-PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS)))
+PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
-INSIDE  := $(notdir $(shell grep -l 'define DTRAIN_IMPLEMENTATION' $(UNIT)))
+INSIDE  := $(notdir $(shell grep -l 'define DTRAIN_IMPLEMENTATION' $(UNIT) 2>/dev/null))
 KERNELS := test_gemm.c test_device.c test_dtypes.c test_sparse.c
 PLAIN    = $(if $(filter $(filter-out $(KERNELS),$(INSIDE)),$(<F)),-O1 -DDTRAIN_NO_SIMD)
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
@@ -233,7 +233,7 @@ $(BUILD)/emu/%.o: %.cpp $(BUILD)/flags
 	$(CXX) $(STRICT_CXX) $(OPTIONS) $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/emu/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(PROGRAM) $(if $(filter $(<F),$(notdir $(PROGRAMS))),$(LINKED)) $(TEST_INCLUDES) -c $< -o $@
+	$(PROGRAM) $(ASKING) $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/emu/emulated.a: $(addprefix $(BUILD)/emu/,dtrain.o dtrain_cuda.o cuda_emulation.o)
 	$(ARCHIVE)
 $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
@@ -247,7 +247,7 @@ $(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/cuda/flags
 $(BUILD)/cuda/dtrain.a: $(addprefix $(BUILD)/cuda/,dtrain.o dtrain_cuda.o)
 	$(ARCHIVE)
 $(BUILD)/cuda/%.o: %.c $(BUILD)/cuda/flags
-	$(NVCC) -O3 $(ARCH) $(DEFINES) $(LINKED) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
+	$(NVCC) -O3 $(ARCH) $(DEFINES) $(ASKING) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
 $(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
 	$(NVCC) $(ARCH) $^ -o $@ -lcublasLt $(LIBS) $(NCCL)
 

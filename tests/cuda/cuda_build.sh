@@ -97,6 +97,8 @@ programs=
 # Every program, linked with the implementation compiled once (LINKED: the Makefile's flags for that).
 printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$build/dtrain.c"
 try "dtrain.h, nvcc" $line -c "$build/dtrain.c" -o "$build/dtrain.o"
+cp "$build/dtrain.c" "$build/dtrain.cu"
+try "dtrain.h in a .cu" $nvcc -std=c++17 -I. -c "$build/dtrain.cu" -o "$build/in_a_cu.o"
 rm -f "$build/dtrain.a"
 ar rc "$build/dtrain.a" "$build/dtrain.o" "$kernels"
 for example in examples/*.c tools/*/*.c; do
