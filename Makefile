@@ -37,6 +37,7 @@ help:
 	@echo "make install    dtrain.h and its companions to PREFIX=$(PREFIX), with a file for pkg-config; also uninstall"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
 	@echo "make test-all   with the long ones: every case of every matrix, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
+	@echo "make test-long  the long scripts alone"
 	@echo "make nightly    what takes hours: test-all under both compilers, all of it under sanitizers, mutations, long fuzzing"
 	@echo "make bench      GEMM, collectives and training, beside their rivals where installed"
 	@echo "make bench-strategies  speed, memory and bytes of every strategy (ARGS=\"--help\")"
@@ -49,6 +50,7 @@ help:
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
+	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
 	@echo "make src        compiles each file of src/ alone"
 	@echo "make dtrain.h dtrain_cuda.cu dtrain_nccl.h   joins them from src/"
 	@echo "make lint       formatting, walls between folders, joined files, warnings of other tools"
@@ -81,14 +83,13 @@ ALL     := $(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS)
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
+FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
 test: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
-	@$(RUN) $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
+	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: export DTRAIN_TEST_FULL = 1
-test-all:
-	$(MAKE) test
-	$(MAKE) test-long
+test-all: $(EXAMPLES) $(BENCHES) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES)
@@ -132,11 +133,12 @@ mutate:
 	@BUILD=$(BUILD) CC="$(CC)" CXX="$(CXX)" sh tests/cuda/mutate_cuda.sh $(N)
 
 nightly: export DTRAIN_TEST_FULL = 1
+nightly: export DTRAIN_TEST_DIALECTS = 1
 nightly: export FUZZ_SECONDS = 600
 nightly:
 	$(MAKE) test-all
 	$(MAKE) test-all CC=clang BUILD=$(BUILD)/clang
-	$(MAKE) test CBLAS=1 BUILD=$(BUILD)/cblas
+	$(MAKE) test CBLAS=1 BUILD=$(BUILD)/cblas SCRIPTS=tests/cli/test_examples.sh
 	$(MAKE) asan CC=clang
 	$(MAKE) tsan
 	$(MAKE) checks

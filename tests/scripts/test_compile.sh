@@ -2,10 +2,10 @@
 # The files that users copy are enough: dtrain.h compiles alone in every dialect, links from two translation units,
 # leaves only dtrain_ symbols, and reaches other builds by make install and CMake. One full compilation by each of
 # gcc, clang and g++ (that of make counts for its compiler); other dialects are checked, not compiled.
-# DTRAIN_TEST_FULL=1 compiles them. Compilers that are not installed are skipped by name.
+# DTRAIN_TEST_DIALECTS=1 compiles them all. Compilers that are not installed are skipped by name.
 build=${BUILD:-build}/compile
 cc=${CC:-cc}
-full=${DTRAIN_TEST_FULL:-0}
+full=${DTRAIN_TEST_DIALECTS:-0}
 library=${BUILD:-build}/dtrain.a
 rm -rf "$build"
 mkdir -p "$build"
