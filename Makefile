@@ -185,7 +185,7 @@ FORCE:
 # with it too, although their text asks for an implementation of their own (and for its includes): it is written for
 # whoever compiles them by one line. Tests that define DTRAIN_IMPLEMENTATION look inside; where kernels are not
 # their subject, they get it without SIMD, which compiles in a third of the time.
-LINKED  := -DDTRAIN__IMPLEMENTED -DDTRAIN__FIRST_HALF -DDTRAIN__SECOND_HALF \
+LINKED  := -DDTRAIN__IMPLEMENTED \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
 PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
@@ -260,11 +260,8 @@ src: $(SOURCES:%.c=$(BUILD)/%.o)
 $(BUILD)/src/%.o: src/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(OPTIONS) -Isrc -Itests/nccl/mock -c $< -o $@
-ifneq ($(wildcard tools/join.sh),)
-$(notdir $(wildcard src/dtrain.h src/dtrain_cuda.cu src/dtrain_nccl.h)): %: src/% tools/join.sh $(shell find src -type f)
-	sh tools/join.sh $< >$@.new
-	mv $@.new $@
-endif
+dtrain.h dtrain_cuda.cu dtrain_nccl.h: %: src/% tools/join.sh $(shell find src -type f)
+	sh tools/join.sh $< >$@.new && mv $@.new $@
 
 # ---- For other builds -----------------------------------------------------------------------------
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)

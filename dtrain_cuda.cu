@@ -6,24 +6,35 @@
 
    and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
 
-   [C01] language          what the kernels are written in: launch, types, warps, tensor cores
-   [C02] device            state, errors, memory, streams, events, graphs
-   [C03] elementwise       add, axpby, dropout, convert, activation backward
-   [C04] reductions        sum, clip, finite, column sums
-   [C05] optimizers        AdamW, SGD over many tensors
-   [C06] GEMM              cublasLt
-   [C07] layer norm        forward, backward, with residual
-   [C08] tokens            embedding, cross-entropy
-   [C09] attention         by batched GEMM and softmax
-   [C10] flash attention   tiles on tensor cores
-   [C11] sparse            top-k, scatter-add, orthonormal columns
-   [C12] table
+   Contents, the files that this one is joined from:
+       src/device/cuda/language.cuh         Language.
+       src/device/cuda/device.cuh           Device
+       src/device/cuda/memory.cuh           Memory.
+       src/device/cuda/elements.cuh         Elementwise
+       src/device/cuda/elementwise.cuh      add: x (count), y (count)
+       src/device/cuda/reductions.cuh       Reductions
+       src/device/cuda/optimizers.cuh       Optimizers
+       src/device/cuda/gemm_plan.cuh        GEMM
+       src/device/cuda/gemm.cuh             Epilogue kernel: product (rows,n)
+       src/device/cuda/layernorm.cuh        Layer norm
+       src/device/cuda/tokens.cuh           Tokens
+       src/device/cuda/attention_gemm.cuh   Attention by batched GEMM and softmax
+       src/device/cuda/flash.cuh            Flash attention
+       src/device/cuda/sparse.cuh           Sparse
+       src/device/cuda/columns.cuh          Orthonormal columns
+       src/device/cuda/table.cuh            Table.
 
-   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in [C12].
+   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in table.cuh.
    Results are a function of the inputs alone: no floating-point atomics anywhere.
 
    The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
    cublasLt.h (tests/cuda/emulation): that is how its kernels are tested where there is no GPU. */
+
+/* ================================================================================================
+ * src/device/cuda/language.cuh
+ * ==============================================================================================*/
+
+/* Language. */
 
 #include "dtrain.h"
 
@@ -35,10 +46,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-/* ================================================================================================
- * [C01] Language
- * ==============================================================================================*/
 
 /* One way to launch, with typed arguments and an error code. */
 template <typename... Parameters, typename... Arguments>
@@ -125,10 +132,10 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 }
 
 /* Calls function<T>(...) for the T that dtype names; `dtype` 0 is F32. */
-#define DTRAIN_CUDA_BY_DTYPE(dtype, call)             \
-    ((dtype) == DTRAIN_BF16  ? call<dtrain_cuda_bf16> \
-     : (dtype) == DTRAIN_F16 ? call<dtrain_cuda_f16>  \
-                             : call<float>)
+#define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
+    ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
+     : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
+                                   : call<float>)
 
 /* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
  *
@@ -201,15 +208,17 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
 }
 
 /* ================================================================================================
- * [C02] Device
+ * src/device/cuda/device.cuh
+ * ==============================================================================================*/
+
+/* Device
  *
  * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
  * Streams are kept in a list besides, because synchronize waits for all of them.
  *
  * No call here blocks without bound. What would wait inside the driver (copies of pageable memory,
  * and cudaFree, which waits for running kernels) is called only after the streams were polled until
- * they were idle; while polling, device->while_waiting can give up.
- * ==============================================================================================*/
+ * they were idle; while polling, device->while_waiting can give up. */
 
 struct dtrain_stream {
     cudaStream_t native;
@@ -242,7 +251,7 @@ struct dtrain_cuda_fault {
     long long value, row, limit;
 };
 
-struct dtrain_cuda_gemm_cache; /* [C06] */
+struct dtrain_cuda_gemm_cache; /* gemm.cuh */
 
 struct dtrain_cuda_state {
     dtrain_allocator allocator; /* of host memory */
@@ -264,7 +273,7 @@ struct dtrain_cuda_state {
     void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
     int retired_count;
     int64_t graph_count;  /* alive */
-    cudaEvent_t marks[2]; /* [C02] Room */
+    cudaEvent_t marks[2]; /* device.cuh Room */
     int64_t launches;
     dtrain_result room;
     bool stuck; /* it has not come to rest within the grace: it is not given one again */
@@ -296,7 +305,7 @@ static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t
     return needed < 1 ? 1 : needed < most ? needed : most;
 }
 
-static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* [C06]; no cache is legal */
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* gemm.cuh; no cache is legal */
 
 static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
 {
@@ -706,7 +715,11 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     return DTRAIN_OK;
 }
 
-/* ---- Memory -----------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/device/cuda/memory.cuh
+ * ==============================================================================================*/
+
+/* Memory. */
 
 static dtrain_result dtrain_cuda_out_of_memory(const dtrain_device *device, size_t bytes)
 {
@@ -725,11 +738,11 @@ static dtrain_result dtrain_cuda_alloc(dtrain_device *device, size_t bytes, void
 {
     *memory = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "alloc"));
-    DTRAIN_CUDA_TRY(dtrain_device_reserve(device, bytes));
+    DTRAIN_CUDA_TRY(dtrain_device_check_limit(device, bytes));
     const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1); /* NULL would mean failure */
     if (error == cudaErrorMemoryAllocation) return dtrain_cuda_out_of_memory(device, bytes);
     DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "cudaMalloc"));
-    dtrain_device_count(device, &device->allocated_bytes, bytes);
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
 
@@ -1041,7 +1054,10 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
 }
 
 /* ================================================================================================
- * [C03] Elementwise
+ * src/device/cuda/elements.cuh
+ * ==============================================================================================*/
+
+/* Elementwise
  *
  * Bandwidth is the limit. A thread takes groups of W neighbouring elements, W such that the widest
  * type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two groups are loaded
@@ -1049,8 +1065,7 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  * move a load above a store. Where a pointer is not 16-byte aligned, and for the last elements, a
  * group is one element; neighbouring threads still take neighbours.
  *
- * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0.
- * ==============================================================================================*/
+ * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0. */
 
 #ifndef DTRAIN_CUDA_UNROLL
 #ifdef DTRAIN_CUDA_EMULATION
@@ -1126,15 +1141,20 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
 /* F32, BF16, F16, or 0 for F32. */
 static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_F32 || dtype == DTRAIN_BF16 ||
-        dtype == DTRAIN_F16)
+    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
+        dtype == DTRAIN_DTYPE_F16)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
                        dtrain_dtype_name(dtype));
 }
 
-/* ---- add: x (count), y (count) -> out (count); two reads, one write ---------------------------*/
+/* ================================================================================================
+ * src/device/cuda/elementwise.cuh
+ * ==============================================================================================*/
+
+/* add: x (count), y (count)
+> out (count); two reads, one write ---------------------------*/
 
 template <typename X, typename Y> struct dtrain_cuda_add_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -1174,8 +1194,10 @@ static dtrain_result dtrain_cuda_add_as(dtrain_device *device, const dtrain_add_
 template <typename X>
 static dtrain_result dtrain_cuda_add_to(dtrain_device *device, const dtrain_add_args *args)
 {
-    if (args->y_dtype == DTRAIN_BF16) return dtrain_cuda_add_as<X, dtrain_cuda_bf16>(device, args);
-    if (args->y_dtype == DTRAIN_F16) return dtrain_cuda_add_as<X, dtrain_cuda_f16>(device, args);
+    if (args->y_dtype == DTRAIN_DTYPE_BF16)
+        return dtrain_cuda_add_as<X, dtrain_cuda_bf16>(device, args);
+    if (args->y_dtype == DTRAIN_DTYPE_F16)
+        return dtrain_cuda_add_as<X, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_add_as<X, float>(device, args);
 }
 
@@ -1239,7 +1261,7 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  * The random word of element i is word i % 4 of Philox block i / 4, and its upper 24 bits are
  * compared as integers: the bits of dtrain_random_uniform, and the mask of the CPU device. */
 
-/* dtrain_philox, see [S23]. */
+/* dtrain_philox, see core/random.c. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
                                                           uint64_t counter, uint32_t out[4])
 {
@@ -1372,8 +1394,8 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
 /* Equal types are a copy of the bits: NaNs keep theirs. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
-    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_F32;
-    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_F32;
+    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_DTYPE_F32;
+    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_DTYPE_F32;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", from));
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", to));
     if (from == to) {
@@ -1382,13 +1404,15 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
                                 (size_t)args->count * dtrain_dtype_bytes(from),
                                 DTRAIN_COPY_DEVICE_TO_DEVICE);
     }
-    if (from == DTRAIN_F32)
-        return to == DTRAIN_BF16 ? dtrain_cuda_convert_as<float, dtrain_cuda_bf16>(device, args)
-                                 : dtrain_cuda_convert_as<float, dtrain_cuda_f16>(device, args);
-    if (to == DTRAIN_F32)
-        return from == DTRAIN_BF16 ? dtrain_cuda_convert_as<dtrain_cuda_bf16, float>(device, args)
-                                   : dtrain_cuda_convert_as<dtrain_cuda_f16, float>(device, args);
-    return from == DTRAIN_BF16
+    if (from == DTRAIN_DTYPE_F32)
+        return to == DTRAIN_DTYPE_BF16
+                   ? dtrain_cuda_convert_as<float, dtrain_cuda_bf16>(device, args)
+                   : dtrain_cuda_convert_as<float, dtrain_cuda_f16>(device, args);
+    if (to == DTRAIN_DTYPE_F32)
+        return from == DTRAIN_DTYPE_BF16
+                   ? dtrain_cuda_convert_as<dtrain_cuda_bf16, float>(device, args)
+                   : dtrain_cuda_convert_as<dtrain_cuda_f16, float>(device, args);
+    return from == DTRAIN_DTYPE_BF16
                ? dtrain_cuda_convert_as<dtrain_cuda_bf16, dtrain_cuda_f16>(device, args)
                : dtrain_cuda_convert_as<dtrain_cuda_f16, dtrain_cuda_bf16>(device, args);
 }
@@ -1421,8 +1445,8 @@ static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
 static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
                                                                float d_out)
 {
-    if (activation == DTRAIN_ACT_GELU) return d_out * dtrain_cuda_gelu_slope(x);
-    return activation == DTRAIN_ACT_RELU && !(x > 0) ? 0.0f : d_out;
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain_cuda_gelu_slope(x);
+    return activation == DTRAIN_ACTIVATION_RELU && !(x > 0) ? 0.0f : d_out;
 }
 
 template <typename T> struct dtrain_cuda_deactivate_op {
@@ -1436,7 +1460,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (activation != DTRAIN_ACT_NONE) dtrain_cuda_get(x + i, g.x);
+        if (activation != DTRAIN_ACTIVATION_NONE) dtrain_cuda_get(x + i, g.x);
         dtrain_cuda_get(d_out + i, g.d);
     }
     /* Leaves what it stored in `d`, in fp32. */
@@ -1445,11 +1469,12 @@ template <typename T> struct dtrain_cuda_deactivate_op {
         dtrain_cuda_group<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
-            const float from = activation == DTRAIN_ACT_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
+            const float from =
+                activation == DTRAIN_ACTIVATION_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
             dtrain_cuda_narrow(d[j], out.at[j]);
         }
-        if (activation != DTRAIN_ACT_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
@@ -1562,7 +1587,7 @@ static dtrain_result dtrain_cuda_activation_backward_as(dtrain_device *device,
     if (args->d_bias)
         return dtrain_cuda_deactivate_columns(device, "activation_backward", op, args->rows,
                                               args->n, args->n, args->d_bias, args->accumulate);
-    if (args->activation == DTRAIN_ACT_NONE && args->d_in == args->d_out) return DTRAIN_OK;
+    if (args->activation == DTRAIN_ACTIVATION_NONE && args->d_in == args->d_out) return DTRAIN_OK;
     return dtrain_cuda_each(device, "activation_backward", op, args->rows * args->n, aligned);
 }
 
@@ -1570,7 +1595,7 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("activation_backward", args->dtype));
-    if (args->activation > DTRAIN_ACT_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "activation_backward: activation is %u, which is not a "
                            "dtrain_activation",
@@ -1579,12 +1604,14 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C04] Reductions
+ * src/device/cuda/reductions.cuh
+ * ==============================================================================================*/
+
+/* Reductions
  *
  * Two kernels: many blocks leave a partial result each, one block adds them in order. How many
  * blocks, and who adds what, depends on the count alone: neither the GPU's size nor the address
- * shows in the bits. One read of the input, 16 bytes a load.
- * ==============================================================================================*/
+ * shows in the bits. One read of the input, 16 bytes a load. */
 
 enum {
     DTRAIN_CUDA_SUM_THREADS = 256,
@@ -1757,7 +1784,7 @@ template <typename T>
 static dtrain_result dtrain_cuda_column_sums_as(dtrain_device *device, const void *x, int64_t rows,
                                                 int64_t n, int64_t ld, float *out, bool accumulate)
 {
-    const dtrain_cuda_deactivate_op<T> op = {NULL, (const T *)x, (T *)x, DTRAIN_ACT_NONE};
+    const dtrain_cuda_deactivate_op<T> op = {NULL, (const T *)x, (T *)x, DTRAIN_ACTIVATION_NONE};
     return dtrain_cuda_deactivate_columns(device, "column sums", op, rows, n, ld, out, accumulate);
 }
 
@@ -1771,7 +1798,10 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
 }
 
 /* ================================================================================================
- * [C05] Optimizers
+ * src/device/cuda/optimizers.cuh
+ * ==============================================================================================*/
+
+/* Optimizers
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
  * (4 KiB), more take more launches. A block finds its tensor by its number and updates 8192
@@ -1781,8 +1811,7 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
  *
  * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28 (30 with a low copy);
- * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them.
- * ==============================================================================================*/
+ * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them. */
 
 enum {
     DTRAIN_CUDA_TABLE_TENSORS = 60,
@@ -1913,7 +1942,7 @@ dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_t
     if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
     if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
     if (!tensor.low) return;
-    if (tensor.low_dtype == DTRAIN_BF16)
+    if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
         dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
     else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
 }
@@ -1959,7 +1988,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
 static dtrain_result dtrain_cuda_check_tensor(const char *name, const dtrain_optimizer_tensor *from,
                                               size_t number, bool needs_moments)
 {
-    if (from->low && from->low_dtype != DTRAIN_BF16 && from->low_dtype != DTRAIN_F16)
+    if (from->low && from->low_dtype != DTRAIN_DTYPE_BF16 && from->low_dtype != DTRAIN_DTYPE_F16)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: tensor %llu has a low copy of data type %s, expected bf16 or f16",
                            name, (unsigned long long)number, dtrain_dtype_name(from->low_dtype));
@@ -2041,7 +2070,10 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
 }
 
 /* ================================================================================================
- * [C06] GEMM
+ * src/device/cuda/gemm_plan.cuh
+ * ==============================================================================================*/
+
+/* GEMM
  *
  * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
  * which is column-major, gets our B as its first operand and our A as its second; every matrix keeps
@@ -2064,8 +2096,7 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
  *
  * For each kind of product cublasLt proposes algorithms once. The first is taken, and every run
  * computes the same; with desc->tune the first use times them and keeps the fastest: which one wins
- * can depend on the run, and so can the last bit of a result.
- * ==============================================================================================*/
+ * can depend on the run, and so can the last bit of a result. */
 
 #define DTRAIN_CUDA_GEMM_CANDIDATES 8
 
@@ -2130,14 +2161,16 @@ static dtrain_result dtrain_cuda_lt_check(cublasStatus_t status, const char *wha
 
 static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_BF16 ? CUDA_R_16BF : dtype == DTRAIN_F16 ? CUDA_R_16F : CUDA_R_32F;
+    return dtype == DTRAIN_DTYPE_BF16  ? CUDA_R_16BF
+           : dtype == DTRAIN_DTYPE_F16 ? CUDA_R_16F
+                                       : CUDA_R_32F;
 }
 
 /* bf16 arithmetic is for operands that were fp32: a widened fp16 has more bits than it keeps, TF32 keeps all. */
 static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
                                                   const dtrain_cuda_product *product)
 {
-    if (product->type != DTRAIN_F32) return CUBLAS_COMPUTE_32F;
+    if (product->type != DTRAIN_DTYPE_F32) return CUBLAS_COMPUTE_32F;
     if (state->math == DTRAIN_MATH_TF32) return CUBLAS_COMPUTE_32F_FAST_TF32;
     if (state->math != DTRAIN_MATH_BF16) return CUBLAS_COMPUTE_32F;
     return product->widened ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F_FAST_16BF;
@@ -2479,7 +2512,12 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
     return entry ? dtrain_cuda_gemm_run(device, product, entry) : dtrain_cuda_gemm_refused(product);
 }
 
-/* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
+/* ================================================================================================
+ * src/device/cuda/gemm.cuh
+ * ==============================================================================================*/
+
+/* Epilogue kernel: product (rows,n)
+> C, aux ------------------------------------------------
  *
  * What cublasLt did not do: x = product + beta C + bias; forward aux = x, C = act(x); backward C = x act'(aux). C is
  * rounded once, because the product is fp32. Reads 4 bytes an element and, where asked, C and aux; writes C, aux.
@@ -2500,8 +2538,8 @@ template <typename T> struct dtrain_cuda_epilogue {
  * so large that 0 remains), and e^-2u is still finite there. */
 static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
 {
-    if (activation == DTRAIN_ACT_RELU) return x < 0 ? 0.0f : x;
-    if (activation != DTRAIN_ACT_GELU) return x;
+    if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
+    if (activation != DTRAIN_ACTIVATION_GELU) return x;
     const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
     const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
     return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
@@ -2513,7 +2551,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
 {
     const int64_t strips = (args.n + W * blockDim.x - 1) / (W * blockDim.x);
     const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
-    const bool reads_aux = args.backward && args.activation != DTRAIN_ACT_NONE;
+    const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
     const bool writes_aux = args.aux && !args.backward;
     dtrain_cuda_group<float, W> bias = {};
     if (column >= args.n) return;
@@ -2676,7 +2714,7 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
                                       cublasLtEpilogue_t *out)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
-    if (args->activation == DTRAIN_ACT_NONE) {
+    if (args->activation == DTRAIN_ACTIVATION_NONE) {
         *out = args->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
         return backward || !args->aux;
     }
@@ -2684,9 +2722,9 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
     else if (args->aux)
         *out = args->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     else *out = args->bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    return args->activation == DTRAIN_ACT_GELU && args->aux != args->c &&
+    return args->activation == DTRAIN_ACTIVATION_GELU && args->aux != args->c &&
            dtrain_cuda_aligned(args->aux) && (!args->aux || args->ldc % 8 == 0) &&
-           !(args->a_dtype == DTRAIN_F32 && state->math == DTRAIN_MATH_FP32);
+           !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
 }
 
 /* The ways to spend one call, best first; returns how many. `vector` is scratch for a bias in C's type or for a bias
@@ -2700,8 +2738,8 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     void *const grad = args->accumulate_bias_grad ? vector : (void *)args->bias_grad;
     int count = 0;
     product.epilogue = epilogue;
-    product.aux = args->activation != DTRAIN_ACT_NONE ? args->aux : NULL;
-    product.vector_type = DTRAIN_F32;
+    product.aux = args->activation != DTRAIN_ACTIVATION_NONE ? args->aux : NULL;
+    product.vector_type = DTRAIN_DTYPE_F32;
     if (args->bias_grad && dtrain_cuda_aligned(grad) &&
         epilogue == (of_c ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT)) {
         variants[count] = product;
@@ -2716,7 +2754,7 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
         variants[count] = product;
         variants[count++].vector = (void *)(uintptr_t)args->bias;
     }
-    if (args->c_dtype != DTRAIN_F32) {
+    if (args->c_dtype != DTRAIN_DTYPE_F32) {
         variants[count] = product;
         variants[count].vector_type = args->c_dtype;
         variants[count++].vector = vector;
@@ -2731,8 +2769,8 @@ static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtr
 {
     const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
                             product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
-    if (product->vector && product->vector_type != DTRAIN_F32) {
-        const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_F32,
+    if (product->vector && product->vector_type != DTRAIN_DTYPE_F32) {
+        const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_DTYPE_F32,
                                           product->vector_type};
         DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
     }
@@ -2741,7 +2779,7 @@ static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtr
     if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
-    return dtrain_cuda_column_sums(device, DTRAIN_F32, product->vector, 1, count, count,
+    return dtrain_cuda_column_sums(device, DTRAIN_DTYPE_F32, product->vector, 1, count, count,
                                    args->bias_grad, true);
 }
 
@@ -2790,14 +2828,14 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
                trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
     const bool touches =
-        args->bias || args->activation != DTRAIN_ACT_NONE || (args->aux && !backward);
-    const dtrain_dtype type = widen ? DTRAIN_F32 : args->a_dtype;
+        args->bias || args->activation != DTRAIN_ACTIVATION_NONE || (args->aux && !backward);
+    const dtrain_dtype type = widen ? DTRAIN_DTYPE_F32 : args->a_dtype;
     dtrain_cuda_gemm_steps steps = {};
     steps.empty = args->alpha == 0 || args->k == 0;
     steps.widen = widen && !steps.empty;
-    steps.aside =
-        !steps.empty && ((args->c_dtype != DTRAIN_F32 && (touches || args->c_dtype != type)) ||
-                         (touches && args->aux == args->c));
+    steps.aside = !steps.empty &&
+                  ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
+                   (touches && args->aux == args->c));
     steps.finish = touches || steps.aside || steps.empty;
     steps.rows = args->m;
     steps.ld = args->ldc;
@@ -2830,8 +2868,8 @@ static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtra
     *product = dtrain_cuda_product_of(args);
     if (!steps->widen) return DTRAIN_OK;
     float *const a = (float *)scratch, *const b = (float *)(scratch + steps->a_bytes);
-    product->type = DTRAIN_F32;
-    product->widened = args->a_dtype != DTRAIN_F32 || args->b_dtype != DTRAIN_F32;
+    product->type = DTRAIN_DTYPE_F32;
+    product->widened = args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32;
     product->a = a, product->lda = steps->a_ld;
     product->b = b, product->ldb = steps->b_ld;
     DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(args->a_dtype, dtrain_cuda_widen_as)(
@@ -2874,7 +2912,7 @@ static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtra
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
         product.room = spare;
         if (steps.aside) {
-            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_F32;
+            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
             product.beta = 0;
         }
         if (!steps.empty) {
@@ -2901,14 +2939,14 @@ static dtrain_result dtrain_cuda_gemm_check(const dtrain_gemm_args *args)
     if (args->flags & ~known)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "gemm: the flags 0x%x contain an unknown one",
                            (unsigned)args->flags);
-    if (args->activation > DTRAIN_ACT_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "gemm: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);
     if (backward && args->bias)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "gemm: DTRAIN_GEMM_ACT_BACKWARD does not take a bias: give NULL");
-    if (backward && args->activation != DTRAIN_ACT_NONE && !args->aux)
+    if (backward && args->activation != DTRAIN_ACTIVATION_NONE && !args->aux)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "gemm: DTRAIN_GEMM_ACT_BACKWARD needs in aux "
                                                   "what the forward product left there, found "
                                                   "NULL");
@@ -2923,11 +2961,11 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     bool done = false;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_check(given));
     if (args.m <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_F32;
-    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_F32;
-    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_F32;
+    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_DTYPE_F32;
+    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_DTYPE_F32;
+    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_DTYPE_F32;
     const bool mixed = args.a_dtype != args.b_dtype, empty = args.alpha == 0 || args.k == 0;
-    if (!mixed && !empty && (args.c_dtype == DTRAIN_F32 || args.c_dtype == args.a_dtype))
+    if (!mixed && !empty && (args.c_dtype == DTRAIN_DTYPE_F32 || args.c_dtype == args.a_dtype))
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_fused(device, &args, &done));
     if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, mixed, &done));
     if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, true, &done));
@@ -2935,13 +2973,15 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
 }
 
 /* ================================================================================================
- * [C07] Layer norm
+ * src/device/cuda/layernorm.cuh
+ * ==============================================================================================*/
+
+/* Layer norm
  *
  * A row is kept in registers by a power of two of warps, so that it is read once: one warp each for
  * narrow rows, several rows a block; one block for wide ones. The statistics are two-pass (mean,
  * then squares of the distances from it) over what the registers hold: nothing cancels. Rows that
- * are too wide for registers take the "long" kernels, which read them again.
- * ==============================================================================================*/
+ * are too wide for registers take the "long" kernels, which read them again. */
 
 /* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
 template <typename T, int WIDTH>
@@ -3015,15 +3055,15 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
 /* Elements of any type, for the long kernels: the type is known at run time and the same for all. */
 static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
 {
-    if (dtype == DTRAIN_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
-    if (dtype == DTRAIN_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
     return ((const float *)from)[at];
 }
 
 static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
 {
-    if (dtype == DTRAIN_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
-    else if (dtype == DTRAIN_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
     else ((float *)to)[at] = x;
 }
 
@@ -3167,9 +3207,9 @@ template <typename X>
 static dtrain_result dtrain_cuda_layernorm_of(dtrain_device *device,
                                               const dtrain_layernorm_args *args)
 {
-    if (args->y_dtype == DTRAIN_BF16)
+    if (args->y_dtype == DTRAIN_DTYPE_BF16)
         return dtrain_cuda_layernorm_run<X, dtrain_cuda_bf16>(device, args);
-    if (args->y_dtype == DTRAIN_F16)
+    if (args->y_dtype == DTRAIN_DTYPE_F16)
         return dtrain_cuda_layernorm_run<X, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_layernorm_run<X, float>(device, args);
 }
@@ -3441,9 +3481,9 @@ template <typename X>
 static dtrain_result dtrain_cuda_layernorm_backward_of(dtrain_device *device,
                                                        const dtrain_layernorm_backward_args *args)
 {
-    if (args->y_dtype == DTRAIN_BF16)
+    if (args->y_dtype == DTRAIN_DTYPE_BF16)
         return dtrain_cuda_layernorm_backward_run<X, dtrain_cuda_bf16>(device, args);
-    if (args->y_dtype == DTRAIN_F16)
+    if (args->y_dtype == DTRAIN_DTYPE_F16)
         return dtrain_cuda_layernorm_backward_run<X, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_layernorm_backward_run<X, float>(device, args);
 }
@@ -3461,10 +3501,12 @@ static dtrain_result dtrain_cuda_layernorm_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C08] Tokens
- *
- * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary.
+ * src/device/cuda/tokens.cuh
  * ==============================================================================================*/
+
+/* Tokens
+ *
+ * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary. */
 
 /* The first fault is kept until the host has read it. */
 static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned kind, int64_t value,
@@ -4054,9 +4096,12 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C09] Attention by batched GEMM and softmax
+ * src/device/cuda/attention_gemm.cuh
+ * ==============================================================================================*/
+
+/* Attention by batched GEMM and softmax
  *
- * For what the tiles of [C10] do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
+ * For what the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
  * their oracle as well. T = sequence, d = head size; `together` heads of one batch element at a time:
  *
  *     forward    S = scale Q K'    P = softmax(S)                               Y = P V
@@ -4074,8 +4119,7 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
  * fp32 row i, so its ld is 2 ld.
  *
  * Masked scores are neither read nor kept: P and dS are 0 there. (But 0 times a NaN of V is NaN: a
- * NaN reaches all rows of its head here, not only the later ones.)
- * ==============================================================================================*/
+ * NaN reaches all rows of its head here, not only the later ones.) */
 
 enum {
     DTRAIN_CUDA_SCORE_BYTES = 32 << 20,
@@ -4292,12 +4336,12 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
     const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
     const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
-    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
     const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
     float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
     const dtrain_cuda_head_softmax softmax = {x->count * T, T, ld, args->causal, scores, lse};
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, DTRAIN_GEMM_TRANS_B, x->scale, q, k, s, T,
-                                              d, DTRAIN_F32));
+                                              d, DTRAIN_DTYPE_F32));
     DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_as)(device, &softmax));
     return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, d, T, x->dtype);
 }
@@ -4316,8 +4360,8 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
     const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 2 * n);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
     const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_columns(x, args->d_y, n, 0);
-    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_F32);
-    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(x, grads, ld, DTRAIN_F32);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
+    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(x, grads, ld, DTRAIN_DTYPE_F32);
     const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
     const dtrain_cuda_head_matrix d_s = dtrain_cuda_head_scores(x, grads, ld, x->dtype);
     const float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
@@ -4325,8 +4369,9 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
         x->count * T, T, ld, n, d, args->causal, scores, grads, lse, y.data, d_y.data};
     const uint32_t trans_a = DTRAIN_GEMM_TRANS_A, trans_b = DTRAIN_GEMM_TRANS_B;
     DTRAIN_CUDA_TRY(
-        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, d, DTRAIN_F32));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_F32));
+        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, d, DTRAIN_DTYPE_F32));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_DTYPE_F32));
     DTRAIN_CUDA_TRY(
         DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_backward_as)(device, &softmax));
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
@@ -4347,7 +4392,7 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
     x->sequence = args->sequence;
     x->n = args->n;
     x->size = args->n / args->heads;
-    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_F32 : args->dtype;
+    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_DTYPE_F32 : args->dtype;
     x->scale = 1 / sqrtf((float)x->size);
     return DTRAIN_OK;
 }
@@ -4405,7 +4450,10 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C10] Flash attention
+ * src/device/cuda/flash.cuh
+ * ==============================================================================================*/
+
+/* Flash attention
  *
  * softmax(Q K^T / sqrt(head)) V without a matrix of sequence x sequence in memory (Dao,
  * FlashAttention-2, 2023), on tensor cores, for head sizes 32, 64, 80, 96 and 128. Per (batch, head)
@@ -4437,8 +4485,7 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
  *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
  *
- * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper.
- * ==============================================================================================*/
+ * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper. */
 
 #define DTRAIN_CUDA_FLASH_WARPS 4
 #define DTRAIN_CUDA_FLASH_THREADS (DTRAIN_CUDA_FLASH_WARPS * DTRAIN_CUDA_WARP)
@@ -5192,23 +5239,23 @@ static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, const Args
 template <typename Args>
 static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
 {
-    if (args->dtype == DTRAIN_BF16)
+    if (args->dtype == DTRAIN_DTYPE_BF16)
         return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, dtrain_cuda_bf16>(device, args);
-    if (args->dtype == DTRAIN_F16)
+    if (args->dtype == DTRAIN_DTYPE_F16)
         return dtrain_cuda_flash_by_head<dtrain_cuda_f16, dtrain_cuda_f16>(device, args);
     return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
 }
 
-/* Whether these kernels can do it; [C09] does the rest: other head sizes, fp32 arithmetic, pointers
+/* Whether these kernels can do it; attention_gemm.cuh does the rest: other head sizes, fp32 arithmetic, pointers
  * that are not 16-byte aligned, GPUs before Ampere or with little shared memory, and numbers of rows or
  * columns that do not leave 32 bits of room inside a tile. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
     const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
-    const bool halves = args->dtype == DTRAIN_BF16 || args->dtype == DTRAIN_F16;
+    const bool halves = args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16;
     const bool narrowed =
-        (args->dtype == DTRAIN_F32 || args->dtype == 0) && state->math == DTRAIN_MATH_BF16;
+        (args->dtype == DTRAIN_DTYPE_F32 || args->dtype == 0) && state->math == DTRAIN_MATH_BF16;
     return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
            (halves || narrowed) && state->major >= 8 &&
            state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&
@@ -5235,7 +5282,10 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C11] Sparse
+ * src/device/cuda/sparse.cuh
+ * ==============================================================================================*/
+
+/* Sparse
  *
  * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
  *
@@ -5261,8 +5311,7 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * themselves: same result, three more reads.
  *
  * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for each
- * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile.
- * ==============================================================================================*/
+ * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile. */
 
 enum {
     DTRAIN_CUDA_TOPK_THREADS = 512,
@@ -5771,8 +5820,12 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
                            dtrain_cuda_blocks(state, args->k, 256), 256, 0, *args, state->fault);
 }
 
-/* ---- Orthonormal columns ------------------------------------------------------------------------
- *
+/* ================================================================================================
+ * src/device/cuda/columns.cuh
+ * ==============================================================================================*/
+
+/* Orthonormal columns
+*
  * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
  *
  *   gram      a block sums G over a share of the rows that depends on rows and columns alone
@@ -5952,10 +6005,13 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
 }
 
 /* ================================================================================================
- * [C12] Table
+ * src/device/cuda/table.cuh
  * ==============================================================================================*/
 
-static_assert(DTRAIN_DEVICE_ABI == 3, "the table below is that of ABI 3: compare with [S04]");
+/* Table. */
+
+static_assert(DTRAIN_DEVICE_ABI == 3,
+              "the table below is that of ABI 3: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

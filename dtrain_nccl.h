@@ -30,7 +30,8 @@
                  exchange cannot deadlock.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
-                 DTRAIN_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N first.
+                 DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
+                 first.
        Buffers   must be aligned to their elements. Those of the host are staged through pinned
                  memory and waiting for them stops the host: meant for small records and initial
                  values. Memory from dtrain_comm_alloc is fastest.
@@ -40,7 +41,7 @@
 
    Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here nothing
    waits without looking at (1) the world's deadline, (2) NCCL's asynchronous error, (3) the control
-   plane, which knows who died and who gave up: in the calls of [S06] and, through
+   plane, which knows who died and who gave up: in the calls of comm/comm.h and, through
    dtrain_device.while_waiting, while the host waits for the GPU. The first failure is published,
    every NCCL communicator of this rank's world is aborted, which ends kernels that spin, and every
    later call returns the same error. dtrain_nccl_recreate then makes a communicator of those who
@@ -53,6 +54,12 @@
 #if defined(DTRAIN_NCCL_IMPLEMENTATION) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE 1
 #endif
+
+/* ================================================================================================
+ * src/comm/nccl/nccl.h
+ * ==============================================================================================*/
+
+/* The public calls of the NCCL communicator. */
 
 #include "dtrain.h"
 
@@ -107,6 +114,28 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
 #if defined(DTRAIN_NCCL_IMPLEMENTATION) && !defined(DTRAIN_NCCL_IMPLEMENTED)
 #define DTRAIN_NCCL_IMPLEMENTED
 
+#define DTRAIN_NCCL__PRIVATE static
+
+/* ================================================================================================
+ * src/comm/nccl/library.c
+ * ==============================================================================================*/
+
+/* The library
+ *
+ * One list makes the table of functions and fills it. The compile-time gates are enough: a library
+ * older than the header is refused before anything else of it is called, so every function in the
+ * list exists. NCCL promises old programs to new libraries, not the reverse. */
+
+/* ================================================================================================
+ * src/comm/nccl/nccl_internal.h
+ * ==============================================================================================*/
+
+/* What the files of the NCCL communicator share: versions, the structs of a rank, prototypes. */
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
@@ -144,13 +173,10 @@ extern "C" {
         if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
     } while (0)
 
-/* ================================================================================================
- * [N1] The library
- *
- * One list makes the table of functions and fills it. The compile-time gates are enough: a library
- * older than the header is refused before anything else of it is called, so every function in the
- * list exists. NCCL promises old programs to new libraries, not the reverse.
- * ==============================================================================================*/
+/* A private function that more than one file uses: static where all files are joined in one. */
+#ifndef DTRAIN_NCCL__PRIVATE
+#define DTRAIN_NCCL__PRIVATE __attribute__((visibility("hidden"))) extern
+#endif
 
 /* clang-format off */
 #if DTRAIN_NCCL_HAS_SPLIT
@@ -175,120 +201,6 @@ typedef struct dtrain_nccl__library {
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_POINTER)
 #undef DTRAIN_NCCL_POINTER
 } dtrain_nccl__library;
-
-#ifndef DTRAIN_NCCL_LIBRARY
-#define DTRAIN_NCCL_LIBRARY "libnccl.so.2"
-#endif
-
-#ifdef DTRAIN_NCCL_LINKED
-static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
-{
-#define DTRAIN_NCCL_TAKE(name) nccl->name = &nccl##name;
-    DTRAIN_NCCL_LIST(DTRAIN_NCCL_TAKE)
-#undef DTRAIN_NCCL_TAKE
-    return DTRAIN_OK;
-}
-#else
-/* dlsym gives an object pointer; POSIX says that it may be a function's. Its bytes are copied. */
-static bool dtrain_nccl__find(void *library, const char *name, void *function)
-{
-    void *symbol = dlsym(library, name);
-    memcpy(function, &symbol, sizeof symbol);
-    return symbol != NULL;
-}
-
-/* The handle is never closed: NCCL's threads may be inside until the process ends. */
-static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
-{
-    const char *missing = NULL;
-    void *library = dlopen(DTRAIN_NCCL_LIBRARY, RTLD_NOW | RTLD_LOCAL);
-    if (!library)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "NCCL could not be opened (%s); install it, add its folder to "
-                           "LD_LIBRARY_PATH, or leave comm_ops NULL for the local communicator",
-                           dlerror());
-#define DTRAIN_NCCL_FIND(name)                                              \
-    if (!dtrain_nccl__find(library, "nccl" #name, &nccl->name) && !missing) \
-        missing = "ncc"                                                     \
-                  "l" #name;
-    DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
-#undef DTRAIN_NCCL_FIND
-    /* The version says it better than the name of a function. */
-    if (!missing || nccl->GetVersion) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
-                       DTRAIN_NCCL_LIBRARY, missing);
-}
-#endif
-
-/* 21801 -> "2.18.1" */
-static const char *dtrain_nccl__version_text(uint32_t code, char text[24])
-{
-    const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */
-    snprintf(text, 24, "%u.%u.%u", code / base, code % base / 100, code % 100);
-    return text;
-}
-
-static dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl, uint32_t *version)
-{
-    char header[24], library[24];
-    int code = 0;
-    memset(nccl, 0, sizeof *nccl);
-    DTRAIN_NCCL_TRY(dtrain_nccl__open(nccl));
-    const ncclResult_t result = nccl->GetVersion(&code);
-    if (result != ncclSuccess)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "ncclGetVersion failed with ncclResult_t %d",
-                           (int)result);
-    *version = (uint32_t)code;
-    if (code >= NCCL_VERSION_CODE) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "the NCCL library found is version %s, but this program was compiled with "
-                       "the header of %s; install that version or a newer one, or compile with the "
-                       "older header",
-                       dtrain_nccl__version_text(*version, library),
-                       dtrain_nccl__version_text(NCCL_VERSION_CODE, header));
-}
-
-DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info)
-{
-    dtrain_nccl__library nccl;
-    if (!info) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_query: info is NULL");
-    memset(info, 0, sizeof *info);
-    info->header_version = NCCL_VERSION_CODE;
-    info->native_split = DTRAIN_NCCL_HAS_SPLIT;
-    info->registered_memory = DTRAIN_NCCL_HAS_MEMORY;
-    return dtrain_nccl__load(&nccl, &info->library_version);
-}
-
-static dtrain_result dtrain_nccl__code(ncclResult_t result)
-{
-    switch (result) {
-    case ncclSuccess: return DTRAIN_OK;
-    case ncclInvalidArgument: return DTRAIN_ERROR_ARGUMENT;
-    case ncclInvalidUsage: return DTRAIN_ERROR_USAGE;
-    case ncclRemoteError: return DTRAIN_ERROR_PEER;
-    case ncclInternalError: return DTRAIN_ERROR_INTERNAL;
-    default: return DTRAIN_ERROR_SYSTEM;
-    }
-}
-
-/* ================================================================================================
- * [N2] What a rank holds
- *
- *     hub                       one a rank: library, stream, staging, the failure
- *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
- *      |-- comm  (a split)
- *      |-- comm  (re-created)
- *
- * All communicators of a rank share one stream, of high priority: operations run in the order in
- * which they were started, so kernels of two communicators never wait for each other's SMs.
- *
- *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
- *     comm                          '-> all-reduce --| done |--------'
- *
- * Events are made with the communicator and used again and again. That needs no query: a stream
- * that has been told to wait for an event waits for what was recorded before, whatever is recorded
- * in it later. So the steady state neither allocates nor polls, and can be captured in a graph.
- * ==============================================================================================*/
 
 #define DTRAIN_NCCL_RING 64u  /* operations remembered; also events per communicator */
 #define DTRAIN_NCCL_GROUP 32u /* sends and receives in one group; less than the ring */
@@ -384,7 +296,194 @@ struct dtrain_nccl__hub {
     char text[DTRAIN_NCCL_TEXT];
 };
 
-static void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
+/* comm/nccl/library.c */
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24]);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl, uint32_t *version);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result);
+
+/* comm/nccl/rank.c */
+DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes);
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text);
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind);
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
+                                                const dtrain_nccl__record *record, char *text,
+                                                size_t room);
+
+/* comm/nccl/failure.c */
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
+                                                           uint64_t operation);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm);
+DTRAIN_NCCL_PRINTF(3, 4)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
+                                                     const char *format, ...);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                        ncclResult_t result, const char *call);
+
+/* comm/nccl/wait.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                       ncclResult_t result, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl__record *record,
+                                                     const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing);
+
+/* comm/nccl/operations.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
+                                                      const dtrain_collective *what,
+                                                      dtrain_work **out);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result code,
+                                                           const char *text);
+
+/* comm/nccl/memory.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm,
+                                                         dtrain_nccl__memory *memory);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__deregister(dtrain_nccl__memory *memory);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__memory_drop(dtrain_nccl__hub *hub,
+                                                   dtrain_nccl__memory *memory);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, size_t bytes,
+                                                            void **out);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes);
+
+/* comm/nccl/create.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
+                                                          const int *world_ranks, const char *name,
+                                                          dtrain_nccl__comm **out);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
+                                                          const ncclUniqueId *id);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl_group *group,
+                                                     dtrain_result prepared, int rank,
+                                                     ncclUniqueId *id);
+
+#ifndef DTRAIN_NCCL_LIBRARY
+#define DTRAIN_NCCL_LIBRARY "libnccl.so.2"
+#endif
+
+#ifdef DTRAIN_NCCL_LINKED
+static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
+{
+#define DTRAIN_NCCL_TAKE(name) nccl->name = &nccl##name;
+    DTRAIN_NCCL_LIST(DTRAIN_NCCL_TAKE)
+#undef DTRAIN_NCCL_TAKE
+    return DTRAIN_OK;
+}
+#else
+/* dlsym gives an object pointer; POSIX says that it may be a function's. Its bytes are copied. */
+static bool dtrain_nccl__find(void *library, const char *name, void *function)
+{
+    void *symbol = dlsym(library, name);
+    memcpy(function, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
+
+/* The handle is never closed: NCCL's threads may be inside until the process ends. */
+static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
+{
+    const char *missing = NULL;
+    void *library = dlopen(DTRAIN_NCCL_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "NCCL could not be opened (%s); install it, add its folder to "
+                           "LD_LIBRARY_PATH, or leave comm_ops NULL for the local communicator",
+                           dlerror());
+#define DTRAIN_NCCL_FIND(name)                                              \
+    if (!dtrain_nccl__find(library, "nccl" #name, &nccl->name) && !missing) \
+        missing = "ncc"                                                     \
+                  "l" #name;
+    DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
+#undef DTRAIN_NCCL_FIND
+    /* The version says it better than the name of a function. */
+    if (!missing || nccl->GetVersion) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
+                       DTRAIN_NCCL_LIBRARY, missing);
+}
+#endif
+
+/* 21801 -> "2.18.1" */
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24])
+{
+    const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */
+    snprintf(text, 24, "%u.%u.%u", code / base, code % base / 100, code % 100);
+    return text;
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl, uint32_t *version)
+{
+    char header[24], library[24];
+    int code = 0;
+    memset(nccl, 0, sizeof *nccl);
+    DTRAIN_NCCL_TRY(dtrain_nccl__open(nccl));
+    const ncclResult_t result = nccl->GetVersion(&code);
+    if (result != ncclSuccess)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "ncclGetVersion failed with ncclResult_t %d",
+                           (int)result);
+    *version = (uint32_t)code;
+    if (code >= NCCL_VERSION_CODE) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "the NCCL library found is version %s, but this program was compiled with "
+                       "the header of %s; install that version or a newer one, or compile with the "
+                       "older header",
+                       dtrain_nccl__version_text(*version, library),
+                       dtrain_nccl__version_text(NCCL_VERSION_CODE, header));
+}
+
+DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info)
+{
+    dtrain_nccl__library nccl;
+    if (!info) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_nccl_query: info is NULL");
+    memset(info, 0, sizeof *info);
+    info->header_version = NCCL_VERSION_CODE;
+    info->native_split = DTRAIN_NCCL_HAS_SPLIT;
+    info->registered_memory = DTRAIN_NCCL_HAS_MEMORY;
+    return dtrain_nccl__load(&nccl, &info->library_version);
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
+{
+    switch (result) {
+    case ncclSuccess: return DTRAIN_OK;
+    case ncclInvalidArgument: return DTRAIN_ERROR_ARGUMENT;
+    case ncclInvalidUsage: return DTRAIN_ERROR_USAGE;
+    case ncclRemoteError: return DTRAIN_ERROR_PEER;
+    case ncclInternalError: return DTRAIN_ERROR_INTERNAL;
+    default: return DTRAIN_ERROR_SYSTEM;
+    }
+}
+
+/* ================================================================================================
+ * src/comm/nccl/rank.c
+ * ==============================================================================================*/
+
+/* What a rank holds
+ *
+ *     hub                       one a rank: library, stream, staging, the failure
+ *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
+ *      |-- comm  (a split)
+ *      |-- comm  (re-created)
+ *
+ * All communicators of a rank share one stream, of high priority: operations run in the order in
+ * which they were started, so kernels of two communicators never wait for each other's SMs.
+ *
+ *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
+ *     comm                          '-> all-reduce --| done |--------'
+ *
+ * Events are made with the communicator and used again and again. That needs no query: a stream
+ * that has been told to wait for an event waits for what was recorded before, whatever is recorded
+ * in it later. So the steady state neither allocates nor polls, and can be captured in a graph. */
+
+DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
 {
     void *memory = hub->allocator->alloc(hub->allocator->user, bytes);
     if (memory) memset(memory, 0, bytes);
@@ -392,13 +491,13 @@ static void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
     return memory;
 }
 
-static void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes)
 {
     if (memory) hub->allocator->free(hub->allocator->user, memory, bytes);
 }
 
 /* An error sentence without the "rank 3: " that dtrain_fail will put in front of it again. */
-static const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text)
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text)
 {
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain_world_rank(hub->world));
@@ -419,14 +518,20 @@ static const char *const dtrain_nccl__calls[] = {"?",
                                                  "dtrain_comm_split",
                                                  "dtrain_all_to_all"};
 
-static bool dtrain_nccl__is_point_to_point(uint32_t kind)
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind)
 {
-    return kind == DTRAIN_SEND || kind == DTRAIN_RECV;
+    return dtrain_nccl__calls[kind];
 }
 
-/* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare, see [N3]. */
-static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nccl__record *record,
-                                  char *text, size_t room)
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
+{
+    return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
+}
+
+/* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare. */
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
+                                                const dtrain_nccl__record *record, char *text,
+                                                size_t room)
 {
     static const char *const names[] = {"?",         "all-reduce", "reduce-scatter", "all-gather",
                                         "broadcast", "reduce",     "barrier",        "send",
@@ -436,8 +541,8 @@ static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nc
     const bool point = dtrain_nccl__is_point_to_point(what->kind);
     int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
                         (unsigned long long)record->number, comm->name,
-                        names[what->kind <= DTRAIN_ALL_TO_ALL ? what->kind : 0],
-                        ops[what->op <= DTRAIN_PROD ? what->op : 0]);
+                        names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0],
+                        ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
     if (what->dtype != DTRAIN_DTYPE_NONE && used >= 0 && (size_t)used < room)
         used += snprintf(text + used, room - (size_t)used, " %s count %zu",
                          dtrain_dtype_name(what->dtype), what->count);
@@ -448,7 +553,10 @@ static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nc
 }
 
 /* ================================================================================================
- * [N3] Failure
+ * src/comm/nccl/failure.c
+ * ==============================================================================================*/
+
+/* Failure
  *
  *     1. the text of the failure, with what this rank was doing, becomes the hub's
  *     2. it goes to the other ranks over the control plane: they look there while they wait
@@ -459,8 +567,7 @@ static void dtrain_nccl__describe(const dtrain_nccl__comm *comm, const dtrain_nc
  * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
  * second communicator. A group would do from 2.22 on; threads do in every version, and they give a
  * deadline to a call that has been known to hang. A thread that does not come back is left behind,
- * with the memory it uses.
- * ==============================================================================================*/
+ * with the memory it uses. */
 
 #define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
 
@@ -477,14 +584,14 @@ static bool dtrain_nccl__aborting(const dtrain_nccl__comm *comm)
     return __atomic_load_n(&comm->abort_state, __ATOMIC_ACQUIRE) == 1u;
 }
 
-static void dtrain_nccl__nap(long microseconds)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds)
 {
     struct timespec span = {0, 0};
     span.tv_nsec = microseconds * 1000;
     nanosleep(&span, NULL);
 }
 
-static void dtrain_nccl__abort_one(dtrain_nccl__comm *comm)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm)
 {
     pthread_attr_t attributes;
     pthread_t thread;
@@ -502,7 +609,7 @@ static void dtrain_nccl__abort_one(dtrain_nccl__comm *comm)
                    comm->name, strerror(error));
 }
 
-static void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
 {
     const double limit =
         hub->deadline < DTRAIN_NCCL_ABORT_SECONDS ? hub->deadline : DTRAIN_NCCL_ABORT_SECONDS;
@@ -539,7 +646,8 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-static dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm, uint64_t operation)
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
+                                                           uint64_t operation)
 {
     return &comm->ring[operation % DTRAIN_NCCL_RING];
 }
@@ -604,7 +712,7 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 {
     unsigned long long number;
     char name[64], theirs[128], key[256], mine[200];
-    if (dtrain_world_look(hub->world) == DTRAIN_OK) return;
+    if (dtrain_world_poll(hub->world) == DTRAIN_OK) return;
     const char *report = dtrain_nccl__bare(hub, dtrain_last_error());
     const char *found = strstr(report, "collective ");
     if (!found || sscanf(found, "collective %llu on %63s [%127[^]]]", &number, name, theirs) != 3)
@@ -629,20 +737,20 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 
 /* ---- The one way to fail ----------------------------------------------------------------------*/
 
-static dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub)
 {
     return dtrain_fail(hub->code, "%s", hub->text);
 }
 
 /* A communicator keeps its own: after a re-creation the hub is well again. */
-static dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm)
 {
     return dtrain_fail(comm->code, "%s", comm->text);
 }
 
 DTRAIN_NCCL_PRINTF(3, 4)
-static dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
-                                       const char *format, ...)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
+                                                     const char *format, ...)
 {
     char text[sizeof hub->text];
     va_list args;
@@ -654,7 +762,7 @@ static dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code
     dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
     hub->code = code; /* from here on the watcher ends every wait for the device */
     if (!hub->apart && !hub->closing) {
-        dtrain_world_report(hub->world, code, hub->text);
+        dtrain_world_abort(hub->world, code, hub->text);
         dtrain_nccl__compare(hub); /* with the report that stands: it may be another rank's */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
@@ -664,8 +772,8 @@ static dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code
 }
 
 /* What NCCL said, with the sentence it keeps. */
-static dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                          ncclResult_t result, const char *call)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                        ncclResult_t result, const char *call)
 {
     const char *more = hub->nccl.GetLastError(nccl);
     return dtrain_nccl__fail(hub, dtrain_nccl__code(result), "%s: NCCL reports \"%s\"%s%s", call,
@@ -674,7 +782,10 @@ static dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl
 }
 
 /* ================================================================================================
- * [N4] Waiting
+ * src/comm/nccl/wait.c
+ * ==============================================================================================*/
+
+/* Waiting
  *
  * Three kinds of wait, all with the same three looks:
  *
@@ -685,8 +796,7 @@ static dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl
  *     watch       for the device, called by it: the program waits for its own results, and NCCL's
  *                 kernels among them may be waiting for a dead rank
  *
- * Only time in which this rank could look counts: a job that was suspended does not time out.
- * ==============================================================================================*/
+ * Only time in which this rank could look counts: a job that was suspended does not time out. */
 
 typedef struct dtrain_nccl__patience {
     double last, waited;
@@ -707,10 +817,10 @@ static bool dtrain_nccl__turn(const dtrain_nccl__hub *hub, dtrain_nccl__patience
 }
 
 /* The control plane and NCCL's asynchronous errors. */
-static dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call)
 {
     if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
-    if (!hub->apart && dtrain_world_look(hub->world) != DTRAIN_OK)
+    if (!hub->apart && dtrain_world_poll(hub->world) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_PEER, "%s: %s", call,
                                  dtrain_nccl__bare(hub, dtrain_last_error()));
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
@@ -740,7 +850,7 @@ static dtrain_result dtrain_nccl__beat(dtrain_nccl__hub *hub, dtrain_nccl__pulse
 }
 
 /* dtrain_device.while_waiting. Cheap when called often: it looks once a millisecond. */
-static dtrain_result dtrain_nccl__watch(void *user)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
 {
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
     const double now = dtrain_seconds(), gap = now - hub->watched;
@@ -762,8 +872,8 @@ static dtrain_result dtrain_nccl__watch(void *user)
 }
 
 /* `result` is what the call on nccl returned. */
-static dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                         ncclResult_t result, const char *call)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                       ncclResult_t result, const char *call)
 {
     dtrain_nccl__patience patience = {0, 0, 0};
     while (result == ncclInProgress) {
@@ -781,8 +891,9 @@ static dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
 }
 
 /* Until the event has happened; then the host may touch what was staged. */
-static dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub, const dtrain_nccl__record *record,
-                                       const char *call)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl__record *record,
+                                                     const char *call)
 {
     dtrain_nccl__patience patience = {0, 0, 0};
     for (;;) {
@@ -799,7 +910,7 @@ static dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub, const dtrain_nccl_
 }
 
 /* True while the program captures a graph. Then nothing may be asked of events. */
-static dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing)
 {
     enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaError_t error = cudaStreamIsCapturing(hub->compute, &status);
@@ -810,14 +921,16 @@ static dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturi
 }
 
 /* ================================================================================================
- * [N5] Operations
+ * src/comm/nccl/operations.c
+ * ==============================================================================================*/
+
+/* Operations
  *
  * start:  the communication stream waits for the compute stream, host buffers are copied in, NCCL
  *         is called, results for the host are copied out, an event is recorded behind it all
  * wait:   the compute stream waits for that event; the host only if a host buffer is involved
  *
- * A barrier and a count of 0 are the sum of one integer: NCCL does nothing at all for empty ones.
- * ==============================================================================================*/
+ * A barrier and a count of 0 are the sum of one integer: NCCL does nothing for empty ones. */
 
 /* Multiples of NCCL's favourite alignment. */
 static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -825,9 +938,10 @@ static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 2
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool cuts = what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_TO_ALL;
-    if (what->kind == DTRAIN_RECV) return 0;
-    if (what->kind == DTRAIN_BROADCAST && what->root != comm->base.rank) return 0;
+    const bool cuts = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+                      what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_RECV) return 0;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank) return 0;
     return what->count * unit * (cuts ? (size_t)comm->base.size : 1);
 }
 
@@ -835,10 +949,12 @@ static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrai
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
     const bool root = what->root == comm->base.rank;
-    const bool joins = what->kind == DTRAIN_ALL_GATHER || what->kind == DTRAIN_SPLIT ||
-                       what->kind == DTRAIN_ALL_TO_ALL;
-    if (what->kind == DTRAIN_SEND) return 0;
-    if ((what->kind == DTRAIN_BROADCAST && root) || (what->kind == DTRAIN_REDUCE && !root))
+    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND) return 0;
+    if ((what->kind == DTRAIN_COLLECTIVE_BROADCAST && root) ||
+        (what->kind == DTRAIN_COLLECTIVE_REDUCE && !root))
         return 0;
     return what->count * unit * (joins ? (size_t)comm->base.size : 1);
 }
@@ -906,7 +1022,8 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
         DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
                                         DTRAIN_COPY_HOST_TO_DEVICE, hub->stream));
         work->send = device;
-        if (what->kind == DTRAIN_BROADCAST) work->recv = device; /* the root's own copy */
+        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
+            work->recv = device; /* the root's own copy */
     }
     if (recv_host) {
         work->recv = device + recv_at;
@@ -989,10 +1106,10 @@ static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work
 static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_BF16: return ncclBfloat16;
-    case DTRAIN_F16: return ncclFloat16;
-    case DTRAIN_I32: return ncclInt32;
-    case DTRAIN_I64: return ncclInt64;
+    case DTRAIN_DTYPE_BF16: return ncclBfloat16;
+    case DTRAIN_DTYPE_F16: return ncclFloat16;
+    case DTRAIN_DTYPE_I32: return ncclInt32;
+    case DTRAIN_DTYPE_I64: return ncclInt64;
     default: return ncclFloat32;
     }
 }
@@ -1000,15 +1117,15 @@ static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
 static ncclRedOp_t dtrain_nccl__op(uint32_t op)
 {
     switch (op) {
-    case DTRAIN_MIN: return ncclMin;
-    case DTRAIN_MAX: return ncclMax;
-    case DTRAIN_PROD: return ncclProd;
-    default: return ncclSum; /* of DTRAIN_MEAN too */
+    case DTRAIN_REDUCE_MIN: return ncclMin;
+    case DTRAIN_REDUCE_MAX: return ncclMax;
+    case DTRAIN_REDUCE_PROD: return ncclProd;
+    default: return ncclSum; /* of DTRAIN_REDUCE_MEAN too */
     }
 }
 
-/* A group of a send to and a receive from every rank. The own slice travels in it too: NCCL makes it
- * a copy on the device, in the order of the stream. */
+/* A group of a send to and a receive from every rank. The own slice travels in it too: NCCL
+ * makes it a copy on the device, in the order of the stream. */
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
@@ -1041,24 +1158,28 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
     const void *send = work->send;
     void *recv = work->recv;
     switch (what->kind) {
-    case DTRAIN_ALL_REDUCE: return nccl->AllReduce(send, recv, count, type, op, comm->nccl, stream);
-    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+        return nccl->AllReduce(send, recv, count, type, op, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
         return nccl->ReduceScatter(send, recv, count, type, op, comm->nccl, stream);
-    case DTRAIN_SPLIT:
-    case DTRAIN_ALL_GATHER: return nccl->AllGather(send, recv, count, type, comm->nccl, stream);
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_SPLIT:
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return nccl->AllGather(send, recv, count, type, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_BROADCAST:
         return nccl->Broadcast(send, recv, count, type, what->root, comm->nccl, stream);
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_REDUCE:
         return nccl->Reduce(send, recv, count, type, op, what->root, comm->nccl, stream);
-    case DTRAIN_ALL_TO_ALL: return dtrain_nccl__all_to_all(comm, work);
-    case DTRAIN_SEND: return nccl->Send(send, count, type, what->root, comm->nccl, stream);
-    case DTRAIN_RECV: return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: return dtrain_nccl__all_to_all(comm, work);
+    case DTRAIN_COLLECTIVE_SEND:
+        return nccl->Send(send, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_RECV:
+        return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
     default: return ncclInvalidArgument;
     }
 }
 
 /* Launches the sends and receives that were started and not launched yet, as one NCCL group. */
-static dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
 {
     dtrain_nccl__work *first = hub->group;
     ncclResult_t failed = ncclSuccess;
@@ -1097,7 +1218,7 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
         return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
     }
     DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, dtrain_nccl__call(comm, work),
-                                        dtrain_nccl__calls[work->what.kind]));
+                                        dtrain_nccl__call_name(work->what.kind)));
     return dtrain_nccl__close_work(comm, work);
 }
 
@@ -1112,7 +1233,7 @@ static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
         return dtrain_nccl__fail(comm->hub, DTRAIN_ERROR_ARGUMENT,
                                  "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
                                  "these are at %p and %p",
-                                 dtrain_nccl__calls[what->kind], unit, what->send, what->recv);
+                                 dtrain_nccl__call_name(what->kind), unit, what->send, what->recv);
     return DTRAIN_OK;
 }
 
@@ -1121,16 +1242,16 @@ static void dtrain_nccl__use_token(dtrain_nccl__work *work)
 {
     work->token = 1;
     work->what.count = 1;
-    work->what.dtype = DTRAIN_I32;
+    work->what.dtype = DTRAIN_DTYPE_I32;
     work->what.send = &work->token;
     work->what.recv = &work->token;
     if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
-    work->what.kind = DTRAIN_ALL_REDUCE;
-    work->what.op = DTRAIN_SUM;
+    work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
+    work->what.op = DTRAIN_REDUCE_SUM;
     work->what.root = -1;
 }
 
-/* The steps of [N5]; the error of a step is made the communicator's by the caller. */
+/* The steps of nccl/operations.c; the error of a step is made the communicator's by the caller. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
                                               dtrain_nccl__work *work, bool capturing)
@@ -1151,12 +1272,13 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     return dtrain_nccl__launch(comm, work);
 }
 
-static dtrain_result dtrain_nccl__start(dtrain_comm *base, const dtrain_collective *what,
-                                        dtrain_work **out)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
+                                                      const dtrain_collective *what,
+                                                      dtrain_work **out)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     dtrain_nccl__hub *hub = comm->hub;
-    const char *call = dtrain_nccl__calls[what->kind];
+    const char *call = dtrain_nccl__call_name(what->kind);
     bool capturing;
     *out = NULL;
     if (comm->dead) return dtrain_nccl__gone(comm);
@@ -1182,8 +1304,8 @@ static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
     for (size_t i = 0; i < what->count; i++) {
         float *wide = (float *)what->recv + i;
         uint16_t *half = (uint16_t *)what->recv + i;
-        if (what->dtype == DTRAIN_F32) *wide *= scale;
-        else if (what->dtype == DTRAIN_BF16)
+        if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
+        else if (what->dtype == DTRAIN_DTYPE_BF16)
             *half = dtrain_f32_to_bf16(dtrain_bf16_to_f32(*half) * scale);
         else *half = dtrain_f32_to_f16(dtrain_f16_to_f32(*half) * scale);
     }
@@ -1195,7 +1317,7 @@ static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nc
     const dtrain_collective *what = &work->what;
     const float scale = 1.0f / (float)comm->base.size;
     dtrain_axpby_args args;
-    if (what->op != DTRAIN_MEAN || comm->base.size == 1) return DTRAIN_OK;
+    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
     if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
     if (work->host_recv) {
         dtrain_nccl__scale_host(what, scale);
@@ -1216,7 +1338,7 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->block)
         DTRAIN_NCCL_TRY(
-            dtrain_nccl__land(hub, work->record, dtrain_nccl__calls[work->record->what.kind]));
+            dtrain_nccl__land(hub, work->record, dtrain_nccl__call_name(work->record->what.kind)));
     else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
     if (work->host_recv)
         memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
@@ -1224,7 +1346,7 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
     return dtrain_nccl__scale(comm, work);
 }
 
-static dtrain_result dtrain_nccl__wait(dtrain_work *base)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base)
 {
     dtrain_nccl__work *work = (dtrain_nccl__work *)base;
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
@@ -1241,7 +1363,7 @@ static dtrain_result dtrain_nccl__wait(dtrain_work *base)
     return dead ? dtrain_nccl__gone(comm) : DTRAIN_OK;
 }
 
-static dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
 {
     dtrain_nccl__work *work = (dtrain_nccl__work *)base;
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
@@ -1258,8 +1380,8 @@ static dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result code,
-                                             const char *text)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result code,
+                                                           const char *text)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     char copy[512]; /* text may be the last error, which the next one overwrites */
@@ -1269,20 +1391,23 @@ static dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result co
 }
 
 /* ================================================================================================
- * [N6] Memory
+ * src/comm/nccl/memory.c
+ * ==============================================================================================*/
+
+/* Memory
  *
  * ncclMemAlloc gives memory that NVLink switches and network cards can address; registered with the
  * communicator, collectives use it without copying. NCCL asks that all ranks register a buffer or
- * none: every rank runs the same version (compared when they meet), so all take the same path here.
- * ==============================================================================================*/
+ * none: every rank runs the same version (compared when they meet), so all take the
+ * same path here. */
 
 #if DTRAIN_NCCL_HAS_MEMORY
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
 {
-    DTRAIN_NCCL_TRY(dtrain_device_reserve(hub->device, bytes));
+    DTRAIN_NCCL_TRY(dtrain_device_check_limit(hub->device, bytes));
     const ncclResult_t result = hub->nccl.MemAlloc(out, bytes);
     if (result == ncclSuccess) {
-        dtrain_device_count(hub->device, &hub->device->comm_bytes, bytes);
+        dtrain_device_account(hub->device, &hub->device->comm_bytes, bytes);
         return DTRAIN_OK;
     }
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
@@ -1293,7 +1418,8 @@ static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *
     hub->device->comm_bytes -= memory->bytes;
     hub->nccl.MemFree(memory->pointer);
 }
-static dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm, dtrain_nccl__memory *memory)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm,
+                                                         dtrain_nccl__memory *memory)
 {
     dtrain_nccl__hub *hub = comm->hub;
     const ncclResult_t result =
@@ -1302,7 +1428,7 @@ static dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm, dtrain_nccl_
     memory->comm = comm;
     return DTRAIN_OK;
 }
-static void dtrain_nccl__deregister(dtrain_nccl__memory *memory)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__deregister(dtrain_nccl__memory *memory)
 {
     dtrain_nccl__comm *comm = memory->comm;
     if (!comm || comm->dead) return;
@@ -1320,23 +1446,26 @@ static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *
 {
     hub->device->ops->free(hub->device, memory->pointer, memory->bytes);
 }
-static dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm, dtrain_nccl__memory *memory)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm,
+                                                         dtrain_nccl__memory *memory)
 {
     (void)comm;
     (void)memory;
     return DTRAIN_OK;
 }
-static void dtrain_nccl__deregister(dtrain_nccl__memory *memory) { (void)memory; }
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__deregister(dtrain_nccl__memory *memory) { (void)memory; }
 #endif
 
-static void dtrain_nccl__memory_drop(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__memory_drop(dtrain_nccl__hub *hub,
+                                                   dtrain_nccl__memory *memory)
 {
     dtrain_nccl__deregister(memory);
     if (memory->pointer) dtrain_nccl__memory_put(hub, memory);
     dtrain_nccl__free(hub, memory, sizeof *memory);
 }
 
-static dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, size_t bytes, void **out)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, size_t bytes,
+                                                            void **out)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     dtrain_nccl__hub *hub = comm->hub;
@@ -1359,7 +1488,7 @@ static dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, size_t bytes, v
     return DTRAIN_OK;
 }
 
-static void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)base)->hub;
     (void)bytes; /* it has been written down */
@@ -1373,14 +1502,14 @@ static void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t byt
 }
 
 /* ================================================================================================
- * [N7] Making and destroying communicators
+ * src/comm/nccl/create.c
  * ==============================================================================================*/
 
-/* Books and events; no NCCL yet. world_ranks NULL = the ranks of the world. */
-static void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
-static dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
-                                            const int *world_ranks, const char *name,
-                                            dtrain_nccl__comm **out)
+/* Making and destroying communicators. */
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
+                                                          const int *world_ranks, const char *name,
+                                                          dtrain_nccl__comm **out)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)dtrain_nccl__alloc(hub, sizeof *comm);
     dtrain_result result = DTRAIN_OK;
@@ -1406,7 +1535,7 @@ static dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int
 }
 
 /* A thread that is still inside ncclCommAbort uses the struct: then it is left to that thread. */
-static void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
     dtrain_nccl__comm **link = &hub->comms;
@@ -1418,7 +1547,8 @@ static void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
     if (!hub->stuck) dtrain_nccl__free(hub, comm, sizeof *comm);
 }
 
-static dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm, const ncclUniqueId *id)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
+                                                          const ncclUniqueId *id)
 {
     dtrain_nccl__hub *hub = comm->hub;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -1452,7 +1582,7 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
     dtrain_work *work;
     memset(&what, 0, sizeof what);
     what.kind = kind;
-    what.dtype = DTRAIN_I32;
+    what.dtype = DTRAIN_DTYPE_I32;
     what.root = -1;
     what.count = ints;
     what.send = mine;
@@ -1492,7 +1622,7 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
             result = dtrain_nccl__refused(hub, parent->nccl, made, "ncclGetUniqueId");
     }
     if (result == DTRAIN_OK)
-        result = dtrain_nccl__gather(parent, DTRAIN_ALL_GATHER, &mine, all,
+        result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_ALL_GATHER, &mine, all,
                                      sizeof mine / sizeof(int32_t));
     for (size_t i = 0; i < size && result == DTRAIN_OK && child; i++) {
         if (parent->base.world_ranks[i] != child->base.world_ranks[0]) continue;
@@ -1532,7 +1662,7 @@ static dtrain_result dtrain_nccl__split_steps(dtrain_nccl__comm *parent, int col
     const int32_t mine[2] = {color < 0 ? -1 : color, key};
     char name[sizeof parent->name];
     int rank = 0;
-    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_SPLIT, mine, pairs, 2));
+    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, pairs, 2));
     snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
     if (color >= 0) {
         const int size = dtrain_nccl__members(parent, pairs, color, members, &rank);
@@ -1617,7 +1747,7 @@ static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine,
 static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
                                                    void *all)
 {
-    return dtrain_world_exchange((dtrain_world *)user, mine, bytes, all);
+    return dtrain_world_all_gather((dtrain_world *)user, mine, bytes, all);
 }
 #endif
 
@@ -1689,8 +1819,10 @@ static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain
                        group->ranks ? group->ranks[0] : 0, passport.error);
 }
 
-static dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub, const dtrain_nccl_group *group,
-                                       dtrain_result prepared, int rank, ncclUniqueId *id)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl_group *group,
+                                                     dtrain_result prepared, int rank,
+                                                     ncclUniqueId *id)
 {
     const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__passport)
                            ? sizeof(dtrain_nccl__hello)
@@ -1827,11 +1959,13 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
 }
 
 /* ================================================================================================
- * [N8] Going on with fewer ranks
+ * src/comm/nccl/recreate.c
+ * ==============================================================================================*/
+
+/* Going on with fewer ranks
  *
  * Abort and make anew is the one way back in every version of NCCL; shrinking or revoking in place
- * would be other paths to the same end, each with versions and deadlocks of its own.
- * ==============================================================================================*/
+ * would be other paths to the same end, each with versions and deadlocks of its own. */
 
 static dtrain_result dtrain_nccl__check_group(const dtrain_nccl__hub *hub,
                                               const dtrain_nccl_group *group, int *rank)
@@ -1918,9 +2052,5 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
     if (comm) dtrain_nccl__comm_free(comm);
     return dtrain_nccl__again(hub);
 }
-
-#ifdef __cplusplus
-}
-#endif
 
 #endif /* DTRAIN_NCCL_IMPLEMENTATION */

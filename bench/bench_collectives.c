@@ -1,6 +1,6 @@
 /* bench_collectives.c: how fast the local communicator moves and adds, beside Open MPI and MPICH.
  *
- *   run:     make bench, or build/bench/bench_collectives --ranks 2,4 --sizes 1M,25M [--json]
+ *   run:     make bench, or build/bench/bench_collectives --ranks 2,4 --sizes 1M,25M --log FILE
  *
  * For each operation the sizes are run by dtrain, then by each MPI found, then by dtrain again, ...
  * (--rounds): a drift of the machine then meets all alike; ratios are taken round by round. fp32, sum,
@@ -17,115 +17,27 @@
  *            a copy between buffers of this size by as many processes, measured at the start:
  *            all-reduce 2 n S, reduce-scatter (n+1) S, all-gather 2 (n-1) S, broadcast n S.
  *            Below 1.0 of it: data came from a cache that a copy does not reach
- *   MPI x    median over the rounds of MPI's time / ours */
+ *   x_NAME   median over the rounds of that MPI's time / ours */
 #include "bench.h"
 #include "dtrain.h"
+#include "mpi_rival.h"
 
-enum { MAX_SIZES = 32, MAX_ROUNDS = 16, MAX_REPS = 64, MAX_LIST = 8, OPS = 5, SOURCES = 4 };
+enum { MAX_ROUNDS = 16, MAX_REPS = 64, OPS = 5, SOURCES = 4 };
 enum { OURS_COMM, OURS_PRIVATE, OPEN_MPI, MPICH }; /* who made a time */
+enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER };
 
-static const char *const op_names[OPS] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast",
-                                          "barrier"};
+static const char *const op_names[] = {"all-reduce", "reduce-scatter", "all-gather",
+                                       "broadcast",  "barrier",        NULL};
 static const char op_letters[OPS + 1] = "argbs";
-static const char *const source_names[SOURCES] = {"comm", "private", "openmpi", "mpich"};
-
-/* ---- options ---- */
+static const char *const memory_names[] = {"comm", "private", NULL};
 
 static struct options {
-    const char *ranks, *ops, *sizes, *memory, *rounds, *reps, *seconds;
-    int warm, json, no_mpi, help;
-} opt = {"2,4",
-         "all-reduce,reduce-scatter,all-gather,broadcast,barrier",
-         "1K,16K,256K,1M,4M,25M,100M",
-         "comm,private",
-         "3",
-         "5",
-         "0.02",
-         0,
-         0,
-         0,
-         0};
-
-typedef struct option {
-    const char *name, *meaning;
-    const char **text; /* takes a value, or */
-    int *flag;
-} option;
-
-static const option options[] = {
-    {"--ranks", "numbers of ranks, e.g. 2,4,8", &opt.ranks, NULL},
-    {"--ops", "operations", &opt.ops, NULL},
-    {"--sizes", "bytes, with K, M or G; 1K..256M:4 is a range with a factor", &opt.sizes, NULL},
-    {"--memory", "comm (from dtrain_comm_alloc), private (malloc), or both", &opt.memory, NULL},
-    {"--rounds", "alternations with the rivals", &opt.rounds, NULL},
-    {"--reps", "repetitions in each round", &opt.reps, NULL},
-    {"--seconds", "shortest repetition; calls are added until it lasts so long", &opt.seconds,
-     NULL},
-    {"--warm", "calls back to back, inputs not rewritten", NULL, &opt.warm},
-    {"--json", "one JSON object a line instead of the table", NULL, &opt.json},
-    {"--no-mpi", "no rivals", NULL, &opt.no_mpi},
-    {"--help", "this table", NULL, &opt.help},
-};
-
-static int usage(FILE *to)
-{
-    fprintf(to, "bench_collectives: times the local communicator; see the top of its source\n");
-    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
-        fprintf(to, "  %-10s %s%s%s%s\n", options[i].name, options[i].meaning,
-                options[i].text ? " [" : "", options[i].text ? *options[i].text : "",
-                options[i].text ? "]" : "");
-    return to == stderr ? 2 : 0;
-}
-
-static int parse_options(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        const option *found = NULL;
-        for (size_t k = 0; k < sizeof options / sizeof *options; k++)
-            if (strcmp(argv[i], options[k].name) == 0) found = &options[k];
-        if (!found || (found->text && i + 1 == argc)) {
-            fprintf(stderr, "%s: %s\n", argv[i], found ? "needs a value" : "unknown option");
-            return 0;
-        }
-        if (found->text) *found->text = argv[++i];
-        else *found->flag = 1;
-    }
-    return 1;
-}
-
-static int has_word(const char *list, const char *word)
-{
-    size_t length = strlen(word);
-    for (const char *at = list; (at = strstr(at, word)) != NULL; at++)
-        if ((at == list || at[-1] == ',') && (at[length] == 0 || at[length] == ',')) return 1;
-    return 0;
-}
-
-static size_t parse_bytes(const char *text, char **end)
-{
-    size_t value = (size_t)strtoull(text, end, 10);
-    if (**end == 'K') value <<= 10;
-    if (**end == 'M') value <<= 20;
-    if (**end == 'G') value <<= 30;
-    if (**end && strchr("KMG", **end)) (*end)++;
-    return value;
-}
-
-/* "1K,25M" or "1K..256M:4"; 0 = not understood. */
-static int parse_sizes(const char *text, size_t *sizes)
-{
-    int count = 0;
-    while (*text && count < MAX_SIZES) {
-        char *end;
-        size_t last, factor = 2, size = last = parse_bytes(text, &end);
-        if (end[0] == '.' && end[1] == '.') last = parse_bytes(end + 2, &end);
-        if (*end == ':') factor = (size_t)strtoull(end + 1, &end, 10);
-        if (size == 0 || factor < 2 || (*end && *end != ',') || last > (size_t)1 << 32) return 0;
-        for (; size <= last && count < MAX_SIZES; size *= factor) sizes[count++] = size;
-        text = *end ? end + 1 : end;
-    }
-    return count;
-}
+    const char *sizes;
+    flag_list ranks, ops, memory;
+    double seconds;
+    long rounds, reps, warm, no_mpi;
+} opt = {
+    "1K,16K,256K,1M,4M,25M,100M", {2, {2, 4}}, {5, {0, 1, 2, 3, 4}}, {2, {0, 1}}, 0.02, 3, 5, 0, 0};
 
 /* ---- times ---- */
 
@@ -135,33 +47,32 @@ typedef struct series {
 
 /* In shared memory: ranks are processes. */
 typedef struct board {
-    size_t sizes[MAX_SIZES];
-    int size_count, ranks, op, round, rounds, reps;
-    double seconds;
-    series times[SOURCES][MAX_SIZES];
-    double copy_rate[MAX_SIZES]; /* bytes read + written per second by all ranks together */
+    size_t sizes[FLAGS_LIST];
+    int size_count, ranks, op, round;
+    series times[SOURCES][FLAGS_LIST];
+    double copy_rate[FLAGS_LIST]; /* bytes read + written per second by all ranks together */
     int wrong;
 } board;
 
-static spread summarize(const board *b, const series *s)
+static spread summarize(const series *s)
 {
     double all[MAX_ROUNDS * MAX_REPS];
     int count = 0;
-    for (int r = 0; r < b->rounds; r++)
-        for (int k = 0; k < b->reps; k++)
-            if (s->time[r][k] > 0) all[count++] = s->time[r][k];
+    for (int r = 0; r < opt.rounds; r++)
+        for (int k = 0; k < opt.reps; k++)
+            if (s->time[r][k] > 0) all[count++] = 1e6 * s->time[r][k];
     return spread_of(all, count);
 }
-/* Median over rounds of their / our median in that round. */
-static double ratio(const board *b, const series *ours, const series *theirs)
+
+/* Their time over ours, of the medians in each round. */
+static spread ratio(const series *ours, const series *theirs)
 {
-    double ratios[MAX_ROUNDS];
-    int count = 0;
-    for (int r = 0; r < b->rounds; r++) {
-        double mine = median(ours->time[r], b->reps), other = median(theirs->time[r], b->reps);
-        if (mine > 0 && other > 0) ratios[count++] = other / mine;
+    double mine[MAX_ROUNDS], other[MAX_ROUNDS];
+    for (int r = 0; r < opt.rounds; r++) {
+        mine[r] = median(ours->time[r], (int)opt.reps);
+        other[r] = median(theirs->time[r], (int)opt.reps);
     }
-    return median(ratios, count);
+    return ratios_of(other, mine, (int)opt.rounds, 1);
 }
 
 /* ---- our side ---- */
@@ -185,35 +96,39 @@ static dtrain_result collective(const seat *s)
     size_t slice = s->count / (size_t)s->ranks;
     float *own = s->buffer + (size_t)s->rank * slice;
     switch (s->op) {
-    case 0:
-        return dtrain_all_reduce(s->comm, s->buffer, s->buffer, s->count, DTRAIN_F32, DTRAIN_SUM,
-                                 NULL);
-    case 1:
-        return dtrain_reduce_scatter(s->comm, s->buffer, own, slice, DTRAIN_F32, DTRAIN_SUM, NULL);
-    case 2: return dtrain_all_gather(s->comm, own, s->buffer, slice, DTRAIN_F32, NULL);
-    case 3: return dtrain_broadcast(s->comm, s->buffer, s->count, DTRAIN_F32, 0, NULL);
+    case ALL_REDUCE:
+        return dtrain_all_reduce(s->comm, s->buffer, s->buffer, s->count, DTRAIN_DTYPE_F32,
+                                 DTRAIN_REDUCE_SUM, NULL);
+    case REDUCE_SCATTER:
+        return dtrain_reduce_scatter(s->comm, s->buffer, own, slice, DTRAIN_DTYPE_F32,
+                                     DTRAIN_REDUCE_SUM, NULL);
+    case ALL_GATHER:
+        return dtrain_all_gather(s->comm, own, s->buffer, slice, DTRAIN_DTYPE_F32, NULL);
+    case BROADCAST:
+        return dtrain_broadcast(s->comm, s->buffer, s->count, DTRAIN_DTYPE_F32, 0, NULL);
     default: return dtrain_barrier(s->comm);
     }
 }
 
 static int64_t slowest(const seat *s, int64_t ns)
 {
-    dtrain_all_reduce(s->comm, &ns, &ns, 1, DTRAIN_I64, DTRAIN_MAX, NULL);
+    dtrain_all_reduce(s->comm, &ns, &ns, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL);
     return ns;
 }
 
 /* Rank r gives r + 1 + i % 5 at i: small integers, exact in every order of summation. */
 static int check_result(const seat *s, int *wrong)
 {
-    size_t slice = s->count / (size_t)s->ranks, first = s->op == 1 ? (size_t)s->rank * slice : 0;
-    size_t end = s->op == 1 ? first + slice : s->count;
+    size_t slice = s->count / (size_t)s->ranks,
+           first = s->op == REDUCE_SCATTER ? (size_t)s->rank * slice : 0;
+    size_t end = s->op == REDUCE_SCATTER ? first + slice : s->count;
     float ones = (float)(s->ranks * (s->ranks + 1)) / 2, n = (float)s->ranks;
     for (size_t i = 0; i < s->count; i++) s->buffer[i] = (float)(s->rank + 1) + (float)(i % 5);
     TRY(collective(s));
     for (size_t i = first; i < end; i++) {
         float wanted = ones + n * (float)(i % 5);
-        if (s->op == 2) wanted = (float)(i / slice + 1) + (float)(i % 5);
-        if (s->op == 3) wanted = 1 + (float)(i % 5);
+        if (s->op == ALL_GATHER) wanted = (float)(i / slice + 1) + (float)(i % 5);
+        if (s->op == BROADCAST) wanted = 1 + (float)(i % 5);
         if (s->buffer[i] == wanted) continue;
         fprintf(stderr, "%s of %zu: [%zu] is %g, expected %g\n", op_names[s->op], s->count, i,
                 (double)s->buffer[i], (double)wanted);
@@ -254,11 +169,11 @@ static int measure(const seat *s, board *b, double *times)
         double one, took;
         if (repetition(s, calls, &one)) return 1;
         took = 1e-9 * (double)slowest(s, (int64_t)(one * 1e9 * (double)calls));
-        if (took >= b->seconds || calls > 200000) break;
-        calls = took * 10 < b->seconds ? calls * 10
-                                       : (long)((double)calls * b->seconds / took * 1.1) + 1;
+        if (took >= opt.seconds || calls > 200000) break;
+        calls = took * 10 < opt.seconds ? calls * 10
+                                        : (long)((double)calls * opt.seconds / took * 1.1) + 1;
     }
-    for (int r = 0; r < b->reps; r++) {
+    for (int r = 0; r < opt.reps; r++) {
         double one;
         if (repetition(s, calls, &one)) return 1;
         one = 1e-12 * (double)slowest(s, (int64_t)(one * 1e12));
@@ -285,12 +200,13 @@ static int bench_rank(dtrain_world *world, void *user)
     memset(memory[OURS_PRIVATE], 0, most);
     for (int m = OURS_COMM; m <= OURS_PRIVATE; m++)
         for (int i = 0; i < b->size_count; i++) {
-            if (!has_word(opt.memory, source_names[m])) continue;
+            if (!listed(&opt.memory, m)) continue;
             s.buffer = (float *)memory[m];
-            s.count =
-                s.op == 4 ? 0 : b->sizes[i] / sizeof(float) / (size_t)s.ranks * (size_t)s.ranks;
+            s.count = s.op == BARRIER
+                          ? 0
+                          : b->sizes[i] / sizeof(float) / (size_t)s.ranks * (size_t)s.ranks;
             if (measure(&s, b, b->times[m][i].time[b->round])) return 1;
-            if (s.op == 4) break;
+            if (s.op == BARRIER) break;
         }
     free(memory[OURS_PRIVATE]);
     dtrain_comm_free(s.comm, memory[OURS_COMM], most);
@@ -325,7 +241,7 @@ static int copy_rank(dtrain_world *world, void *user)
         }
         if (to[bytes / 2] != 1) return 1;
         int64_t sum = (int64_t)best;
-        TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_I64, DTRAIN_SUM, NULL));
+        TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
         if (dtrain_world_rank(world) == 0) b->copy_rate[i] = (double)sum;
         free(from);
         free(to);
@@ -346,206 +262,138 @@ static int run_ours(board *b, dtrain_rank_fn rank_main, int ranks)
 /* ---- rivals ---- */
 
 static const struct rival {
-    const char *label, *compiler, *runner, *environment, *flags;
+    const char *label, *flavour, *environment, *flags;
 } rivals[] = {
-    {"Open MPI", "mpicc.openmpi", "mpirun.openmpi",
+    {"Open MPI", "openmpi",
      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 MALLOC_MMAP_MAX_=0 "
      "MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=536870912",
      "--oversubscribe --bind-to none --mca btl self,vader --mca mpi_yield_when_idle 1"},
-    {"MPICH", "mpicc.mpich", "mpirun.mpich", "UCX_TLS=self,sm", ""},
+    {"MPICH", "mpich", "UCX_TLS=self,sm", ""},
 };
 
-/* The folder of a path, with its last '/'. */
-static void folder_of(const char *path, char *folder, size_t room)
-{
-    const char *slash = strrchr(path, '/');
-    snprintf(folder, room, "%.*s", slash ? (int)(slash - path + 1) : 0, path);
-}
-
-static int build_rival(int which, const char *program, char *peer, size_t room)
-{
-    char source[512], folder[512], command[4096];
-    snprintf(command, sizeof command, "command -v %s %s >/dev/null 2>&1", rivals[which].compiler,
-             rivals[which].runner);
-    if (system(command) != 0) {
-        fprintf(stderr, "%s: not installed, skipped\n", rivals[which].label);
-        return 0;
-    }
-    folder_of(__FILE__, source, sizeof source);
-    folder_of(program, folder, sizeof folder);
-    snprintf(peer, room, "%s%smpi_peer.%s", folder[0] ? "" : "./", folder,
-             rivals[which].compiler + 6);
-    snprintf(command, sizeof command, "%s -O2 %smpi_peer.c -o %s", rivals[which].compiler, source,
-             peer);
-    if (system(command) == 0) return 1;
-    fprintf(stderr, "%s: its compiler failed, skipped: %s\n", rivals[which].label, command);
-    return 0;
-}
-
-/* Fills the round's times; a run that fails leaves zeros and a line on stderr. */
+/* Fill the round's times; a run that fails leaves zeros and a line on stderr. */
 static void run_rival(int which, const char *peer, board *b)
 {
-    char command[4096], line[4096];
-    int used =
-        snprintf(command, sizeof command, "%s %s -n %d %s %s %c %d %d %g",
-                 rivals[which].environment, rivals[which].runner, b->ranks, rivals[which].flags,
-                 peer, op_letters[b->op], opt.warm, b->reps, b->seconds);
-    int count = b->op == 4 ? 1 : b->size_count, i = 0;
-    FILE *pipe;
+    const struct rival *rival = &rivals[which];
+    const bool barrier = b->op == BARRIER;
+    char command[4096];
+    const int count = barrier ? 1 : b->size_count;
+    int used = snprintf(command, sizeof command, "%s mpirun.%s -n %d %s %s %c %ld %ld %g",
+                        rival->environment, rival->flavour, b->ranks, rival->flags, peer,
+                        op_letters[b->op], opt.warm, opt.reps, opt.seconds);
     for (int k = 0; k < count; k++)
         used += snprintf(command + used, sizeof command - (size_t)used, " %zu",
-                         b->op == 4 ? 0 : b->sizes[k]);
+                         barrier ? 0 : b->sizes[k]);
     snprintf(command + used, sizeof command - (size_t)used, " 2>/dev/null");
-    pipe = popen(command, "r");
-    for (; pipe && i < count && fgets(line, sizeof line, pipe); i++) {
-        char *at = line;
-        if (strncmp(line, "wrong", 5) == 0)
-            fprintf(stderr, "%s: wrong result\n", rivals[which].label);
-        strtoull(at, &at, 10);
-        for (int r = 0; r < b->reps; r++)
-            b->times[OPEN_MPI + which][i].time[b->round][r] = strtod(at, &at);
-    }
-    if (!pipe || pclose(pipe) != 0 || i < count)
-        fprintf(stderr, "%s: failed: %s\n", rivals[which].label, command);
+    mpi_rival_run(command, count, (int)opt.reps, b->times[OPEN_MPI + which][0].time[b->round],
+                  MAX_ROUNDS * MAX_REPS);
 }
 
 /* ---- report ---- */
 
 static double bus_factor(int op, double n)
 {
-    if (op == 0) return 2 * (n - 1) / n;
-    return op == 3 ? 1 : (n - 1) / n;
+    if (op == ALL_REDUCE) return 2 * (n - 1) / n;
+    return op == BROADCAST ? 1 : (n - 1) / n;
 }
 static double bytes_moved(int op, double n, double bytes)
 {
-    if (op == 0) return 2 * n * bytes;
-    if (op == 1) return (n + 1) * bytes;
-    return op == 2 ? 2 * (n - 1) * bytes : n * bytes;
+    if (op == ALL_REDUCE) return 2 * n * bytes;
+    if (op == REDUCE_SCATTER) return (n + 1) * bytes;
+    return op == ALL_GATHER ? 2 * (n - 1) * bytes : n * bytes;
 }
 
-static const char *size_text(size_t bytes, char *text, size_t room)
+static void report(const board *b, int i, int memory)
 {
-    if (bytes >= (size_t)1 << 20 && bytes % ((size_t)1 << 20) == 0)
-        snprintf(text, room, "%zuM", bytes >> 20);
-    else if (bytes >= 1024 && bytes % 1024 == 0) snprintf(text, room, "%zuK", bytes >> 10);
-    else snprintf(text, room, "%zu", bytes);
-    return text;
-}
-
-static void print_head(const board *b)
-{
-    printf("\n%d ranks, fp32 sum in place, %s, times in us\n", b->ranks,
-           opt.warm ? "warm buffers" : "inputs rewritten before each call");
-    printf("%-14s %6s %-7s %10s %10s %10s %8s %8s %9s %10s %6s %10s %6s\n", "operation", "bytes",
-           "memory", "median", "min", "max", "algbw", "busbw", "floor", "Open MPI", "x", "MPICH",
-           "x");
-}
-
-static void print_json(const board *b, int i, int m, spread us, double algbw, double busbw,
-                       double floor_s)
-{
-    printf(
-        "{\"bench\":\"collectives\",\"op\":\"%s\",\"ranks\":%d,\"bytes\":%zu,\"memory\":\"%s\","
-        "\"warm\":%s,"
-        "\"min_us\":%.3f,\"median_us\":%.3f,\"max_us\":%.3f,\"algbw_gbs\":%.3f,\"busbw_gbs\":%.3f,"
-        "\"floor_us\":%.3f,\"correct\":%s",
-        op_names[b->op], b->ranks, b->op == 4 ? 0 : b->sizes[i], source_names[m],
-        opt.warm ? "true" : "false", us.min * 1e6, us.median * 1e6, us.max * 1e6, algbw, busbw,
-        floor_s * 1e6, b->wrong ? "false" : "true");
-    for (int s = OPEN_MPI; s < SOURCES; s++) {
-        spread theirs = summarize(b, &b->times[s][i]);
-        if (theirs.median > 0)
-            printf(",\"%s_us\":%.3f,\"%s_min_us\":%.3f,\"%s_ratio\":%.3f", source_names[s],
-                   theirs.median * 1e6, source_names[s], theirs.min * 1e6, source_names[s],
-                   ratio(b, &b->times[m][i], &b->times[s][i]));
+    const series *ours = &b->times[memory][i];
+    const spread us = summarize(ours);
+    const bool barrier = b->op == BARRIER;
+    const double bytes = barrier ? 0 : (double)b->sizes[i], n = b->ranks;
+    const double rate = barrier ? NAN : 1e-3 * bytes / us.median;
+    if (!isfinite(us.median)) return;
+    bench_begin("collectives");
+    bench_string("operation", -14, op_names[b->op]);
+    bench_number("ranks", 0, 0, n);
+    bench_number("bytes", 9, 0, bytes);
+    bench_string("memory", -7, barrier ? "-" : memory_names[memory]);
+    bench_string("warm", 0, opt.warm ? "yes" : "no");
+    bench_spread("us", 9, 2, us);
+    bench_number("algbw", 6, 2, rate);
+    bench_number("busbw", 6, 2, rate * bus_factor(b->op, n));
+    bench_number("floor_us", 9, 2,
+                 barrier ? NAN : 1e6 * bytes_moved(b->op, n, bytes) / b->copy_rate[i]);
+    for (int w = 0; w < 2; w++) {
+        const series *theirs = &b->times[OPEN_MPI + w][i];
+        char name[32];
+        snprintf(name, sizeof name, "x_%s", rivals[w].flavour);
+        bench_number(rivals[w].label, 9, 2, summarize(theirs).median);
+        bench_number(name, 5, 1, ratio(ours, theirs).median);
     }
-    printf("}\n");
-}
-
-static void print_row(const board *b, int i, int m)
-{
-    spread us = summarize(b, &b->times[m][i]);
-    double bytes = b->op == 4 ? 0 : (double)b->sizes[i], n = b->ranks;
-    double algbw = us.median > 0 ? 1e-9 * bytes / us.median : 0,
-           busbw = algbw * bus_factor(b->op, n);
-    double floor_s =
-        b->op == 4 || b->copy_rate[i] <= 0 ? 0 : bytes_moved(b->op, n, bytes) / b->copy_rate[i];
-    char size[32];
-    if (us.median <= 0) return;
-    if (opt.json) {
-        print_json(b, i, m, us, algbw, busbw, floor_s);
-        return;
-    }
-    printf("%-14s %6s %-7s %10.2f %10.2f %10.2f %8.2f %8.2f %9.2f", op_names[b->op],
-           size_text(b->op == 4 ? 0 : b->sizes[i], size, sizeof size),
-           b->op == 4 ? "-" : source_names[m], us.median * 1e6, us.min * 1e6, us.max * 1e6, algbw,
-           busbw, floor_s * 1e6);
-    for (int s = OPEN_MPI; s < SOURCES; s++) {
-        spread theirs = summarize(b, &b->times[s][i]);
-        if (theirs.median > 0)
-            printf(" %10.2f %5.1fx", theirs.median * 1e6,
-                   ratio(b, &b->times[m][i], &b->times[s][i]));
-        else printf(" %10s %6s", "-", "-");
-    }
-    printf("\n");
-    fflush(stdout);
-}
-
-static void report(const board *b)
-{
-    int memories = b->op == 4 ? 1 : 2;
-    for (int i = 0; i < (b->op == 4 ? 1 : b->size_count); i++)
-        for (int m = 0; m < memories; m++) print_row(b, i, m);
+    bench_end(!b->wrong);
 }
 
 /* One number of ranks: all operations, each in alternation with the rivals. */
-static int bench_ranks(board *b, char peers[2][640], const int *use)
+static int bench_ranks(board *b, char peers[2][4096], const bool *use)
 {
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
     if (run_ours(b, copy_rank, b->ranks < cores ? b->ranks : (int)cores)) return 1;
-    if (!opt.json) print_head(b);
-    for (b->op = 0; b->op < OPS; b->op++) {
-        if (!has_word(opt.ops, op_names[b->op])) continue;
+    bench_title("%d ranks, fp32 sum in place, %s", b->ranks,
+                opt.warm ? "warm buffers" : "inputs rewritten before each call");
+    for (long o = 0; o < opt.ops.count; o++) {
+        b->op = (int)opt.ops.items[o];
+        b->wrong = 0;
         memset(b->times, 0, sizeof b->times);
-        for (b->round = 0; b->round < b->rounds; b->round++) {
+        for (b->round = 0; b->round < opt.rounds; b->round++) {
             if (run_ours(b, bench_rank, b->ranks)) return 1;
-            for (int w = 0; w < 2;
-                 w++) /* MPICH never yields: 10 ms a call with more ranks than cores */
+            /* MPICH never yields: 10 ms a call with more ranks than cores */
+            for (int w = 0; w < 2; w++)
                 if (use[w] && (w == 0 || b->ranks <= cores)) run_rival(w, peers[w], b);
         }
-        report(b);
+        for (int i = 0; i < (b->op == BARRIER ? 1 : b->size_count); i++)
+            for (long m = 0; m < (b->op == BARRIER ? 1 : opt.memory.count); m++)
+                report(b, i, (int)opt.memory.items[m]);
     }
     return 0;
 }
 
+static const flag flag_table[] = {
+    {"--ranks", 'I', &opt.ranks, 1, DTRAIN_MAX_RANKS, "numbers of ranks: 2,4", NULL},
+    {"--ops", 'W', &opt.ops, 0, 0, "all, or several of", op_names},
+    {"--sizes", 's', &opt.sizes, 0, 0, "bytes; 1K..256M:4 is a range with a factor", NULL},
+    {"--memory", 'W', &opt.memory, 0, 0, "from dtrain_comm_alloc, from malloc, or both",
+     memory_names},
+    {"--rounds", 'i', &opt.rounds, 1, MAX_ROUNDS, "alternations with the rivals", NULL},
+    {"--reps", 'i', &opt.reps, 1, MAX_REPS, "repetitions in each round", NULL},
+    {"--seconds", 'f', &opt.seconds, 1e-6, 60, "the least time of a repetition, filled with calls",
+     NULL},
+    {"--warm", 'b', &opt.warm, 0, 0, "calls back to back, inputs not rewritten", NULL},
+    {"--no-mpi", 'b', &opt.no_mpi, 0, 0, "no rivals", NULL},
+    BENCH_FLAGS};
+
 int main(int argc, char **argv)
 {
-    board *b;
-    char peers[2][640];
-    int use[2] = {0, 0};
-    const char *at;
-    if (!parse_options(argc, argv)) return usage(stderr);
-    if (opt.help) return usage(stdout);
-    b = (board *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (b == MAP_FAILED) return 1;
-    b->size_count = parse_sizes(opt.sizes, b->sizes);
-    b->rounds = atoi(opt.rounds);
-    b->reps = atoi(opt.reps);
-    b->seconds = atof(opt.seconds);
-    if (!b->size_count || b->rounds < 1 || b->rounds > MAX_ROUNDS || b->reps < 1 ||
-        b->reps > MAX_REPS) {
-        fprintf(stderr, "sizes, rounds (1 to %d) or repetitions (1 to %d) not understood\n",
-                MAX_ROUNDS, MAX_REPS);
-        return usage(stderr);
+    board *b = (board *)share(sizeof *b);
+    char peers[2][4096];
+    bool use[2];
+    number_list sizes;
+    if (is_quick(argc, argv)) {
+        opt.sizes = "4K,1M";
+        opt.ranks.count = 1;
+        opt.rounds = 1;
+        opt.reps = 2;
+        opt.seconds = 0.002;
     }
+    bench_start("bench_collectives", "times of the local communicator beside MPI's", flag_table,
+                sizeof flag_table / sizeof *flag_table, argc, argv);
+    bench_numbers("bench_collectives", "--sizes", opt.sizes, 4, 0x1p32, &sizes);
+    b->size_count = sizes.count;
+    for (int i = 0; i < sizes.count; i++) b->sizes[i] = (size_t)sizes.items[i];
     for (int w = 0; w < 2; w++)
-        use[w] = !opt.no_mpi && build_rival(w, argv[0], peers[w], sizeof peers[w]);
-    for (at = opt.ranks; *at; at += strcspn(at, ","), at += *at == ',') {
-        b->ranks = atoi(at);
-        if (b->ranks < 1 || b->ranks > DTRAIN_MAX_RANKS) return usage(stderr);
+        use[w] =
+            !opt.no_mpi && mpi_rival_build(rivals[w].flavour, argv[0], peers[w], sizeof peers[w]);
+    for (long i = 0; i < opt.ranks.count; i++) {
+        b->ranks = (int)opt.ranks.items[i];
         if (bench_ranks(b, peers, use)) return 1;
     }
-    if (b->wrong) fprintf(stderr, "WRONG RESULTS, see above\n");
-    else if (!opt.json) printf("\nall results correct\n");
-    return b->wrong;
+    return bench.wrong > 0;
 }

@@ -14,17 +14,17 @@
  *          by elements, the head first; it lasts --backward-ms, or as long as the plain exchange took, where
  *          overlap has most to gain. The tied embedding is final last, so nothing can hide it.
  *
- *            ms          of an exchange (or step), on the slowest rank: median over --reps, least and most
- *            link ms     by the alpha-beta formula: rounds x latency + bytes a node sends x 8 / bandwidth
- *            cpu ms      processor time of a rank in it, waiting with sched_yield included
- *            own         ms if every rank had a core of its own, at most: link + cpu. Ranks share the cores of
+ *            ms          of an exchange (or step), on the slowest rank: median over --reps (min to max)
+ *            link_ms     by the alpha-beta formula: rounds x latency + bytes a node sends x 8 / bandwidth
+ *            cpu_ms      processor time of a rank in it, waiting with sched_yield included
+ *            own_ms      if every rank had a core of its own, at most: link + cpu. Ranks share the cores of
  *                        this machine; those of a cluster do not
  *            MB/node     over the link of a node, counted; MB/rank: the communicators' wire_bytes
  *            GB/s        bytes of gradients / time
- *            x plain     time of the plain exchange (rows of a step: of the plain step) / time; then by formula
- *                        alone, then for cores of their own
+ *            x_plain     time of the plain exchange (rows of a step: of the plain step) / time; x_formula:
+ *                        by formula alone; x_own: for cores of their own
  *            correct     against sums of the ranks' gradients on a sample of elements; what is compressed:
- *                        residuals + N x means so far = gradients so far
+ *                        residuals + N x means so far = gradients so far; and nothing was copied aside
  *
  *          --shrink K divides the rows of every tensor and the bandwidth by K: times on the link stay what
  *          they are, memory and processor time are K times less. 0: as little as fits in memory.
@@ -40,12 +40,13 @@
 #include "dtrain.h"
 
 #include "bench.h"
+#include "plot.h"
 #include "tools/train_gpt/gpt.h"
+#include "train_run.h"
 
 enum {
     MAX_REPS = 16,
     MAX_SPEEDS = 8,
-    MAX_LIST = 8,
     MAX_ROWS = 1024,
     MAX_WORLD = 64,
     SAMPLES_EACH = 4,
@@ -54,21 +55,27 @@ enum {
     POWERSGD_RANK = 4
 };
 
+static const char *const model_names[] = {"tiny", "baby", "gpt2", NULL};
+static const char *const part_names[] = {"copies", "links", "overlap", "train", "loss", NULL};
+static const char *const method_ids[] = {"plain", "bucketed", "step",     "hier",
+                                         "bf16",  "topk",     "powersgd", NULL};
+enum method_id { ID_PLAIN, ID_BUCKETED, ID_STEP, ID_HIER, ID_BF16, ID_TOPK, ID_POWERSGD };
+
 static struct options {
-    const char *parts, *model, *gbps, *nodes, *node_ranks, *methods, *program, *data, *svg, *flags;
-    const char *train_models, *loss_model;
+    const char *model, *gbps, *program, *data, *svg, *flags, *loss_model;
+    flag_list parts, nodes, node_ranks, methods, train_models;
     double latency, backward_ms;
-    int reps, shrink, steps, rounds, json;
-} opt = {.parts = "copies,links,overlap,train,loss",
+    long reps, shrink, steps, rounds;
+} opt = {.parts = {5, {0, 1, 2, 3, 4}},
          .model = "gpt2",
          .gbps = "1,10,25,100",
-         .nodes = "2,4,8",
-         .node_ranks = "1,4",
-         .methods = "all",
+         .nodes = {3, {2, 4, 8}},
+         .node_ranks = {2, {1, 4}},
+         .methods = {7, {0, 1, 2, 3, 4, 5, 6}},
          .program = "build/train_gpt",
          .data = "dtrain.h",
          .flags = "",
-         .train_models = "baby",
+         .train_models = {1, {1}},
          .loss_model = "tiny",
          .latency = 50,
          .reps = 3,
@@ -78,7 +85,8 @@ static struct options {
 /* ---- how gradients travel ---- */
 
 typedef struct method {
-    const char *id, *name;
+    enum method_id id;
+    const char *name;
     uint32_t compression, exchange, reduce_dtype;
     float ratio;
     bool hierarchical, backward, overlap;
@@ -90,20 +98,24 @@ typedef struct method {
 
 enum { PLAIN = 0, PLAIN_STEP = 2, HIERARCHICAL = 5 }; /* places in the table below */
 static const method methods[] = {
-    {"plain", "plain, one bucket", 0, 0, 0, 0, false, false, false, ONE_BUCKET},
-    {"bucketed", "bucketed, 25 MiB", 0, 0, 0, 0, false, false, false, 25 * MIB},
-    {"step", "step: backward, plain", 0, 0, 0, 0, false, true, false, ONE_BUCKET},
-    {"step", "step: overlapped, 25 MiB", 0, 0, 0, 0, false, true, true, 25 * MIB},
-    {"step", "step: overlapped, 4 MiB", 0, 0, 0, 0, false, true, true, 4 * MIB},
-    {"hier", "hierarchical", 0, 0, 0, 0, true, false, true, 25 * MIB},
-    {"bf16", "bf16", 0, 0, DTRAIN_BF16, 0, false, false, true, 25 * MIB},
-    {"bf16", "hierarchical, bf16", 0, 0, DTRAIN_BF16, 0, true, false, true, 25 * MIB},
-    {"topk", "top-k 1 %", DTRAIN_TOPK, 0, 0, 0.01f, false, false, true, 25 * MIB},
-    {"topk", "top-k 1 %, balanced", DTRAIN_TOPK, 1, 0, 0.01f, false, false, true, 25 * MIB},
-    {"topk", "top-k 0.1 %", DTRAIN_TOPK, 0, 0, 0.001f, false, false, true, 25 * MIB},
-    {"topk", "top-k 0.1 %, balanced", DTRAIN_TOPK, 1, 0, 0.001f, false, false, true, 25 * MIB},
-    {"topk", "hierarchical, top-k 1 %", DTRAIN_TOPK, 0, 0, 0.01f, true, false, true, 25 * MIB},
-    {"powersgd", "PowerSGD, rank 4", DTRAIN_POWERSGD, 0, 0, 0, false, false, true, 25 * MIB},
+    {ID_PLAIN, "plain, one bucket", 0, 0, 0, 0, false, false, false, ONE_BUCKET},
+    {ID_BUCKETED, "bucketed, 25 MiB", 0, 0, 0, 0, false, false, false, 25 * MIB},
+    {ID_STEP, "step: backward, plain", 0, 0, 0, 0, false, true, false, ONE_BUCKET},
+    {ID_STEP, "step: overlapped, 25 MiB", 0, 0, 0, 0, false, true, true, 25 * MIB},
+    {ID_STEP, "step: overlapped, 4 MiB", 0, 0, 0, 0, false, true, true, 4 * MIB},
+    {ID_HIER, "hierarchical", 0, 0, 0, 0, true, false, true, 25 * MIB},
+    {ID_BF16, "bf16", 0, 0, DTRAIN_DTYPE_BF16, 0, false, false, true, 25 * MIB},
+    {ID_BF16, "hierarchical, bf16", 0, 0, DTRAIN_DTYPE_BF16, 0, true, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.01f, false, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 1 %, balanced", DTRAIN_COMPRESSION_TOPK, 1, 0, 0.01f, false, false, true,
+     25 * MIB},
+    {ID_TOPK, "top-k 0.1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.001f, false, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 0.1 %, balanced", DTRAIN_COMPRESSION_TOPK, 1, 0, 0.001f, false, false, true,
+     25 * MIB},
+    {ID_TOPK, "hierarchical, top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.01f, true, false, true,
+     25 * MIB},
+    {ID_POWERSGD, "PowerSGD, rank 4", DTRAIN_COMPRESSION_POWERSGD, 0, 0, 0, false, false, true,
+     25 * MIB},
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
@@ -149,36 +161,13 @@ typedef struct row {
 static row rows[MAX_ROWS];
 static int row_count;
 
-static double speeds[MAX_SPEEDS];
-static int speed_count;
+static number_list speeds; /* --gbps */
 
 /* In shared memory: ranks are processes. */
 typedef struct board {
     result results[METHODS][MAX_SPEEDS];
     float residuals[MAX_WORLD][MAX_SAMPLES];
 } board;
-
-/* Numbers between commas; the count, or -1. */
-static int split_numbers(const char *text, double *numbers)
-{
-    int count = 0;
-    while (*text) {
-        char *end;
-        numbers[count] = strtod(text, &end);
-        if (end == text || !(numbers[count] > 0) || (*end && *end != ',')) return -1;
-        text = *end ? end + 1 : end;
-        if (++count == MAX_LIST && *text) return -1;
-    }
-    return count > 0 ? count : -1;
-}
-
-static bool has_word(const char *list, const char *word)
-{
-    const size_t length = strlen(word);
-    for (const char *at = list; (at = strstr(at, word)) != NULL; at++)
-        if ((at == list || at[-1] == ',') && (at[length] == 0 || at[length] == ',')) return true;
-    return false;
-}
 
 /* ---- the model ---- */
 
@@ -300,10 +289,10 @@ static dtrain_result exchange(job *j, double backward)
 /* Between exchanges: all transfers are over. What is made with a fast link is not what is measured. */
 static dtrain_result set_link(job *j, double gbps, double latency)
 {
-    DTRAIN__TRY(dtrain_world_exchange(j->world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
     j->world->emulation.gigabits_per_second = gbps / j->at.shrink;
     j->world->emulation.latency_us = latency;
-    return dtrain_world_exchange(j->world, NULL, 0, NULL);
+    return dtrain_world_all_gather(j->world, NULL, 0, NULL);
 }
 
 /* ---- books ---- */
@@ -352,7 +341,7 @@ static dtrain_result measure(job *j, result *r, int rep)
 {
     report mine, all[MAX_WORLD];
     fill_all(j);
-    DTRAIN__TRY(dtrain_world_exchange(j->world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
     const books before = books_of(j);
     const double begin = dtrain_seconds(), cpu = cpu_seconds();
     DTRAIN__TRY(exchange(j, r->backward));
@@ -362,7 +351,7 @@ static dtrain_result measure(job *j, result *r, int rep)
     mine.sent.slow -= before.slow;
     mine.sent.wire -= before.wire;
     mine.sent.staged -= before.staged;
-    DTRAIN__TRY(dtrain_world_exchange(j->world, &mine, sizeof mine, all));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, &mine, sizeof mine, all));
     if (j->rank != 0) return DTRAIN_OK;
     r->seconds[rep] = r->cpu[rep] = r->node_bytes = 0;
     r->wire_bytes = mine.sent.wire;
@@ -382,7 +371,7 @@ static size_t sample_at(const dtrain_param *p, size_t param, int k)
     return (size_t)(mix(param * 64 + (size_t)k) % (uint64_t)p->count);
 }
 
-/* Behind an exchange: the books of sampled elements; what travels whole is right in each of them. */
+/* After an exchange, add the sampled elements to the running sums; check those that travel uncompressed. */
 static void look(job *j, const method *m)
 {
     const double tolerance = m->reduce_dtype ? 1.0 / 128 : 1e-6;
@@ -430,7 +419,7 @@ static dtrain_result look_at_residuals(job *j)
             j->shared->residuals[j->rank][s] =
                 residual_at(states, count, p, (int64_t)sample_at(p, i, k));
     }
-    DTRAIN__TRY(dtrain_world_exchange(j->world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, NULL, 0, NULL));
     for (int i = 0; i < s; i++) {
         double kept = 0;
         for (int rank = 0; rank < j->ranks; rank++) kept += (double)j->shared->residuals[rank][i];
@@ -460,9 +449,10 @@ static traffic formula(const job *j, const method *m)
                      sides = POWERSGD_RANK * (double)(p->shape[0] + p->shape[1]);
         const bool matrix = p->shape[1] > 0 && p->count >= 1024;
         if (p->alias_of) continue;
-        if (m->compression == DTRAIN_TOPK && matrix)
+        if (m->compression == DTRAIN_COMPRESSION_TOPK && matrix)
             selected += fmax(1, floor((double)m->ratio * count + 0.5));
-        else if (m->compression == DTRAIN_POWERSGD && matrix && 2 * sides < count) factors += sides;
+        else if (m->compression == DTRAIN_COMPRESSION_POWERSGD && matrix && 2 * sides < count)
+            factors += sides;
         else whole += count;
     }
     t.bytes = reduced * (whole * (m->reduce_dtype ? 2 : 4) + factors * 4) + gathered * selected * 8;
@@ -505,12 +495,12 @@ static dtrain_result run_speed(job *j, int which, int speed)
     const method *m = &methods[which];
     result *board_row = &j->shared->results[which][speed], r;
     memset(&r, 0, sizeof r);
-    DTRAIN__TRY(set_link(j, speeds[speed], opt.latency));
+    DTRAIN__TRY(set_link(j, speeds.items[speed], opt.latency));
     if (m->backward)
         r.backward = opt.backward_ms > 0
                          ? 1e-3 * opt.backward_ms
-                         : median(j->shared->results[PLAIN][speed].seconds, opt.reps);
-    predict(j, m, speeds[speed], &r);
+                         : median(j->shared->results[PLAIN][speed].seconds, (int)opt.reps);
+    predict(j, m, speeds.items[speed], &r);
     for (int rep = 0; rep < opt.reps; rep++) {
         DTRAIN__TRY(measure(j, &r, rep));
         look(j, m);
@@ -526,7 +516,7 @@ static dtrain_result run_exchanges(job *j, int which)
     memset(&first, 0, sizeof first);
     DTRAIN__TRY(measure(j, &first, 0)); /* pages are touched, Q has a beginning */
     look(j, &methods[which]);
-    for (int s = 0; s < speed_count; s++) DTRAIN__TRY(run_speed(j, which, s));
+    for (int s = 0; s < speeds.count; s++) DTRAIN__TRY(run_speed(j, which, s));
     if (methods[which].compression) DTRAIN__TRY(look_at_residuals(j));
     return DTRAIN_OK;
 }
@@ -545,8 +535,8 @@ static dtrain_result run_method(job *j, int which)
     const dtrain_result outcome = run_exchanges(j, which);
     dtrain_strategy_destroy(j->strategy);
     DTRAIN__TRY(outcome);
-    DTRAIN__TRY(dtrain_world_exchange(j->world, &j->correct, sizeof j->correct, all_correct));
-    for (int s = 0; s < speed_count && j->rank == 0; s++) {
+    DTRAIN__TRY(dtrain_world_all_gather(j->world, &j->correct, sizeof j->correct, all_correct));
+    for (int s = 0; s < speeds.count && j->rank == 0; s++) {
         j->shared->results[which][s].correct = true;
         for (int i = 0; i < j->ranks; i++) j->shared->results[which][s].correct &= all_correct[i];
     }
@@ -559,7 +549,7 @@ static bool is_wanted(const method *m, const shape *at)
 {
     if (m == &methods[PLAIN]) return true;
     if (at->node_ranks == 1 ? m->hierarchical : m->backward) return false;
-    return has_word(opt.methods, "all") || has_word(opt.methods, m->id);
+    return listed(&opt.methods, m->id);
 }
 
 /* Backward multiplies by each matrix; the head, which is the embedding under another name, comes first,
@@ -642,12 +632,6 @@ static int measure_gradients(shape *at)
     return 0;
 }
 
-static void *map_shared(size_t bytes)
-{
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    return memory == MAP_FAILED ? NULL : memory;
-}
-
 static int launch_shape(job *j)
 {
     dtrain_launch_desc desc;
@@ -664,12 +648,12 @@ static int launch_shape(job *j)
 
 static void keep_rows(const job *j)
 {
-    for (int s = 0; s < speed_count; s++)
+    for (int s = 0; s < speeds.count; s++)
         for (int m = 0; m < METHODS && row_count < MAX_ROWS; m++) {
             if (!j->shared->results[m][s].valid) continue;
             rows[row_count].how = &methods[m];
             rows[row_count].at = j->at;
-            rows[row_count].gbps = speeds[s];
+            rows[row_count].gbps = speeds.items[s];
             rows[row_count++].r = j->shared->results[m][s];
         }
 }
@@ -681,7 +665,7 @@ static int run_shape(int nodes, int node_ranks)
     memset(&j, 0, sizeof j);
     j.at.nodes = nodes;
     j.at.node_ranks = node_ranks;
-    for (j.at.shrink = opt.shrink ? opt.shrink : 1;; j.at.shrink *= 2) {
+    for (j.at.shrink = opt.shrink ? (int)opt.shrink : 1;; j.at.shrink *= 2) {
         const double room = 0.85 * available_bytes();
         if (measure_gradients(&j.at)) return 1;
         if (needed_bytes(&j.at) <= room) break;
@@ -691,12 +675,12 @@ static int run_shape(int nodes, int node_ranks)
             return 0;
         }
     }
-    j.shared = (board *)map_shared(sizeof *j.shared);
-    j.zeros = (float *)map_shared((size_t)j.at.gradient_bytes);
-    failed = !j.shared || !j.zeros || launch_shape(&j);
+    j.shared = (board *)share(sizeof *j.shared);
+    j.zeros = (float *)share((size_t)j.at.gradient_bytes);
+    failed = launch_shape(&j);
     if (!failed) keep_rows(&j);
-    if (j.shared) munmap(j.shared, sizeof *j.shared);
-    if (j.zeros) munmap(j.zeros, (size_t)j.at.gradient_bytes);
+    munmap(j.shared, sizeof *j.shared);
+    munmap(j.zeros, (size_t)j.at.gradient_bytes);
     return failed;
 }
 
@@ -711,11 +695,11 @@ static const row *find(const shape *at, double gbps, int which)
     return NULL;
 }
 
-static double milliseconds(const row *r) { return 1e3 * median(r->r.seconds, opt.reps); }
-static double cpu_ms(const row *r) { return 1e3 * median(r->r.cpu, opt.reps); }
+static double milliseconds(const row *r) { return 1e3 * median(r->r.seconds, (int)opt.reps); }
+static double cpu_ms(const row *r) { return 1e3 * median(r->r.cpu, (int)opt.reps); }
 static double own_ms(const row *r) { return 1e3 * r->r.formula + cpu_ms(r); }
 
-/* How much faster than what it is compared with, by the clock, by formula, on cores of their own. */
+/* Speed-ups over the plain exchange: measured, by formula, for ranks with a core each. */
 typedef struct gains {
     double measured, formula, own;
 } gains;
@@ -731,52 +715,51 @@ static gains gains_of(const row *r)
     return g;
 }
 
-static void print_heading(const shape *at, double gbps)
+static void print_title(const shape *at, double gbps)
 {
-    const row *plain = find(at, gbps, PLAIN);
-    printf("\n%g Gb/s, %g us, %d nodes of %d rank%s, %.1f MB of gradients", gbps, opt.latency,
-           at->nodes, at->node_ranks, at->node_ranks > 1 ? "s" : "", at->gradient_bytes / 1e6);
-    if (at->shrink > 1) printf(" (1/%d, as is the bandwidth)", at->shrink);
-    if (plain && find(at, gbps, PLAIN_STEP))
-        printf("; backward %.0f ms", 1e3 * find(at, gbps, PLAIN_STEP)->r.backward);
-    printf("\n%-25s %8s %8s %8s %8s %8s %8s  %8s %8s %7s  %7s %7s %7s  %s\n", "", "ms", "min",
-           "max", "link ms", "cpu ms", "own", "MB/node", "MB/rank", "GB/s", "x plain", "formula",
-           "own", "correct");
+    const row *step = find(at, gbps, PLAIN_STEP);
+    char shrunk[64] = "", backward[64] = "";
+    if (at->shrink > 1) snprintf(shrunk, sizeof shrunk, " (1/%d, as is the bandwidth)", at->shrink);
+    if (step) snprintf(backward, sizeof backward, "; backward %.0f ms", 1e3 * step->r.backward);
+    bench_title("%g Gb/s, %g us, %d nodes of %d rank%s, %.1f MB of gradients (%s)%s%s", gbps,
+                opt.latency, at->nodes, at->node_ranks, at->node_ranks > 1 ? "s" : "",
+                at->gradient_bytes / 1e6, opt.model, shrunk, backward);
 }
 
-static void print_row(const row *r)
+static void report_row(const row *r)
 {
-    const spread ms = spread_of(r->r.seconds, opt.reps);
+    const spread seconds = spread_of(r->r.seconds, (int)opt.reps);
+    const spread ms = {1e3 * seconds.median, 1e3 * seconds.min, 1e3 * seconds.max};
     const gains g = gains_of(r);
-    printf("%-25s %8.1f %8.1f %8.1f %8.1f %8.1f %8.1f  %8.2f %8.2f %7.2f  %7.2f %7.2f %7.2f  %s\n",
-           r->how->name, 1e3 * ms.median, 1e3 * ms.min, 1e3 * ms.max, 1e3 * r->r.formula, cpu_ms(r),
-           own_ms(r), r->r.node_bytes / 1e6, r->r.wire_bytes / 1e6,
-           r->at.gradient_bytes / ms.median / 1e9, g.measured, g.formula, g.own,
-           r->r.correct ? "yes" : "NO");
+    bench_begin("comm");
+    bench_string("model", 0, opt.model);
+    bench_number("gbps", 0, 0, r->gbps);
+    bench_number("latency_us", 0, 0, opt.latency);
+    bench_number("nodes", 0, 0, r->at.nodes);
+    bench_number("node_ranks", 0, 0, r->at.node_ranks);
+    bench_number("shrink", 0, 0, r->at.shrink);
+    bench_string("method", -25, r->how->name);
+    bench_spread("ms", 8, 1, ms);
+    bench_number("backward_ms", 0, 0, 1e3 * r->r.backward);
+    bench_number("link_ms", 8, 1, 1e3 * r->r.formula);
+    bench_number("cpu_ms", 8, 1, cpu_ms(r));
+    bench_number("own_ms", 8, 1, own_ms(r));
+    bench_number("MB/node", 8, 2, r->r.node_bytes / 1e6);
+    bench_number("MB/rank", 8, 2, r->r.wire_bytes / 1e6);
+    bench_number("formula_mb", 0, 0, r->r.formula_bytes / 1e6);
+    bench_number("GB/s", 6, 2, r->at.gradient_bytes / seconds.median / 1e9);
+    bench_number("x_plain", 7, 2, g.measured);
+    bench_number("x_formula", 7, 2, g.formula);
+    bench_number("x_own", 7, 2, g.own);
+    bench_number("staged_bytes", 0, 0, (double)r->r.staged_bytes);
+    bench_end(r->r.correct && r->r.staged_bytes == 0);
 }
 
-static void print_row_json(const row *r)
-{
-    const spread ms = spread_of(r->r.seconds, opt.reps);
-    const gains g = gains_of(r);
-    printf("{\"bench\": \"comm\", \"model\": \"%s\", \"gbps\": %g, \"latency_us\": %g, \"nodes\": "
-           "%d, \"node_ranks\": %d, \"shrink\": %d, \"method\": \"%s\", \"ms\": %.6g, \"min\": "
-           "%.6g, \"max\": %.6g, \"backward_ms\": %.6g, \"link_ms\": %.6g, \"cpu_ms\": %.6g, "
-           "\"node_mb\": %.6g, \"rank_mb\": %.6g, \"formula_mb\": %.6g, \"gbytes_per_second\": "
-           "%.4g, \"x_plain\": %.4g, \"x_plain_formula\": %.4g, \"x_plain_own_cores\": %.4g, "
-           "\"staged_bytes\": %llu, \"correct\": %s}\n",
-           opt.model, r->gbps, opt.latency, r->at.nodes, r->at.node_ranks, r->at.shrink,
-           r->how->name, 1e3 * ms.median, 1e3 * ms.min, 1e3 * ms.max, 1e3 * r->r.backward,
-           1e3 * r->r.formula, cpu_ms(r), r->r.node_bytes / 1e6, r->r.wire_bytes / 1e6,
-           r->r.formula_bytes / 1e6, r->at.gradient_bytes / ms.median / 1e9, g.measured, g.formula,
-           g.own, (unsigned long long)r->r.staged_bytes, r->r.correct ? "true" : "false");
-}
-
-/* What was asked of a figure; ranks beyond the cores wait for each other's arithmetic. */
+/* Print a target and whether it is met; ranks beyond the cores wait for each other's arithmetic. */
 static void print_target(const char *what, const shape *at, double target, const row *r)
 {
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    if (!r || opt.json) return;
+    if (!r || bench.json) return;
     const gains g = gains_of(r);
     printf("target: %s, %d nodes of %d: %.1fx; %s %.2fx, %s (formula %.2fx, own cores %.2fx%s)\n",
            what, at->nodes, at->node_ranks, target, r->how->name, g.measured,
@@ -804,23 +787,13 @@ static void print_targets(const shape *at)
     if (at->node_ranks == 1) print_target("overlap, 1 Gb/s", at, 1.9, best(at, "step: overlapped"));
 }
 
-/* Prints the rows from `first` on, of one shape; returns how many have wrong sums or copies. */
-static int report_rows(int first)
+/* Report the rows of one shape, which begin at `first`. */
+static void report_rows(int first)
 {
-    int bad = 0;
     for (int i = first; i < row_count; i++) {
-        const row *r = &rows[i];
-        bad += !r->r.correct + (r->r.staged_bytes > 0);
-        if (r->r.staged_bytes)
-            fprintf(stderr, "bench_comm: %s copied %llu bytes aside\n", r->how->name,
-                    (unsigned long long)r->r.staged_bytes);
-        if (opt.json) print_row_json(r);
-        else {
-            if (i == first || r[-1].gbps != r->gbps) print_heading(&r->at, r->gbps);
-            print_row(r);
-        }
+        if (i == first || rows[i - 1].gbps != rows[i].gbps) print_title(&rows[i].at, rows[i].gbps);
+        report_row(&rows[i]);
     }
-    return bad;
 }
 
 /* ---- break-even ----
@@ -831,8 +804,8 @@ static int report_rows(int first)
 static double least_cpu(const shape *at, int which)
 {
     double least = INFINITY;
-    for (int s = 0; s < speed_count; s++) {
-        const row *r = find(at, speeds[s], which);
+    for (int s = 0; s < speeds.count; s++) {
+        const row *r = find(at, speeds.items[s], which);
         if (r) least = fmin(least, 1e-3 * cpu_ms(r));
     }
     return least;
@@ -840,9 +813,9 @@ static double least_cpu(const shape *at, int which)
 
 static double model_seconds(const shape *at, int which, double gbps)
 {
-    const row *r = find(at, speeds[0], which);
+    const row *r = find(at, speeds.items[0], which);
     const double rate = 1e9 / 8 / at->shrink, bytes = r->r.formula_bytes;
-    return bytes / (gbps * rate) + (r->r.formula - bytes / (speeds[0] * rate)) +
+    return bytes / (gbps * rate) + (r->r.formula - bytes / (speeds.items[0] * rate)) +
            least_cpu(at, which);
 }
 
@@ -856,184 +829,115 @@ static double break_even(const shape *at, int which)
 }
 
 enum { CURVES = 5 };
-static const struct {
-    int method;
-    const char *color;
-} curves[CURVES] = {
-    {6, "#0072b2"}, {8, "#d55e00"}, {9, "#e69f00"}, {10, "#009e73"}, {13, "#cc79a7"}};
+static const int curves[CURVES] = {6, 8, 9, 10, 13}; /* places in the table of methods */
 
-static void print_break_even(void)
+/* The plain exchange of the next shape with nodes of one rank, from place *i on, or NULL. */
+static const shape *next_shape(int *i)
 {
-    bool headed = false;
-    for (int i = 0; i < row_count; i++) {
-        const shape *at = &rows[i].at;
-        if (rows[i].how != &methods[PLAIN] || rows[i].gbps != speeds[0] || at->node_ranks > 1)
-            continue;
-        if (!headed) {
-            printf(
-                "\npays up to (Gb/s, by formula and processor time, a core for each rank)\n%-25s",
-                "");
-            for (int c = 0; c < CURVES; c++) printf(" %22s", methods[curves[c].method].name);
-            headed = true;
-        }
-        printf("\n%d nodes %-17s", at->nodes, "");
-        for (int c = 0; c < CURVES; c++) {
-            if (!find(at, speeds[0], curves[c].method)) printf(" %22s", "-");
-            else printf(" %22.1f", break_even(at, curves[c].method));
-        }
-    }
-    if (headed) printf("\n");
+    for (; *i < row_count; ++*i)
+        if (rows[*i].how == &methods[PLAIN] && rows[*i].gbps == speeds.items[0] &&
+            rows[*i].at.node_ranks == 1)
+            return &rows[(*i)++].at;
+    return NULL;
 }
 
-/* ---- the drawing: one panel for each number of nodes, x Gb/s, y times as fast as plain ---- */
-
-enum { PANEL = 330, HEIGHT = 270, LEFT = 62, TOP = 78, GAP = 48 };
-static const double y_least = 0.25, y_most = 128;
-
-static double x_of(double gbps)
+static void report_break_even(void)
 {
-    return (log10(gbps) - log10(speeds[0])) / (log10(speeds[speed_count - 1]) - log10(speeds[0])) *
-           PANEL;
-}
-static double y_of(double times)
-{
-    const double t = fmin(fmax(times, y_least), y_most);
-    return HEIGHT * (1 - (log2(t) - log2(y_least)) / (log2(y_most) - log2(y_least)));
-}
-
-static void draw_axes(FILE *svg, const shape *at, bool first)
-{
-    static const double marks[] = {0.1, 1, 2, 5, 10, 25, 50, 100, 200, 400};
-    fprintf(svg, "<rect width='%d' height='%d' fill='none' stroke='#888'/>\n", PANEL, HEIGHT);
-    fprintf(svg, "<text x='%d' y='-10' text-anchor='middle' font-weight='bold'>%d nodes</text>\n",
-            PANEL / 2, at->nodes);
-    for (double y = y_least; y <= y_most; y *= 2) {
-        fprintf(svg, "<path d='M0 %.1fH%d' stroke='%s'/>\n", y_of(y), PANEL,
-                y == 1 ? "#333" : "#e4e4e4");
-        if (first)
-            fprintf(svg, "<text x='-8' y='%.1f' text-anchor='end'>%g</text>\n", y_of(y) + 4, y);
-    }
-    for (size_t i = 0; i < sizeof marks / sizeof *marks; i++) {
-        if (marks[i] < speeds[0] || marks[i] > speeds[speed_count - 1]) continue;
-        fprintf(svg, "<path d='M%.1f 0V%d' stroke='#e4e4e4'/>\n", x_of(marks[i]), HEIGHT);
-        fprintf(svg, "<text x='%.1f' y='%d' text-anchor='middle'>%g</text>\n", x_of(marks[i]),
-                HEIGHT + 18, marks[i]);
-    }
-    fprintf(svg, "<text x='%d' y='%d' text-anchor='middle'>link, Gb/s</text>\n", PANEL / 2,
-            HEIGHT + 38);
-}
-
-static void draw_curve(FILE *svg, const shape *at, int which, const char *color)
-{
-    const double first = speeds[0], last = speeds[speed_count - 1];
-    fprintf(svg, "<path fill='none' stroke='%s' stroke-width='2' d='", color);
-    for (int i = 0; i <= 48; i++) {
-        const double gbps = first * pow(last / first, i / 48.0);
-        fprintf(svg, "%s%.1f %.1f", i ? "L" : "M", x_of(gbps),
-                y_of(model_seconds(at, PLAIN, gbps) / model_seconds(at, which, gbps)));
-    }
-    fprintf(svg, "'/>\n");
-    for (int s = 0; s < speed_count; s++) {
-        const row *r = find(at, speeds[s], which);
-        if (r)
-            fprintf(svg,
-                    "<circle cx='%.1f' cy='%.1f' r='4' fill='%s' stroke='#fff'><title>%s, %g Gb/s: "
-                    "%.2f</title></circle>\n",
-                    x_of(speeds[s]), y_of(gains_of(r).measured), color, r->how->name, speeds[s],
-                    gains_of(r).measured);
-    }
-}
-
-static void draw_legend(FILE *svg)
-{
-    int x = LEFT;
-    fprintf(svg,
-            "<text transform='translate(18 %d) rotate(-90)' text-anchor='middle'>times as fast as "
-            "plain</text>\n",
-            TOP + HEIGHT / 2);
-    for (int c = 0; c < CURVES; c++) {
-        const char *name = methods[curves[c].method].name;
-        fprintf(svg,
-                "<path d='M%d 46h22' stroke='%s' stroke-width='3'/><text x='%d' y='50'>%s</text>\n",
-                x, curves[c].color, x + 28, name);
-        x += 52 + 7 * (int)strlen(name);
-    }
-}
-
-static int draw(void)
-{
-    int panels = 0;
-    FILE *svg = fopen(opt.svg, "w");
-    if (!svg) {
-        fprintf(stderr, "bench_comm: cannot write %s\n", opt.svg);
-        return 1;
-    }
-    for (int i = 0; i < row_count; i++)
-        panels += rows[i].how == &methods[PLAIN] && rows[i].gbps == speeds[0] &&
-                  rows[i].at.node_ranks == 1;
-    const int width = LEFT + (panels > 1 ? panels : 2) * (PANEL + GAP);
-    const int height = TOP + HEIGHT + 86;
-    fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='sans-serif' font-size='12'>\n<rect width='100%%' height='100%%' "
-            "fill='#fff'/>\n<text x='%d' y='24' font-size='15'>When compression pays: exchange of "
-            "%s's gradients, times as fast as fp32 in one bucket</text>\n",
-            width, height, width, height, LEFT, opt.model);
-    draw_legend(svg);
-    panels = 0;
-    for (int i = 0; i < row_count; i++) {
-        const shape *at = &rows[i].at;
-        if (rows[i].how != &methods[PLAIN] || rows[i].gbps != speeds[0] || at->node_ranks > 1)
-            continue;
-        fprintf(svg, "<g transform='translate(%d %d)'>\n", LEFT + panels * (PANEL + GAP), TOP);
-        draw_axes(svg, at, panels++ == 0);
+    const shape *at;
+    bench_title("pays up to (Gb/s, by formula and processor time, a core for each rank)");
+    for (int i = 0; (at = next_shape(&i)) != NULL;) {
+        bench_begin("comm_break_even");
+        bench_string("model", 0, opt.model);
+        bench_number("nodes", 5, 0, at->nodes);
         for (int c = 0; c < CURVES; c++)
-            if (find(at, speeds[0], curves[c].method))
-                draw_curve(svg, at, curves[c].method, curves[c].color);
-        fprintf(svg, "</g>\n");
+            bench_number(methods[curves[c]].name, 8, 1,
+                         find(at, speeds.items[0], curves[c]) ? break_even(at, curves[c]) : NAN);
+        bench_end(-1);
     }
-    fprintf(svg,
-            "<text x='%d' y='%d' fill='#555'>points: measured, all ranks on %ld cores; lines: "
-            "formula (%g us) and processor time, a core for each rank; below 1 plain is "
-            "faster</text>\n</svg>\n",
-            LEFT, height - 14, sysconf(_SC_NPROCESSORS_ONLN), opt.latency);
-    return fclose(svg) != 0;
+}
+
+static void draw_curve(plot *p, const shape *at, int colour)
+{
+    enum { STEPS = 48 };
+    const int which = curves[colour];
+    double x[STEPS + 1], y[STEPS + 1];
+    for (int i = 0; i <= STEPS; i++) {
+        x[i] = p->x_low * pow(p->x_high / p->x_low, (double)i / STEPS);
+        y[i] = model_seconds(at, PLAIN, x[i]) / model_seconds(at, which, x[i]);
+    }
+    plot_line(p, colour, 0, x, y, STEPS + 1);
+    for (int s = 0; s < speeds.count; s++) {
+        const row *r = find(at, speeds.items[s], which);
+        char what[96];
+        if (!r) continue;
+        snprintf(what, sizeof what, "%s, %g Gb/s: %.2f", r->how->name, r->gbps,
+                 gains_of(r).measured);
+        plot_point(p, colour, r->gbps, gains_of(r).measured, what);
+    }
+}
+
+/* Draw a panel for each number of nodes: lines are the formula with processor time, points what was measured. */
+static void draw(void)
+{
+    plot p = {.x_low = speeds.items[0],
+              .x_high = speeds.items[speeds.count - 1],
+              .y_low = 0.25,
+              .y_high = 128};
+    const shape *at;
+    char title[160];
+    int panels = 0;
+    for (int i = 0; next_shape(&i);) panels++;
+    snprintf(
+        title, sizeof title,
+        "When compression pays: exchange of %s's gradients. Lines: formula and processor time; "
+        "points: measured on %ld cores",
+        opt.model, sysconf(_SC_NPROCESSORS_ONLN));
+    if (!plot_open(&p, opt.svg, title, "link, Gb/s", "times as fast as plain", panels)) {
+        fprintf(stderr, "bench_comm: cannot write %s\n", opt.svg);
+        exit(1);
+    }
+    for (int i = 0; (at = next_shape(&i)) != NULL;) {
+        snprintf(title, sizeof title, "%d nodes", at->nodes);
+        plot_panel(&p, title, speeds.items, speeds.count);
+        for (int c = 0; c < CURVES; c++)
+            if (find(at, speeds.items[0], curves[c])) draw_curve(&p, at, c);
+    }
+    for (int c = 0; c < CURVES; c++) plot_legend(&p, c, 0, methods[curves[c]].name);
+    if (!plot_close(&p)) fprintf(stderr, "bench_comm: %s is incomplete\n", opt.svg), exit(1);
 }
 
 static int run_links(void)
 {
-    double nodes[MAX_LIST], each[MAX_LIST];
-    const int node_count = split_numbers(opt.nodes, nodes),
-              each_count = split_numbers(opt.node_ranks, each);
-    int bad = 0;
-    for (int e = 0; e < each_count; e++)
-        for (int n = 0; n < node_count; n++) {
+    for (long e = 0; e < opt.node_ranks.count; e++)
+        for (long n = 0; n < opt.nodes.count; n++) {
             const int first = row_count;
-            if (run_shape((int)nodes[n], (int)each[e])) return 1;
-            bad += report_rows(first);
+            if (run_shape((int)opt.nodes.items[n], (int)opt.node_ranks.items[e])) return 1;
+            report_rows(first);
         }
-    if (!opt.json) printf("\n");
+    if (!bench.json) printf("\n");
     for (int i = 0; i < row_count; i++)
         if (rows[i].how == &methods[PLAIN] && rows[i].gbps == 1) print_targets(&rows[i].at);
-    if (!opt.json && speed_count > 1) print_break_even();
-    if (opt.svg && speed_count > 1) bad += draw();
-    return bad;
+    if (speeds.count > 1) report_break_even();
+    if (opt.svg && speeds.count > 1) draw();
+    return 0;
 }
 
 static int run_overlap(void)
 {
     const struct options all = opt;
-    int bad;
+    const number_list all_speeds = speeds;
+    const flag_list steps = {1, {ID_STEP}}, nodes = {1, {2}}, node_ranks = {1, {1}};
     row_count = 0;
-    speed_count = 1;
+    speeds.count = 1;
     if (strcmp(opt.model, "gpt2") == 0) opt.model = "gpt2_bytes";
-    opt.methods = "step";
-    opt.nodes = "2";
-    opt.node_ranks = "1";
+    opt.methods = steps;
+    opt.nodes = nodes;
+    opt.node_ranks = node_ranks;
     opt.svg = NULL;
-    bad = run_links();
+    const int failed = run_links();
     opt = all;
-    return bad;
+    speeds = all_speeds;
+    return failed;
 }
 
 /* ---- copies ---- */
@@ -1048,17 +952,21 @@ static dtrain_result call_once(dtrain_comm *comm, int which, float *in, float *o
     const size_t count = COPY_COUNT;
     dtrain_work *work;
     switch (which) {
-    case 0: return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM, NULL);
-    case 1: return dtrain_reduce_scatter(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM, NULL);
-    case 2: return dtrain_all_gather(comm, in, out, count, DTRAIN_F32, NULL);
-    case 3: return dtrain_all_to_all(comm, in, out, count, DTRAIN_F32, NULL);
-    case 4: return dtrain_broadcast(comm, in, count, DTRAIN_F32, 0, NULL);
-    case 5: return dtrain_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM, 0, NULL);
+    case 0:
+        return dtrain_all_reduce(comm, in, out, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
+    case 1:
+        return dtrain_reduce_scatter(comm, in, out, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                     NULL);
+    case 2: return dtrain_all_gather(comm, in, out, count, DTRAIN_DTYPE_F32, NULL);
+    case 3: return dtrain_all_to_all(comm, in, out, count, DTRAIN_DTYPE_F32, NULL);
+    case 4: return dtrain_broadcast(comm, in, count, DTRAIN_DTYPE_F32, 0, NULL);
+    case 5:
+        return dtrain_reduce(comm, in, out, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 0, NULL);
     default: break;
     }
     const int peer = 1 - dtrain_comm_rank(comm);
-    DTRAIN__TRY(dtrain_send(comm, in, count, DTRAIN_F32, peer, &work));
-    DTRAIN__TRY(dtrain_recv(comm, out, count, DTRAIN_F32, peer, NULL));
+    DTRAIN__TRY(dtrain_send(comm, in, count, DTRAIN_DTYPE_F32, peer, &work));
+    DTRAIN__TRY(dtrain_recv(comm, out, count, DTRAIN_DTYPE_F32, peer, NULL));
     return dtrain_work_wait(work);
 }
 
@@ -1088,33 +996,27 @@ static int copies_main(dtrain_world *world, void *user)
 /* Messages between two ranks always go through a channel, whose cells are the wire: counted, not judged. */
 static int run_copies(void)
 {
-    uint64_t *staged = (uint64_t *)map_shared(2 * COPIED * sizeof *staged);
+    uint64_t *staged = (uint64_t *)share(2 * COPIED * sizeof *staged);
     dtrain_launch_desc desc;
-    int bad = 0;
     memset(&desc, 0, sizeof desc);
     desc.rank_count = COPY_RANKS;
     desc.threads_per_rank = 1;
-    if (!staged || dtrain_launch(&desc, copies_main, staged, NULL) != DTRAIN_OK) {
+    if (dtrain_launch(&desc, copies_main, staged, NULL) != DTRAIN_OK) {
         fprintf(stderr, "bench_comm: copies: %s\n", dtrain_last_error());
         return 1;
     }
-    if (!opt.json)
-        printf("bytes copied aside, %d ranks, %d elements\n%-16s %22s %14s\n", COPY_RANKS,
-               COPY_COUNT, "", "communicator's memory", "other memory");
+    bench_title(
+        "bytes copied aside, %d ranks, %d elements, in the communicator's memory and in other",
+        COPY_RANKS, COPY_COUNT);
     for (int i = 0; i < COPIED; i++) {
-        const unsigned long long shared = staged[i], own = staged[COPIED + i];
-        bad += shared != 0 && i < COPIED - 1;
-        if (opt.json)
-            printf("{\"bench\": \"comm_copies\", \"operation\": \"%s\", \"comm_memory_bytes\": "
-                   "%llu, \"other_memory_bytes\": %llu, \"correct\": %s}\n",
-                   copied_names[i], shared, own, shared && i < COPIED - 1 ? "false" : "true");
-        else printf("%-16s %22llu %14llu\n", copied_names[i], shared, own);
+        bench_begin("comm_copies");
+        bench_string("operation", -16, copied_names[i]);
+        bench_number("comm_memory", 12, 0, (double)staged[i]);
+        bench_number("other_memory", 12, 0, (double)staged[COPIED + i]);
+        bench_end(i == COPIED - 1 ? -1 : staged[i] == 0);
     }
-    if (!opt.json)
-        printf("target: no collective copies from memory of the communicator: %s\n",
-               bad ? "missed" : "met");
     munmap(staged, 2 * COPIED * sizeof *staged);
-    return bad;
+    return 0;
 }
 
 /* ---- training: speed without slow links, and loss ---- */
@@ -1129,7 +1031,7 @@ static const struct variant {
                 {"PowerSGD, rank 4", "--compression powersgd --powersgd-rank 4", false}};
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
-/* How a run of `steps` begins, in shares of it: 20 % without compression, as long as AdamW estimates second
+/* Write the flags that begin a compressed run, in shares of its steps: 20 % without compression, as long as AdamW estimates second
  * moments; then, with top-k, 50 % in which the share falls to its last value. Clipping the norm would cut
  * the sums that arrive after a while, and what is cut is in no residual: off. */
 static void schedule_flags(const struct variant *v, int steps, char *flags, size_t room)
@@ -1143,185 +1045,142 @@ static void schedule_flags(const struct variant *v, int steps, char *flags, size
     else if (strstr(v->flags, "powersgd")) snprintf(flags, room, " --dense-steps %d", dense);
 }
 
-/* The log of a run, line by line; NULL when it failed. */
-static FILE *train(const char *model, const struct variant *v, const char *flags)
+/* Train on two ranks. */
+static int run_variant(train_run *run, const char *model, const char *data, const struct variant *v,
+                       const char *flags)
 {
-    static char text[1 << 20];
-    char command[1024], log[64];
-    FILE *lines;
-    snprintf(log, sizeof log, "/tmp/bench_comm.%ld.jsonl", (long)getpid());
-    snprintf(command, sizeof command,
-             "%s --model %s --data %s --ranks 2 --threads 1 --sample 0 --log %s %s %s %s",
-             opt.program, model, opt.data, log, v->flags, flags, opt.flags);
-    if (capture(command, text, sizeof text)) {
-        fprintf(stderr, "bench_comm: failed: %s\n%s\n", command, text);
-        return NULL;
-    }
-    lines = fopen(log, "r");
-    remove(log); /* it stays until it is closed */
-    return lines;
-}
-
-/* Median of tokens/s over the steps without the first two. */
-static double train_rate(const char *model, const struct variant *v)
-{
-    static bench_log run;
-    char flags[96];
-    snprintf(flags, sizeof flags, "--steps 12 --eval-batches 0%s",
-             strstr(v->flags, "--compression") ? " --dense-steps 0" : "");
-    return read_log(train(model, v, flags), &run) ? 0 : run.rate;
+    return train(opt.program, run, "--model %s --data %s --ranks 2 --threads 1 %s %s %s", model,
+                 data, v->flags, flags, opt.flags);
 }
 
 /* Rounds of all variants one after the other; ratios are taken round by round. */
 static int run_train_model(const char *model)
 {
-    double rate[VARIANTS][MAX_REPS], ratio[MAX_REPS];
+    static train_run run;
+    double rate[VARIANTS][MAX_REPS];
+    double first = NAN; /* loss, before the first exchange */
+    bool same[VARIANTS];
     for (int round = 0; round < opt.rounds; round++)
-        for (int v = 0; v < VARIANTS; v++)
-            if ((rate[v][round] = train_rate(model, &variants[v])) <= 0) return 1;
-    if (!opt.json)
-        printf("\n%s, 2 ranks, no slow link: tokens/s\n%-20s %10s %10s %10s %12s\n", model, "",
-               "median", "min", "max", "time of none");
+        for (int v = 0; v < VARIANTS; v++) {
+            const bool compressed = strstr(variants[v].flags, "--compression") != NULL;
+            if (run_variant(&run, model, opt.data, &variants[v],
+                            compressed ? "--steps 12 --eval-batches 0 --dense-steps 0"
+                                       : "--steps 12 --eval-batches 0"))
+                return 1;
+            rate[v][round] = run.rate;
+            if (v == 0) first = run.losses[0];
+            same[v] = run.losses[0] == first && isfinite(run.losses[run.steps - 1]);
+        }
+    bench_title(
+        "%s, 2 ranks, no slow link; step_of_none: time of a step over that of none; target 1.1",
+        model);
     for (int v = 0; v < VARIANTS; v++) {
-        for (int i = 0; i < opt.rounds; i++) ratio[i] = rate[0][i] / rate[v][i];
-        const spread r = spread_of(rate[v], opt.rounds), x = spread_of(ratio, opt.rounds);
-        if (opt.json)
-            printf("{\"bench\": \"comm_train\", \"model\": \"%s\", \"compression\": \"%s\", "
-                   "\"tokens_per_second\": %.6g, \"min\": %.6g, \"max\": %.6g, \"step_of_none\": "
-                   "%.4g, \"step_of_none_min\": %.4g, \"step_of_none_max\": %.4g}\n",
-                   model, variants[v].name, r.median, r.min, r.max, x.median, x.min, x.max);
-        else
-            printf("%-20s %10.0f %10.0f %10.0f %11.3fx  %s\n", variants[v].name, r.median, r.min,
-                   r.max, x.median,
-                   v == 0            ? ""
-                   : x.median <= 1.1 ? "target 1.1x: met"
-                                     : "target 1.1x: missed");
+        bench_begin("comm_train");
+        bench_string("model", 0, model);
+        bench_string("compression", -20, variants[v].name);
+        bench_spread("tokens/s", 8, 0, spread_of(rate[v], (int)opt.rounds));
+        bench_spread("step_of_none", 6, 3, ratios_of(rate[0], rate[v], (int)opt.rounds, 1));
+        bench_end(same[v]);
     }
     return 0;
 }
 
 static int run_train(void)
 {
-    char model[32];
-    for (const char *at = opt.train_models; *at;) {
-        const size_t length = strcspn(at, ",");
-        snprintf(model, sizeof model, "%.*s", (int)length, at);
-        if (run_train_model(model)) return 1;
-        at += length + (at[length] == ',');
-    }
+    for (long m = 0; m < opt.train_models.count; m++)
+        if (run_train_model(model_names[opt.train_models.items[m]])) return 1;
     return 0;
-}
-
-static double validation_loss(const struct variant *v, const char *model)
-{
-    char line[2048], begin[128], flags[192];
-    double loss = NAN;
-    schedule_flags(v, opt.steps, begin, sizeof begin);
-    snprintf(flags, sizeof flags, "--steps %d --eval-every 0%s", opt.steps, begin);
-    FILE *log = train(model, v, flags);
-    if (!log) return NAN;
-    while (fgets(line, sizeof line, log)) loss = number_after(line, "\"val_loss\": ", loss);
-    fclose(log);
-    return loss;
 }
 
 static int run_loss(void)
 {
+    static train_run run;
+    char begin[128], flags[192];
     double none = NAN;
-    if (!opt.json)
-        printf("\n%s, 2 ranks, AdamW, %d steps, validation loss on %s. Compressed runs begin with "
-               "20 %% whole\n"
-               "gradients; top-k: then AdamW's second moments stay, and the share falls for 50 %%; "
-               "no clipping\n",
-               opt.loss_model, opt.steps, opt.data);
+    bench_title(
+        "%s, 2 ranks, AdamW, %ld steps, validation loss on %s. Compressed runs begin with 20 %% "
+        "whole\ngradients; top-k: then AdamW's second moments stay, and the share falls for "
+        "50 %%; no clipping",
+        opt.loss_model, opt.steps, opt.data);
     for (int v = 0; v < VARIANTS; v++) {
-        const double loss = validation_loss(&variants[v], opt.loss_model);
-        if (!(loss > 0)) return 1;
-        if (v == 0) none = loss;
-        const double percent = 100 * (loss / none - 1);
-        if (opt.json)
-            printf("{\"bench\": \"comm_loss\", \"model\": \"%s\", \"steps\": %d, \"compression\": "
-                   "\"%s\", \"val_loss\": %.6g, \"of_none\": %.6g}\n",
-                   opt.loss_model, opt.steps, variants[v].name, loss, loss / none);
-        else
-            printf("%-20s %9.4f %+8.2f %%%s\n", variants[v].name, loss, percent,
-                   strncmp(variants[v].name, "top-k 1 %", 9) != 0 || opt.steps < 2000 ? ""
-                   : percent <= 1 ? "  target within 1 %: met"
-                                  : "  target within 1 %: missed");
-        fflush(stdout);
+        schedule_flags(&variants[v], (int)opt.steps, begin, sizeof begin);
+        snprintf(flags, sizeof flags, "--steps %ld --eval-every 0%s", opt.steps, begin);
+        if (run_variant(&run, opt.loss_model, opt.data, &variants[v], flags)) return 1;
+        if (v == 0) none = run.val_loss;
+        bench_begin("comm_loss");
+        bench_string("model", 0, opt.loss_model);
+        bench_string("data", 0, opt.data);
+        bench_number("steps", 0, 0, (double)opt.steps);
+        bench_string("compression", -20, variants[v].name);
+        bench_number("val_loss", 8, 4, run.val_loss);
+        bench_number("percent_over_none", 8, 2, 100 * (run.val_loss / none - 1));
+        bench_end(run.val_loss > 0 && learned(&run));
     }
     return 0;
 }
 
 /* ---- options ---- */
 
-static const bench_option option_table[] = {
-    {"--parts", NULL, NULL, &opt.parts, "of copies, links, overlap, train, loss; all of them"},
-    {"--model", NULL, NULL, &opt.model, "of links: gpt2, gpt2_bytes (256 tokens), baby, ...; gpt2"},
-    {"--gbps", NULL, NULL, &opt.gbps, "bandwidths of a link; 1,10,25,100"},
-    {"--latency", NULL, &opt.latency, NULL, "of a message, in us; 50"},
-    {"--nodes", NULL, NULL, &opt.nodes, "numbers of nodes; 2,4,8"},
-    {"--node-ranks", NULL, NULL, &opt.node_ranks, "numbers of ranks a node; 1,4"},
-    {"--methods", NULL, NULL, &opt.methods, "bucketed, step, hier, bf16, topk, powersgd; all"},
-    {"--backward-ms", NULL, &opt.backward_ms, NULL, "of rows of a step; as long as the exchange"},
-    {"--reps", &opt.reps, NULL, NULL, "exchanges of a row; 3"},
-    {"--shrink", &opt.shrink, NULL, NULL, "divides gradients and bandwidth; as memory asks for"},
-    {"--svg", NULL, NULL, &opt.svg, "draws the break-even curves to this file"},
-    {"--program", NULL, NULL, &opt.program, "the trainer; build/train_gpt"},
-    {"--train-models", NULL, NULL, &opt.train_models, "of train; baby"},
-    {"--loss-model", NULL, NULL, &opt.loss_model, "of loss; tiny"},
-    {"--data", NULL, NULL, &opt.data, "text to train on; dtrain.h"},
-    {"--flags", NULL, NULL, &opt.flags, "more flags of the trainer"},
-    {"--steps", &opt.steps, NULL, NULL, "of a run for its loss; 2000"},
-    {"--rounds", &opt.rounds, NULL, NULL, "of runs for their speed; 3"},
-};
-enum { OPTIONS = sizeof option_table / sizeof *option_table };
+static const flag flag_table[] = {
+    {"--parts", 'W', &opt.parts, 0, 0, "all, or several of", part_names},
+    {"--model", 's', &opt.model, 0, 0, "of links: gpt2_bytes (256 tokens) or one of train_gpt's",
+     NULL},
+    {"--gbps", 's', &opt.gbps, 0, 0, "bandwidths of a link", NULL},
+    {"--latency", 'f', &opt.latency, 0, 1e6, "of a message, in us", NULL},
+    {"--nodes", 'I', &opt.nodes, 2, MAX_WORLD, "numbers of nodes: 2,4,8", NULL},
+    {"--node-ranks", 'I', &opt.node_ranks, 1, MAX_WORLD, "numbers of ranks a node: 1,4", NULL},
+    {"--methods", 'W', &opt.methods, 0, 0, "all, or several of", method_ids},
+    {"--backward-ms", 'f', &opt.backward_ms, 0, 1e6, "in rows of a step; 0: as the exchange", NULL},
+    {"--reps", 'i', &opt.reps, 1, MAX_REPS, "exchanges of a row", NULL},
+    {"--shrink", 'i', &opt.shrink, 0, 4096, "divides gradients and bandwidth; 0: to fit memory",
+     NULL},
+    {"--svg", 's', &opt.svg, 0, 0, "draw the break-even curves to this file", NULL},
+    {"--program", 's', &opt.program, 0, 0, "the trainer", NULL},
+    {"--train-models", 'W', &opt.train_models, 0, 0, "baby, or several of", model_names},
+    {"--loss-model", 's', &opt.loss_model, 0, 0, "of the part loss", NULL},
+    {"--data", 's', &opt.data, 0, 0, "text to train on", NULL},
+    {"--flags", 's', &opt.flags, 0, 0, "more flags of the trainer", NULL},
+    {"--steps", 'i', &opt.steps, 1, BENCH_MOST * 1024, "of a run for its loss", NULL},
+    {"--rounds", 'i', &opt.rounds, 1, MAX_REPS, "of runs for their speed", NULL},
+    BENCH_FLAGS};
 
-static int check_options(void)
+static void check_options(void)
 {
-    double numbers[MAX_LIST], each[MAX_LIST];
-    const int nodes = split_numbers(opt.nodes, numbers),
-              ranks = split_numbers(opt.node_ranks, each);
     gpt_config config;
-    bool good = nodes > 0 && ranks > 0 && model_config(&config);
-    for (int n = 0; n < nodes; n++)
-        for (int e = 0; e < ranks; e++)
-            good = good && numbers[n] >= 2 && numbers[n] * each[e] <= MAX_WORLD;
-    speed_count = split_numbers(opt.gbps, speeds);
-    if (good && speed_count > 0 && opt.reps >= 1 && opt.reps <= MAX_REPS && opt.shrink >= 0 &&
-        opt.steps > 0 && opt.rounds >= 1 && opt.rounds <= MAX_REPS && opt.latency >= 0)
-        return 0;
-    fprintf(stderr,
-            "bench_comm: expected a model of train_gpt or gpt2_bytes, --nodes of 2 and more, at "
-            "most %d ranks and %d numbers in a list, --reps and --rounds of 1 to %d\n",
-            MAX_WORLD, MAX_LIST, MAX_REPS);
-    return 2;
-}
-
-static int parse(int argc, char **argv)
-{
-    if (bench_parse("bench_comm", option_table, OPTIONS, &opt.json, argc, argv)) return 2;
-    return check_options();
+    bool good = model_config(&config);
+    bench_numbers("bench_comm", "--gbps", opt.gbps, 1e-3, 1e6, &speeds);
+    good = good && speeds.count <= MAX_SPEEDS;
+    for (long n = 0; n < opt.nodes.count; n++)
+        for (long e = 0; e < opt.node_ranks.count; e++)
+            good = good && opt.nodes.items[n] * opt.node_ranks.items[e] <= MAX_WORLD;
+    if (good) return;
+    fprintf(
+        stderr,
+        "bench_comm: --model takes a model of train_gpt or gpt2_bytes, --gbps %d numbers; nodes x "
+        "ranks are at most %d\n",
+        MAX_SPEEDS, MAX_WORLD);
+    exit(2);
 }
 
 int main(int argc, char **argv)
 {
-    static const struct part {
-        const char *name;
-        int (*run)(void);
-    } parts[] = {{"copies", run_copies},
-                 {"links", run_links},
-                 {"overlap", run_overlap},
-                 {"train", run_train},
-                 {"loss", run_loss}};
-    int bad = 0;
-    if (argc > 1 && strcmp(argv[1], "--help") == 0)
-        return bench_usage(
-            "bench_comm: exchanges of gradients over slow links; see the top of its source",
-            option_table, OPTIONS);
-    if (parse(argc, argv)) return 2;
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        if (has_word(opt.parts, parts[i].name)) bad += parts[i].run();
-    return bad ? 1 : 0;
+    static int (*const parts[])(void) = {run_copies, run_links, run_overlap, run_train, run_loss};
+    int failed = 0;
+    if (is_quick(argc, argv)) {
+        const flag_list two = {1, {2}}, both = {2, {1, 2}}, tiny = {1, {0}};
+        opt.model = "tiny";
+        opt.gbps = "10,100";
+        opt.latency = 5;
+        opt.nodes = two;
+        opt.node_ranks = both;
+        opt.train_models = tiny;
+        opt.flags = "--layers 1 --channels 32 --seq 16 --batch 2";
+        opt.reps = opt.rounds = 1;
+        opt.steps = 40;
+    }
+    bench_start("bench_comm", "exchanges of gradients over slow links", flag_table,
+                sizeof flag_table / sizeof *flag_table, argc, argv);
+    check_options();
+    for (long i = 0; i < opt.parts.count && !failed; i++) failed = parts[opt.parts.items[i]]();
+    return failed || bench.wrong > 0;
 }

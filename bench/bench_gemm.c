@@ -1,9 +1,9 @@
 /* bench_gemm.c: matrix products of the CPU device, beside OpenBLAS and BLIS where installed.
  *
- *   run:     make bench, or build/bench/bench_gemm --threads 2 [--json]
+ *   run:     make bench, or build/bench/bench_gemm --threads 2 --log FILE
  *            build/bench/bench_gemm --openblas-core SkylakeX     OpenBLAS with another kernel
  *            build/bench/bench_gemm --bf16       our operands in bf16, beside ours in fp32
- *   build:   cc -O2 -I. bench/bench_gemm.c -o bench_gemm -lm -lpthread -ldl
+ *   build:   cc -O2 -I. -Ibench bench/bench_gemm.c -o bench_gemm -lm -lpthread -ldl
  *
  * Shapes are "transposes M x N x K" of C (M,N) = op(A) (M,K) op(B) (K,N). Those of GPTs come first
  * and make the mean: GPT-2 124M on 256 tokens with its vocabulary of 50257 (and padded to 50304),
@@ -13,11 +13,11 @@
  * A repetition runs everyone once, one after the other, beginning with another one each time: the
  * machine's drift then meets all alike, and ratios are taken within a repetition.
  *
- *   GFLOP/s   2 M N K / time, median (min to max) over the repetitions
- *   of peak   the floor: GFLOP/s over threads x peak. The peak is the rate of one thread doing
+ *   GFLOP/s   2 M N K / time, median (min to max) over the repetitions; those of a peer under its name
+ *   of_peak   the floor: GFLOP/s over threads x peak. The peak is the rate of one thread doing
  *             fp32 multiply-adds on registers only, another contender of each repetition; bf16
  *             instructions exceed it
- *   ratio     our GFLOP/s over the peer's, median (min to max)
+ *   over_NAME our GFLOP/s over the peer's, median (min to max)
  *   correct   64 sampled elements of everyone's C agree with a dot product in double precision
  *
  * With --bf16 A and B are rounded to bf16 for everyone, C is bf16 (fp32 for TN, the gradient of a
@@ -33,8 +33,8 @@ enum { MAX_REPS = 64, MAX_PEERS = 3, PEAK = 0, OURS = 1, FIRST_PEER = 2, MAX_RUN
 
 static struct {
     const char *openblas_core;
-    int threads, reps, quick, json, bf16, help;
-} opt = {NULL, 1, 0, 0, 0, 0, 0};
+    long threads, reps, bf16;
+} opt = {NULL, 1, 0, 0};
 
 typedef void (*sgemm_fn)(int order, int trans_a, int trans_b, int m, int n, int k, float alpha,
                          const float *a, int lda, const float *b, int ldb, float beta, float *c,
@@ -68,15 +68,6 @@ static const shape shapes[] = {
     {"NN", 64, 64, 64, 0, 0},       {"NN", 512, 512, 512, 0, 0},   {"NN", 1024, 1024, 1024, 0, 0},
     {"NT", 1024, 1024, 1024, 0, 0}, {"TN", 1024, 1024, 1024, 0, 0}};
 enum { SHAPE_COUNT = sizeof shapes / sizeof *shapes };
-
-/* ---- Numbers ---- */
-
-static spread spread_of_ratio(const double *a, const double *b)
-{
-    double ratios[MAX_REPS];
-    for (int r = 0; r < opt.reps; r++) ratios[r] = a[r] / b[r];
-    return spread_of(ratios, opt.reps);
-}
 
 /* ---- The floor ----
  *
@@ -148,7 +139,7 @@ static void *open_library(const char *name, const char *file, const char *other_
         peers[peer_count].name = name;
         return library;
     }
-    if (!opt.json) printf("%s: not installed, skipped\n", name);
+    if (!bench.json) printf("%s: not installed, skipped\n", name);
     return NULL;
 }
 
@@ -159,7 +150,8 @@ static void load_openblas(void)
     void *library = open_library("OpenBLAS", "libopenblas.so.0", "libopenblas.so");
     if (!library) return;
     peer *x = &peers[peer_count++];
-    if (find_function(library, "openblas_set_num_threads", &set_threads)) set_threads(opt.threads);
+    if (find_function(library, "openblas_set_num_threads", &set_threads))
+        set_threads((int)opt.threads);
     snprintf(x->kernel, sizeof x->kernel, "core %s",
              find_function(library, "openblas_get_corename", &core) ? core() : "unknown");
 }
@@ -226,10 +218,10 @@ static int use_bf16(trial *t)
     t->half_c = round_to_bf16(t->c, (size_t)s->m * (size_t)s->n);
     t->args.a = t->half_a;
     t->args.b = t->half_b;
-    t->args.a_dtype = t->args.b_dtype = DTRAIN_BF16;
+    t->args.a_dtype = t->args.b_dtype = DTRAIN_DTYPE_BF16;
     if (s->trans[0] != 'T') {
         t->args.c = t->half_c;
-        t->args.c_dtype = DTRAIN_BF16;
+        t->args.c_dtype = DTRAIN_DTYPE_BF16;
     }
     return t->half_a && t->half_b && t->half_c;
 }
@@ -264,7 +256,7 @@ static int trial_init(trial *t, const shape *s, dtrain_device *device)
     g->a = t->a;
     g->b = t->b;
     g->c = t->c;
-    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_F32;
+    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_DTYPE_F32;
     t->fp32 = *g;
     if (t->a && t->b && t->c && (!opt.bf16 || use_bf16(t))) return 0;
     trial_free(t);
@@ -290,7 +282,7 @@ static int multiply(trial *t, int runner)
 static int element_is_right(const trial *t, int runner, int64_t i, int64_t j)
 {
     const dtrain_gemm_args *g = &t->args;
-    const int half = runner == OURS && g->c_dtype == DTRAIN_BF16;
+    const int half = runner == OURS && g->c_dtype == DTRAIN_DTYPE_BF16;
     const float c = half ? dtrain_bf16_to_f32(t->half_c[i * g->ldc + j]) : t->c[i * g->ldc + j];
     double sum = 0, size = 0;
     for (int64_t p = 0; p < g->k; p++) {
@@ -359,7 +351,7 @@ static double measure(trial *t, int runner, double seconds)
 static int run(trial *t)
 {
     int runners = FIRST_PEER + peer_count, wrong = 0;
-    double seconds = opt.quick ? 0.002 : 0.02;
+    double seconds = bench.quick ? 0.002 : 0.02;
     for (int i = OURS; i < runners; i++) wrong += check(t, i);
     for (int r = 0; r < opt.reps; r++)
         for (int i = 0; i < runners; i++) {
@@ -371,9 +363,9 @@ static int run(trial *t)
 
 /* ---- Report ---- */
 
-static double share_of_peak(const trial *t)
+static spread ratio(const trial *t, int runner, double scale)
 {
-    return spread_of_ratio(t->rates[OURS], t->rates[PEAK]).median / opt.threads;
+    return ratios_of(t->rates[OURS], t->rates[runner], (int)opt.reps, scale);
 }
 
 static const char *kernel_name(void)
@@ -381,153 +373,90 @@ static const char *kernel_name(void)
     return opt.bf16 ? dtrain_cpu_bf16_kernel_name() : dtrain_cpu_kernel_name();
 }
 
-static void print_json(const trial *t, int index, int wrong)
+static void report(const trial *t, int wrong)
 {
     const shape *s = t->shape;
-    spread ours = spread_of(t->rates[OURS], opt.reps);
-    printf("{\"bench\": \"gemm\", \"shape\": \"%s %dx%dx%d\", \"m\": %d, \"n\": %d, \"k\": %d, "
-           "\"trans\": \"%s\", \"threads\": %d, \"gflops\": %.4g, \"min\": %.4g, \"max\": %.4g, ",
-           s->trans, s->m, s->n, s->k, s->m, s->n, s->k, s->trans, opt.threads, ours.median,
-           ours.min, ours.max);
-    if (index < peer_count) {
-        const double *theirs = t->rates[FIRST_PEER + index];
-        printf("\"peer\": \"%s %s\", \"peer_gflops\": %.4g, \"ratio\": %.4g, ", peers[index].name,
-               peers[index].kernel, spread_of(theirs, opt.reps).median,
-               spread_of_ratio(t->rates[OURS], theirs).median);
-    } else {
-        printf("\"peer\": null, \"peer_gflops\": null, \"ratio\": null, ");
-    }
-    printf("\"share_of_peak\": %.4g, \"gpt\": %s, \"dtype\": \"%s\", \"kernel\": \"%s\", "
-           "\"correct\": %s}\n",
-           share_of_peak(t), s->gpt ? "true" : "false", opt.bf16 ? "bf16" : "f32", kernel_name(),
-           wrong ? "false" : "true");
-}
-
-static void print_heading(void)
-{
-    for (int i = 0; i < peer_count; i++) printf("%s: %s\n", peers[i].name, peers[i].kernel);
-    printf("dtrain: %s, %d thread%s, %d repetitions, peak %.1f GFLOP/s a thread at the start\n\n",
-           kernel_name(), opt.threads, opt.threads == 1 ? "" : "s", opt.reps, measure_peak(0.02));
-    printf("%-22s %7s  %-15s  %7s", "shape", "GFLOP/s", "(min to max)", "of peak");
-    for (int i = 0; i < peer_count; i++)
-        printf("  %8s  %5s  %-14s", peers[i].name, "ratio", "(min to max)");
-    printf("\n");
-}
-
-static void print_row(const trial *t, int wrong)
-{
-    const shape *s = t->shape;
-    spread ours = spread_of(t->rates[OURS], opt.reps);
-    char range[40];
-    snprintf(range, sizeof range, "(%.1f to %.1f)", ours.min, ours.max);
-    printf("%s %5d x %5d x %5d %7.1f  %-15s  %5.1f %%", s->trans, s->m, s->n, s->k, ours.median,
-           range, 100 * share_of_peak(t));
+    char text[64];
+    snprintf(text, sizeof text, "%s %d x %d x %d", s->trans, s->m, s->n, s->k);
+    bench_begin("gemm");
+    bench_string("shape", -22, text);
+    bench_number("threads", 0, 0, (double)opt.threads);
+    bench_string("dtype", 0, opt.bf16 ? "bf16" : "f32");
+    bench_string("kernel", 0, kernel_name());
+    bench_string("gpt", 0, s->gpt ? "yes" : "no");
+    bench_spread("GFLOP/s", 6, 1, spread_of(t->rates[OURS], (int)opt.reps));
+    bench_number("of_peak", 7, 3, ratio(t, PEAK, 1 / (double)opt.threads).median);
     for (int i = 0; i < peer_count; i++) {
-        const double *theirs = t->rates[FIRST_PEER + i];
-        spread ratio = spread_of_ratio(t->rates[OURS], theirs);
-        snprintf(range, sizeof range, "(%.2f to %.2f)", ratio.min, ratio.max);
-        printf("  %8.1f  %5.2f  %-14s", spread_of(theirs, opt.reps).median, ratio.median, range);
+        snprintf(text, sizeof text, "over_%s", peers[i].name);
+        bench_number(peers[i].name, 8, 1, median(t->rates[FIRST_PEER + i], (int)opt.reps));
+        bench_spread(text, 5, 2, ratio(t, FIRST_PEER + i, 1));
     }
-    printf("%s\n", wrong ? "  WRONG" : "");
+    bench_end(!wrong);
 }
 
-/* OpenBLAS, the faster peer, comes last: a script reads the last line. */
-static void print_means(int count, double log_rates, double log_shares)
+/* The geometric mean over the GPT shapes. OpenBLAS, the faster peer, comes last. */
+static void report_mean(const char *of, int count, double log_sum)
 {
-    if (opt.json || count == 0) return;
-    printf("\n");
-    if (peer_count == 0)
-        printf("geometric mean over %d GPT shapes: %.1f GFLOP/s, %.1f %% of peak\n", count,
-               exp(log_rates / count), 100 * exp(log_shares / count));
-    for (int i = peer_count; i-- > 0;)
-        printf("geometric mean over %d GPT shapes: %.2f of %s (%s)\n", count,
-               exp(peers[i].log_sum / count), peers[i].name, peers[i].kernel);
+    bench_begin("gemm_mean");
+    bench_string("geometric mean over GPT shapes", -40, of);
+    bench_number("shapes", 6, 0, count);
+    bench_number("threads", 0, 0, (double)opt.threads);
+    bench_number("mean", 7, 3, exp(log_sum / count));
+    bench_end(-1);
+}
+
+static void print_title(void)
+{
+    for (int i = 0; i < peer_count && !bench.json; i++)
+        printf("%s: %s\n", peers[i].name, peers[i].kernel);
+    bench_title("dtrain: %s, %ld threads, %ld repetitions, peak %.1f GFLOP/s a thread at the start",
+                kernel_name(), opt.threads, opt.reps, measure_peak(0.02));
 }
 
 static int run_all(dtrain_device *device)
 {
     double log_rates = 0, log_shares = 0;
-    int count = 0, failed = 0;
-    if (!opt.json) print_heading();
+    int count = 0;
+    print_title();
     for (int s = 0; s < SHAPE_COUNT; s++) {
         trial t;
-        if (opt.quick && !shapes[s].quick) continue;
+        if (bench.quick && !shapes[s].quick) continue;
         if (trial_init(&t, &shapes[s], device)) return 1;
-        int wrong = run(&t);
-        failed |= wrong != 0;
-        if (!opt.json) print_row(&t, wrong);
-        for (int i = 0; opt.json && i < (peer_count ? peer_count : 1); i++)
-            print_json(&t, i, wrong);
-        fflush(stdout);
+        report(&t, run(&t));
         for (int i = 0; shapes[s].gpt && i < peer_count; i++)
-            peers[i].log_sum += log(spread_of_ratio(t.rates[OURS], t.rates[FIRST_PEER + i]).median);
+            peers[i].log_sum += log(ratio(&t, FIRST_PEER + i, 1).median);
         if (shapes[s].gpt) {
-            log_rates += log(spread_of(t.rates[OURS], opt.reps).median);
-            log_shares += log(share_of_peak(&t));
+            log_rates += log(median(t.rates[OURS], (int)opt.reps));
+            log_shares += log(ratio(&t, PEAK, 1 / (double)opt.threads).median);
             count++;
         }
         trial_free(&t);
     }
-    print_means(count, log_rates, log_shares);
-    return failed;
-}
-
-/* ---- Options ---- */
-
-static const struct {
-    const char *name, *value, *help;
-    int *number; /* without `value` a switch */
-    const char **text;
-} option_table[] = {
-    {"--threads", "N", "threads of everyone; 1", &opt.threads, NULL},
-    {"--reps", "N", "repetitions, at most 64; 7, with --quick 3", &opt.reps, NULL},
-    {"--openblas-core", "NAME", "the kernel OpenBLAS uses: Haswell, SkylakeX, ...", NULL,
-     &opt.openblas_core},
-    {"--bf16", NULL, "A and B in bf16, beside the fp32 product", &opt.bf16, NULL},
-    {"--quick", NULL, "a few small shapes, 2 ms each", &opt.quick, NULL},
-    {"--json", NULL, "one JSON object a line", &opt.json, NULL},
-    {"--help", NULL, "this list", &opt.help, NULL},
-};
-enum { OPTION_COUNT = sizeof option_table / sizeof *option_table };
-
-static int usage(void)
-{
-    printf("bench_gemm: GFLOP/s of matrix products beside OpenBLAS and BLIS\n");
-    for (int i = 0; i < OPTION_COUNT; i++)
-        printf("  %-15s %-5s %s\n", option_table[i].name,
-               option_table[i].value ? option_table[i].value : "", option_table[i].help);
-    return 0;
-}
-
-static int parse(int argc, char **argv)
-{
-    for (int a = 1; a < argc; a++) {
-        int i = 0;
-        while (i < OPTION_COUNT && strcmp(argv[a], option_table[i].name) != 0) i++;
-        if (i == OPTION_COUNT || (option_table[i].value && a + 1 == argc)) {
-            fprintf(stderr,
-                    "bench_gemm: \"%s\" is no option or lacks its value; --help lists them\n",
-                    argv[a]);
-            return 2;
-        }
-        if (!option_table[i].value) *option_table[i].number = 1;
-        else if (option_table[i].text) *option_table[i].text = argv[++a];
-        else *option_table[i].number = atoi(argv[++a]);
+    report_mean("GFLOP/s", count, log_rates);
+    report_mean("of_peak", count, log_shares);
+    for (int i = peer_count; i-- > 0;) {
+        char of[128];
+        snprintf(of, sizeof of, "over %s (%s)", peers[i].name, peers[i].kernel);
+        report_mean(of, count, peers[i].log_sum);
     }
-    if (opt.reps == 0) opt.reps = opt.quick ? 3 : 7;
-    if (opt.reps < 1 || opt.reps > MAX_REPS || opt.threads < 1 || opt.threads > 1024) {
-        fprintf(stderr, "bench_gemm: --reps takes 1 to %d, --threads 1 to 1024\n", MAX_REPS);
-        return 2;
-    }
-    return 0;
+    return bench.wrong > 0;
 }
+
+static const flag flag_table[] = {
+    {"--threads", 'i', &opt.threads, 1, 1024, "threads of everyone", NULL},
+    {"--reps", 'i', &opt.reps, 1, MAX_REPS, "repetitions; 7, with --quick 3", NULL},
+    {"--openblas-core", 's', &opt.openblas_core, 0, 0, "OpenBLAS's kernel: Haswell, SkylakeX, ...",
+     NULL},
+    {"--bf16", 'b', &opt.bf16, 0, 0, "A and B in bf16, beside the fp32 product", NULL},
+    BENCH_FLAGS};
 
 int main(int argc, char **argv)
 {
     dtrain_device_desc desc;
     dtrain_device *device;
-    if (parse(argc, argv)) return 2;
-    if (opt.help) return usage();
+    opt.reps = is_quick(argc, argv) ? 3 : 7;
+    bench_start("bench_gemm", "GFLOP/s of matrix products beside OpenBLAS and BLIS", flag_table,
+                sizeof flag_table / sizeof *flag_table, argc, argv);
     prepare_peers();
     if (opt.bf16) load_ours();
     load_openblas();

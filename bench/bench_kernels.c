@@ -9,12 +9,13 @@
  * the same in every run), the bytes it must move (each input read once, each output written once,
  * where its comment does not say otherwise), the comparison with the CPU device, and the timing.
  *
- *   us        median (min to max) over the repetitions, by events of the device. A repetition lasts a
- *             millisecond or more and goes round several sets of arrays, so that caches stay cold
+ *   us        of a call, median (min to max) over the repetitions, from before the first call to behind
+ *             dtrain_device_ops.synchronize. A repetition lasts 4 milliseconds or more and goes round
+ *             several sets of arrays, so that caches stay cold
  *   GB/s      bytes / time
  *   TFLOP/s   2 M N K / time for products; for attention 4 and 10 flops, forward and backward, for each
  *             channel of each pair of a query and a key that it sees
- *   of peak   of the fastest copy from device to device (bytes read and written), measured first; for
+ *   of_peak   of the fastest copy from device to device (bytes read and written), measured first; for
  *             products and attention: of a large square product of the same type, measured first
  *   correct   every element of every output agrees with the CPU device's, from the same inputs, within
  *             the rounding of its type; "-" where an array has over 64 M elements: not compared */
@@ -26,10 +27,11 @@ enum { MAX_ARRAYS = 12, MAX_SETS = 8, MAX_REPS = 64, MAX_SIZES = 8, PIECES = 12 
 #define COLD_BYTES ((size_t)1 << 29) /* several times the largest cache */
 
 static struct {
-    const char *device, *only, *log, *math;
-    int64_t sizes[MAX_SIZES];
-    int size_count, reps, quick, json;
-} opt;
+    const char *device, *only, *math, *sizes;
+    long reps;
+} opt = {.device = "cpu", .reps = 15};
+
+static number_list sizes; /* --sizes */
 
 /* ---- Descriptions ---- */
 
@@ -135,7 +137,7 @@ static dtrain_result call_dropout(dtrain_device *device, const kernel *k, void *
 static void describe_convert(kernel *k) /* from fp32, and bf16 to it */
 {
     reads(k, k->count, k->dtype, NOISE);
-    writes(k, k->count, k->dtype == DTRAIN_F32 ? DTRAIN_BF16 : DTRAIN_F32);
+    writes(k, k->count, k->dtype == DTRAIN_DTYPE_F32 ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_convert(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -149,37 +151,26 @@ static void describe_activation_backward(kernel *k) /* GELU, with the bias gradi
     reads(k, k->rows * k->n, k->dtype, NOISE);
     reads(k, k->rows * k->n, k->dtype, NOISE);
     writes(k, k->rows * k->n, k->dtype);
-    writes(k, k->n, DTRAIN_F32);
+    writes(k, k->n, DTRAIN_DTYPE_F32);
     k->tolerance *= 4;
 }
 static dtrain_result call_activation_backward(dtrain_device *device, const kernel *k,
                                               void *const *m)
 {
     dtrain_activation_backward_args a = {
-        DTRAIN_ACT_GELU, false, k->rows, k->n, m[0], m[1], m[2], m[3], k->dtype};
+        DTRAIN_ACTIVATION_GELU, false, k->rows, k->n, m[0], m[1], m[2], m[3], k->dtype};
     return device->ops->activation_backward(device, &a);
 }
 
 static void describe_sum(kernel *k) /* of squares */
 {
     reads(k, k->count, k->dtype, NOISE);
-    writes(k, 1, DTRAIN_F32);
+    writes(k, 1, DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_sum(dtrain_device *device, const kernel *k, void *const *m)
 {
     dtrain_sum_args a = {k->count, true, false, 1, m[0], NULL, m[1], k->dtype};
     return device->ops->sum(device, &a);
-}
-
-static void describe_finite(kernel *k)
-{
-    reads(k, k->count, k->dtype, NOISE);
-    updates(k, 1, DTRAIN_I32, ZERO);
-}
-static dtrain_result call_finite(dtrain_device *device, const kernel *k, void *const *m)
-{
-    dtrain_finite_args a = {k->count, m[0], k->dtype, m[1]};
-    return device->ops->finite(device, &a);
 }
 
 /* ---- Kernels over rows ---- */
@@ -190,12 +181,12 @@ static void describe_layernorm(kernel *k) /* fused with the residual addition */
     int64_t all = k->rows * k->n;
     reads(k, all, k->dtype, NOISE);
     reads(k, all, k->dtype, NOISE);
-    reads(k, k->n, DTRAIN_F32, NOISE);
-    reads(k, k->n, DTRAIN_F32, NOISE);
+    reads(k, k->n, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, k->n, DTRAIN_DTYPE_F32, NOISE);
     writes(k, all, k->dtype);
     writes(k, all, k->dtype);
-    writes(k, k->rows, DTRAIN_F32);
-    writes(k, k->rows, DTRAIN_F32);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
     k->tolerance *= 2;
 }
 static dtrain_result call_layernorm(dtrain_device *device, const kernel *k, void *const *m)
@@ -222,12 +213,12 @@ static void describe_layernorm_backward(kernel *k)
     int64_t all = k->rows * k->n;
     reads(k, all, k->dtype, NOISE);
     reads(k, all, k->dtype, NOISE);
-    reads(k, k->n, DTRAIN_F32, NOISE);
-    reads(k, k->rows, DTRAIN_F32, NOISE);
-    reads(k, k->rows, DTRAIN_F32, POSITIVE);
+    reads(k, k->n, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, k->rows, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, k->rows, DTRAIN_DTYPE_F32, POSITIVE);
     writes(k, all, k->dtype);
-    writes(k, k->n, DTRAIN_F32);
-    writes(k, k->n, DTRAIN_F32);
+    writes(k, k->n, DTRAIN_DTYPE_F32);
+    writes(k, k->n, DTRAIN_DTYPE_F32);
     k->tolerance *= 4;
 }
 static dtrain_result call_layernorm_backward(dtrain_device *device, const kernel *k, void *const *m)
@@ -250,9 +241,9 @@ static dtrain_result call_layernorm_backward(dtrain_device *device, const kernel
 static void describe_embedding(kernel *k) /* counts the rows it picks, not the whole table */
 {
     as_rows(k, gpt.channels);
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
-    reads(k, gpt.vocab * k->n, DTRAIN_F32, NOISE);
-    reads(k, gpt.sequence * k->n, DTRAIN_F32, NOISE);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
+    reads(k, gpt.vocab * k->n, DTRAIN_DTYPE_F32, NOISE);
+    reads(k, gpt.sequence * k->n, DTRAIN_DTYPE_F32, NOISE);
     writes(k, k->rows * k->n, k->dtype);
     k->bytes += 4.0 * (double)((k->rows - gpt.vocab) * k->n);
 }
@@ -268,10 +259,10 @@ describe_embedding_backward(kernel *k) /* d_y once for each table; the table's r
 {
     as_rows(k, gpt.channels);
     int64_t met = k->rows < gpt.vocab ? k->rows : gpt.vocab;
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
     reads(k, k->rows * k->n, k->dtype, NOISE);
-    updates(k, gpt.vocab * k->n, DTRAIN_F32, NOISE);
-    updates(k, gpt.sequence * k->n, DTRAIN_F32, NOISE);
+    updates(k, gpt.vocab * k->n, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, gpt.sequence * k->n, DTRAIN_DTYPE_F32, NOISE);
     k->bytes += 8.0 * (double)((met - gpt.vocab) * k->n) +
                 (double)(k->rows * k->n) * (double)dtrain_dtype_bytes(k->dtype);
     k->tolerance = 1e-4;
@@ -287,9 +278,9 @@ static void describe_cross_entropy(kernel *k) /* with the gradient, in place */
 {
     as_rows(k, gpt.vocab);
     updates(k, k->rows * k->n, k->dtype, NOISE);
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
-    writes(k, k->rows, DTRAIN_F32);
-    writes(k, k->rows, DTRAIN_F32);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
+    writes(k, k->rows, DTRAIN_DTYPE_F32);
     k->tolerance *= 4;
 }
 static dtrain_result call_cross_entropy(dtrain_device *device, const kernel *k, void *const *m)
@@ -302,8 +293,8 @@ static void describe_cross_entropy_backward(kernel *k)
 {
     as_rows(k, gpt.vocab);
     reads(k, k->rows * k->n, k->dtype, NOISE);
-    reads(k, k->rows, DTRAIN_I32, TOKENS);
-    reads(k, k->rows, DTRAIN_F32, LOG_COUNT);
+    reads(k, k->rows, DTRAIN_DTYPE_I32, TOKENS);
+    reads(k, k->rows, DTRAIN_DTYPE_F32, LOG_COUNT);
     writes(k, k->rows * k->n, k->dtype);
     k->tolerance *= 4;
 }
@@ -315,39 +306,36 @@ static dtrain_result call_cross_entropy_backward(dtrain_device *device, const ke
     return device->ops->cross_entropy_backward(device, &a);
 }
 
-/* ---- Optimizers: PIECES tensors of equal size, with a bf16 copy ---- */
+/* ---- Optimizers: PIECES tensors of equal size ---- */
 
 static void optimizer_tensors(const kernel *k, void *const *m, bool two_moments,
                               dtrain_optimizer_tensor *tensors)
 {
-    int64_t part = k->count / PIECES;
-    uint16_t *low = m[0];
-    float *grad = m[1], *value = m[2], *first = m[3], *second = two_moments ? m[4] : NULL;
+    const int64_t part = k->count / PIECES;
+    float *grad = m[0], *value = m[1], *first = m[2], *second = two_moments ? m[3] : NULL;
+    memset(tensors, 0, PIECES * sizeof *tensors);
     for (int64_t i = 0; i < PIECES; i++) {
-        int64_t at = i * part, count = i + 1 < PIECES ? part : k->count - at;
-        dtrain_optimizer_tensor t = {count,
-                                     0.1f,
-                                     DTRAIN_BF16,
-                                     value + at,
-                                     grad + at,
-                                     first + at,
-                                     second ? second + at : NULL,
-                                     low + at};
-        tensors[i] = t;
+        const int64_t at = i * part;
+        tensors[i].count = i + 1 < PIECES ? part : k->count - at;
+        tensors[i].weight_decay = 0.1f;
+        tensors[i].value = value + at;
+        tensors[i].grad = grad + at;
+        tensors[i].m = first + at;
+        tensors[i].v = second ? second + at : NULL;
     }
 }
 
 static void describe_sgd(kernel *k) /* with momentum */
 {
-    writes(k, k->count, DTRAIN_BF16);
-    reads(k, k->count, DTRAIN_F32, NOISE);
-    updates(k, k->count, DTRAIN_F32, NOISE);
-    updates(k, k->count, DTRAIN_F32, NOISE);
+    reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
 }
 static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *const *m)
 {
     dtrain_optimizer_tensor tensors[PIECES];
-    dtrain_sgd_args a = {PIECES, tensors, 0.01f, 0.9f, 1, false, false, false, 0, NULL};
+    dtrain_sgd_args a = {
+        .tensor_count = PIECES, .tensors = tensors, .lr = 0.01f, .momentum = 0.9f, .grad_scale = 1};
     optimizer_tensors(k, m, false, tensors);
     return device->ops->sgd(device, &a);
 }
@@ -355,21 +343,20 @@ static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *cons
 static void describe_adamw(kernel *k)
 {
     describe_sgd(k);
-    updates(k, k->count, DTRAIN_F32, POSITIVE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, POSITIVE);
 }
 static dtrain_result call_adamw(dtrain_device *device, const kernel *k, void *const *m)
 {
     dtrain_optimizer_tensor tensors[PIECES];
-    dtrain_adamw_args a = {PIECES, tensors, 1e-3f, 0.9f,  0.95f, 1e-8f,
-                           0.1f,   0.05f,   1,     false, 0,     NULL};
-    optimizer_tensors(k, m, true, tensors);
-    return device->ops->adamw(device, &a);
-}
-static dtrain_result call_adamw_stochastic(dtrain_device *device, const kernel *k, void *const *m)
-{
-    dtrain_optimizer_tensor tensors[PIECES];
-    dtrain_adamw_args a = {PIECES, tensors, 1e-3f, 0.9f, 0.95f, 1e-8f,
-                           0.1f,   0.05f,   1,     true, 7,     NULL};
+    dtrain_adamw_args a = {.tensor_count = PIECES,
+                           .tensors = tensors,
+                           .lr = 1e-3f,
+                           .beta1 = 0.9f,
+                           .beta2 = 0.95f,
+                           .epsilon = 1e-8f,
+                           .correction1 = 0.1f,
+                           .correction2 = 0.05f,
+                           .grad_scale = 1};
     optimizer_tensors(k, m, true, tensors);
     return device->ops->adamw(device, &a);
 }
@@ -377,9 +364,9 @@ static dtrain_result call_adamw_stochastic(dtrain_device *device, const kernel *
 /* One small launch: its time is the price of a launch, its bytes are next to none. */
 static void describe_clip(kernel *k)
 {
-    reads(k, 1, DTRAIN_I64, A_DOUBLE);
-    updates(k, (int64_t)(sizeof(dtrain_step_scalars) / 4), DTRAIN_F32, POSITIVE);
-    writes(k, 1, DTRAIN_F32);
+    reads(k, 1, DTRAIN_DTYPE_I64, A_DOUBLE);
+    updates(k, (int64_t)(sizeof(dtrain_step_scalars) / 4), DTRAIN_DTYPE_F32, POSITIVE);
+    writes(k, 1, DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_clip(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -394,10 +381,10 @@ static int64_t kept(const kernel *k) { return k->count >= 1000 ? k->count / 1000
 
 static void describe_topk(kernel *k) /* residual += x, then a second read of the sum: 16 bytes */
 {
-    reads(k, k->count, DTRAIN_F32, NOISE);
-    updates(k, k->count, DTRAIN_F32, NOISE);
-    writes(k, kept(k), DTRAIN_F32);
-    writes(k, kept(k), DTRAIN_I32);
+    reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    writes(k, kept(k), DTRAIN_DTYPE_F32);
+    writes(k, kept(k), DTRAIN_DTYPE_I32);
     k->bytes += 4.0 * (double)k->count;
 }
 static dtrain_result call_topk(dtrain_device *device, const kernel *k, void *const *m)
@@ -408,9 +395,9 @@ static dtrain_result call_topk(dtrain_device *device, const kernel *k, void *con
 
 static void describe_scatter_add(kernel *k) /* touches a whole 32-byte sector for each element */
 {
-    reads(k, kept(k), DTRAIN_F32, NOISE);
-    reads(k, kept(k), DTRAIN_I32, INDICES);
-    updates(k, k->count, DTRAIN_F32, NOISE);
+    reads(k, kept(k), DTRAIN_DTYPE_F32, NOISE);
+    reads(k, kept(k), DTRAIN_DTYPE_I32, INDICES);
+    updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
     k->bytes = (8.0 + 2 * 32) * (double)kept(k);
 }
 static dtrain_result call_scatter_add(dtrain_device *device, const kernel *k, void *const *m)
@@ -423,8 +410,8 @@ static dtrain_result call_scatter_add(dtrain_device *device, const kernel *k, vo
 
 static void describe_copy(kernel *k)
 {
-    reads(k, k->count, DTRAIN_F32, NOISE);
-    writes(k, k->count, DTRAIN_F32);
+    reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
+    writes(k, k->count, DTRAIN_DTYPE_F32);
 }
 static dtrain_result call_copy(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -445,13 +432,13 @@ static const struct gemm_shape {
     {"peak", DTRAIN_GEMM_TRANS_B, 0, SQUARE, SQUARE, SQUARE, false, false, false, false},
     {"qkv", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, C3, C, true, false, false, false},
     {"proj", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, C, C, true, false, false, false},
-    {"fc, GELU", DTRAIN_GEMM_TRANS_B, DTRAIN_ACT_GELU, TOKENS_OF_BATCH, C4, C, true, true, false,
-     false},
+    {"fc, GELU", DTRAIN_GEMM_TRANS_B, DTRAIN_ACTIVATION_GELU, TOKENS_OF_BATCH, C4, C, true, true,
+     false, false},
     {"fcproj", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, C, C4, true, false, false, false},
     {"logits", DTRAIN_GEMM_TRANS_B, 0, TOKENS_OF_BATCH, VOCAB, C, false, false, false, false},
     {"dX qkv", 0, 0, TOKENS_OF_BATCH, C, C3, false, false, false, false},
     {"dX fc", 0, 0, TOKENS_OF_BATCH, C, C4, false, false, false, false},
-    {"dX fcproj, dGELU", DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C, DTRAIN_ACT_GELU,
+    {"dX fcproj, dGELU", DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C, DTRAIN_ACTIVATION_GELU,
      TOKENS_OF_BATCH, C4, C, false, true, true, false},
     {"dX logits", 0, 0, TOKENS_OF_BATCH, C, VOCAB, false, false, false, false},
     {"dW qkv", DTRAIN_GEMM_TRANS_A, 0, C3, C, TOKENS_OF_BATCH, false, false, true, true},
@@ -476,15 +463,16 @@ static void describe_gemm(kernel *k)
              (long long)depth);
     reads(k, m * depth, k->dtype, NOISE);
     reads(k, depth * n, k->dtype, NOISE);
-    if (s->accumulate) updates(k, m * n, DTRAIN_F32, NOISE);
+    if (s->accumulate) updates(k, m * n, DTRAIN_DTYPE_F32, NOISE);
     else writes(k, m * n, k->dtype);
-    reads(k, n, DTRAIN_F32, NOISE); /* bias */
+    reads(k, n, DTRAIN_DTYPE_F32, NOISE); /* bias */
     add_array(k, s->aux ? m * n : 1, k->dtype,
               s->flags & DTRAIN_GEMM_ACT_BACKWARD ? NOISE : NOTHING,
               s->aux && !(s->flags & DTRAIN_GEMM_ACT_BACKWARD));
-    add_array(k, s->flags & DTRAIN_GEMM_BIAS_GRAD_C ? n : m, DTRAIN_F32, NOTHING, s->bias_grad);
+    add_array(k, s->flags & DTRAIN_GEMM_BIAS_GRAD_C ? n : m, DTRAIN_DTYPE_F32, NOTHING,
+              s->bias_grad);
     k->flops = 2.0 * (double)m * (double)n * (double)depth;
-    k->tolerance = k->dtype == DTRAIN_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
+    k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
 }
 static dtrain_result call_gemm(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -525,9 +513,9 @@ static void describe_attention(kernel *k)
     int64_t rows = k->batch * k->sequence;
     reads(k, rows * 3 * k->n, k->dtype, NOISE);
     writes(k, rows * k->n, k->dtype);
-    writes(k, rows * k->heads, DTRAIN_F32);
+    writes(k, rows * k->heads, DTRAIN_DTYPE_F32);
     k->flops = attention_flops(k, 4);
-    k->tolerance = k->dtype == DTRAIN_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
+    k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
 }
 static dtrain_result call_attention(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -541,11 +529,11 @@ static void describe_attention_backward(kernel *k)
     int64_t rows = k->batch * k->sequence;
     reads(k, rows * 3 * k->n, k->dtype, NOISE);
     reads(k, rows * k->n, k->dtype, NOISE);
-    reads(k, rows * k->heads, DTRAIN_F32, LOG_COUNT);
+    reads(k, rows * k->heads, DTRAIN_DTYPE_F32, LOG_COUNT);
     reads(k, rows * k->n, k->dtype, NOISE);
     writes(k, rows * 3 * k->n, k->dtype);
     k->flops = attention_flops(k, 10);
-    k->tolerance = k->dtype == DTRAIN_F32 && strcmp(opt.math, "fp32") == 0 ? 2e-4 : 5e-2;
+    k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 2e-4 : 5e-2;
 }
 static dtrain_result call_attention_backward(dtrain_device *device, const kernel *k, void *const *m)
 {
@@ -571,7 +559,6 @@ static const struct operation {
     {"convert", describe_convert, call_convert, SIZED},
     {"activation_backward", describe_activation_backward, call_activation_backward, SIZED},
     {"sum", describe_sum, call_sum, SIZED},
-    {"finite", describe_finite, call_finite, SIZED},
     {"layernorm", describe_layernorm, call_layernorm, SIZED},
     {"layernorm_backward", describe_layernorm_backward, call_layernorm_backward, SIZED},
     {"embedding", describe_embedding, call_embedding, SIZED},
@@ -580,7 +567,6 @@ static const struct operation {
     {"cross_entropy_backward", describe_cross_entropy_backward, call_cross_entropy_backward, SIZED},
     {"sgd", describe_sgd, call_sgd, FP32_ONLY},
     {"adamw", describe_adamw, call_adamw, FP32_ONLY},
-    {"adamw, stochastic", describe_adamw, call_adamw_stochastic, FP32_ONLY},
     {"topk", describe_topk, call_topk, FP32_ONLY},
     {"scatter_add", describe_scatter_add, call_scatter_add, FP32_ONLY},
     {"clip", describe_clip, call_clip, ONCE},
@@ -623,12 +609,14 @@ static int64_t integer_element(const kernel *k, int a, int64_t i)
 static void fill_host(const kernel *k, int a, int64_t count, void *memory)
 {
     for (int64_t i = 0; i < count; i++) switch (k->arrays[a].dtype) {
-        case DTRAIN_F32: ((float *)memory)[i] = float_element(k, a, i); break;
-        case DTRAIN_BF16:
+        case DTRAIN_DTYPE_F32: ((float *)memory)[i] = float_element(k, a, i); break;
+        case DTRAIN_DTYPE_BF16:
             ((uint16_t *)memory)[i] = dtrain_f32_to_bf16(float_element(k, a, i));
             break;
-        case DTRAIN_F16: ((uint16_t *)memory)[i] = dtrain_f32_to_f16(float_element(k, a, i)); break;
-        case DTRAIN_I64: ((int64_t *)memory)[i] = integer_element(k, a, i); break;
+        case DTRAIN_DTYPE_F16:
+            ((uint16_t *)memory)[i] = dtrain_f32_to_f16(float_element(k, a, i));
+            break;
+        case DTRAIN_DTYPE_I64: ((int64_t *)memory)[i] = integer_element(k, a, i); break;
         default: ((int32_t *)memory)[i] = (int32_t)integer_element(k, a, i); break;
         }
 }
@@ -649,7 +637,7 @@ static void place(const kernel *k, void *memory, void **m)
     for (int a = 0; a < k->array_count; at += array_bytes(&k->arrays[a++])) m[a] = at;
 }
 
-/* Whether all arrays are small enough to be filled and compared element by element. */
+/* Return whether all arrays are small enough to be filled and compared element by element. */
 static bool is_compared(const kernel *k)
 {
     for (int a = 0; a < k->array_count; a++)
@@ -685,17 +673,17 @@ static dtrain_result fill_arrays(dtrain_device *device, const kernel *k, void *c
 
 static double element(const array *x, const void *memory, int64_t i)
 {
-    if (x->dtype == DTRAIN_F32) return ((const float *)memory)[i];
-    if (x->dtype == DTRAIN_BF16) return dtrain_bf16_to_f32(((const uint16_t *)memory)[i]);
-    if (x->dtype == DTRAIN_F16) return dtrain_f16_to_f32(((const uint16_t *)memory)[i]);
+    if (x->dtype == DTRAIN_DTYPE_F32) return ((const float *)memory)[i];
+    if (x->dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(((const uint16_t *)memory)[i]);
+    if (x->dtype == DTRAIN_DTYPE_F16) return dtrain_f16_to_f32(((const uint16_t *)memory)[i]);
     return ((const int32_t *)memory)[i];
 }
 
-/* How many elements of an output differ from the CPU device's; integers have to be equal. */
+/* Count the elements of an output that differ from the CPU device's; integers have to be equal. */
 static int64_t wrong_elements(const kernel *k, int a, const void *got, const void *want)
 {
     const array *x = &k->arrays[a];
-    double squares = 0, tolerance = x->dtype == DTRAIN_I32 ? 0 : k->tolerance;
+    double squares = 0, tolerance = x->dtype == DTRAIN_DTYPE_I32 ? 0 : k->tolerance;
     int64_t wrong = 0;
     for (int64_t i = 0; i < x->count; i++) squares += element(x, want, i) * element(x, want, i);
     double scale = sqrt(squares / (double)x->count);
@@ -735,93 +723,70 @@ static dtrain_result compare(dtrain_device *device, dtrain_device *cpu, const ke
 
 /* Microseconds of one call, as the mean over `calls` that follow each other. */
 static dtrain_result time_calls(dtrain_device *device, const kernel *k, void *sets[][MAX_ARRAYS],
-                                int set_count, int calls, dtrain_event *const *events, double *us)
+                                int set_count, int calls, double *us)
 {
-    const dtrain_device_ops *ops = device->ops;
-    float milliseconds = 0;
-    dtrain_result result = ops->event_record(device, events[0], NULL);
+    const double start = dtrain_seconds();
+    dtrain_result result = DTRAIN_OK;
     for (int i = 0; i < calls && result == DTRAIN_OK; i++)
         result = k->call(device, k, sets[i % set_count]);
-    if (result == DTRAIN_OK) result = ops->event_record(device, events[1], NULL);
-    if (result == DTRAIN_OK) result = ops->synchronize(device);
-    if (result == DTRAIN_OK)
-        result = ops->event_elapsed(device, events[0], events[1], &milliseconds);
-    *us = 1e3 * milliseconds / calls;
+    if (result == DTRAIN_OK) result = device->ops->synchronize(device);
+    *us = 1e6 * (dtrain_seconds() - start) / calls;
     return result;
 }
 
 static dtrain_result measure(dtrain_device *device, const kernel *k, void *sets[][MAX_ARRAYS],
                              int set_count, spread *t)
 {
-    const dtrain_device_ops *ops = device->ops;
-    dtrain_event *events[2] = {NULL, NULL};
     double us[MAX_REPS] = {0}, once = 0;
-    dtrain_result result = ops->event_create(device, true, &events[0]);
-    if (result == DTRAIN_OK) result = ops->event_create(device, true, &events[1]);
+    dtrain_result result = DTRAIN_OK;
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++) /* the first also warms up */
-        result = time_calls(device, k, sets, set_count, set_count, events, &once);
-    int calls = opt.quick ? 1 : once < 1 ? 1000 : once > 1000 ? 1 : (int)(1000 / once) + 1;
+        result = time_calls(device, k, sets, set_count, set_count, &once);
+    const int calls = bench.quick ? 1 : once < 1 ? 4000 : (int)(4000 / once) + 1;
     for (int r = 0; r < opt.reps && result == DTRAIN_OK; r++)
-        result = time_calls(device, k, sets, set_count, calls, events, &us[r]);
-    *t = spread_of(us, opt.reps); /* microseconds */
-    ops->event_destroy(device, events[0]);
-    ops->event_destroy(device, events[1]);
+        result = time_calls(device, k, sets, set_count, calls, &us[r]);
+    *t = spread_of(us, (int)opt.reps);
     return result;
 }
 
 /* ---- Report ---- */
 
-static FILE *log_file;
 static char device_name[96];
-static int result_count;
-static double copy_peak;    /* GB/s */
-static double gemm_peak[4]; /* TFLOP/s by dtype */
+static double copy_peak = NAN;                     /* GB/s */
+static double gemm_peak[4] = {NAN, NAN, NAN, NAN}; /* TFLOP/s by dtype */
 
 /* "bf16"; for fp32 products the arithmetic that the tensor cores do instead */
 static const char *precision_of(const kernel *k)
 {
-    return k->flops > 0 && k->dtype == DTRAIN_F32 ? opt.math : dtrain_dtype_name(k->dtype);
+    return k->flops > 0 && k->dtype == DTRAIN_DTYPE_F32 ? opt.math : dtrain_dtype_name(k->dtype);
 }
 
-static void report(const kernel *k, const spread *t, const char *correct)
+/* correct: see bench_end. The first copies and the first product of a type set what the others are
+ * measured against. */
+static void report(const kernel *k, const spread *t, int correct)
 {
-    double gbs = 1e-3 * k->bytes / t->median, tflops = 1e-6 * k->flops / t->median;
-    double peak = k->flops > 0 ? gemm_peak[k->dtype] : copy_peak;
-    double rate = k->flops > 0 ? tflops : gbs, fraction = peak > 0 ? rate / peak : 0;
-    char range[40];
-    result_count++;
-    snprintf(range, sizeof range, "(%.1f to %.1f)", t->min, t->max);
-    if (!opt.json)
-        printf("%-22s %-4s %-33s %9.1f %-20s %7.1f %8.2f %7.1f %%  %s\n", k->name, precision_of(k),
-               k->shape, t->median, range, gbs, tflops, 100 * fraction,
-               strcmp(correct, "null") == 0   ? "-"
-               : strcmp(correct, "true") == 0 ? "yes"
-                                              : "NO");
-    fflush(stdout);
-    if (!log_file) return;
-    fprintf(log_file,
-            "{\"bench\": \"kernel\", \"device\": \"%s\", \"kernel\": \"%s\", \"dtype\": \"%s\", "
-            "\"shape\": \"%s\", \"bytes\": %.0f, \"flops\": %.0f, \"us\": %.5g, \"us_min\": %.5g, "
-            "\"us_max\": %.5g, \"reps\": %d, \"gb_per_second\": %.5g, \"tflops\": %.5g, "
-            "\"peak\": %.5g, \"of\": \"%s\", \"fraction\": %.4g, \"correct\": %s}\n",
-            device_name, k->name, precision_of(k), k->shape, k->bytes, k->flops, t->median, t->min,
-            t->max, opt.reps, gbs, tflops, peak, k->flops > 0 ? "gemm" : "copy", fraction, correct);
-    fflush(log_file);
-}
-
-/* The first copies and the first product of a type set what the others are measured against. */
-static void note_peak(const kernel *k, const spread *t)
-{
-    double gbs = 1e-3 * k->bytes / t->median, tflops = 1e-6 * k->flops / t->median;
-    if (k->call == call_copy && gbs > copy_peak) copy_peak = gbs;
+    const double gbs = 1e-3 * k->bytes / t->median, tflops = 1e-6 * k->flops / t->median;
+    const bool product = k->flops > 0;
+    if (k->call == call_copy && !(gbs <= copy_peak)) copy_peak = gbs;
     if (k->call == call_gemm && strcmp(k->gemm->name, "peak") == 0) gemm_peak[k->dtype] = tflops;
+    bench_begin("kernel");
+    bench_string("device", 0, device_name);
+    bench_string("kernel", -22, k->name);
+    bench_string("dtype", -5, precision_of(k));
+    bench_string("shape", -33, k->shape);
+    bench_number("bytes", 0, 0, k->bytes);
+    bench_number("flops", 0, 0, k->flops);
+    bench_spread("us", 9, 1, *t);
+    bench_number("GB/s", 7, 1, gbs);
+    bench_number("TFLOP/s", 8, 3, product ? tflops : NAN);
+    bench_number("of_peak", 7, 3, product ? tflops / gemm_peak[k->dtype] : gbs / copy_peak);
+    bench_end(correct);
 }
 
-/* Fills, compares, times and reports one kernel; 0 when all went well. */
+/* Fill, compare, time and report one kernel; 0 unless a call failed. */
 static int run_kernel(dtrain_device *device, dtrain_device *cpu, kernel *k)
 {
     size_t bytes = set_bytes(k);
-    int set_count = opt.quick || bytes >= COLD_BYTES ? 1 : (int)(COLD_BYTES / bytes) + 1;
+    int set_count = bench.quick || bytes >= COLD_BYTES ? 1 : (int)(COLD_BYTES / bytes) + 1;
     void *memory = NULL, *host = NULL, *host_arrays[MAX_ARRAYS], *sets[MAX_SETS][MAX_ARRAYS];
     bool compared = is_compared(k), correct = true;
     spread t = {0, 0, 0};
@@ -844,9 +809,8 @@ static int run_kernel(dtrain_device *device, dtrain_device *cpu, kernel *k)
                 dtrain_last_error());
         return 1;
     }
-    note_peak(k, &t);
-    report(k, &t, !compared ? "null" : correct ? "true" : "false");
-    return correct ? 0 : 1;
+    report(k, &t, compared ? correct : -1);
+    return 0;
 }
 
 /* A kernel of one type and size; `count` is ignored by products and attention. */
@@ -859,11 +823,11 @@ static kernel kernel_of(const char *name, call_fn call, dtrain_dtype dtype, int6
     k.call = call;
     k.dtype = dtype;
     k.count = count;
-    k.tolerance = dtype == DTRAIN_F32 ? 2e-5 : 0x1p-6; /* bf16 has 8 significant bits */
+    k.tolerance = dtype == DTRAIN_DTYPE_F32 ? 2e-5 : 0x1p-6; /* bf16 has 8 significant bits */
     return k;
 }
 
-static const dtrain_dtype dtypes[] = {DTRAIN_BF16, DTRAIN_F32};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F32};
 
 static bool is_wanted(const char *name) { return !opt.only || strstr(name, opt.only); }
 
@@ -874,8 +838,8 @@ static int run_operations(dtrain_device *device, dtrain_device *cpu)
         const struct operation *o = &operations[i];
         if (!is_wanted(o->name) && o->call != call_copy) continue; /* copies are the peak */
         for (int d = o->kind == SIZED ? 0 : 1; d < 2; d++)
-            for (int s = 0; s < (o->kind == ONCE ? 1 : opt.size_count); s++) {
-                kernel k = kernel_of(o->name, o->call, dtypes[d], opt.sizes[s]);
+            for (int s = 0; s < (o->kind == ONCE ? 1 : sizes.count); s++) {
+                kernel k = kernel_of(o->name, o->call, dtypes[d], (int64_t)sizes.items[s]);
                 if (o->kind == ONCE) snprintf(k.shape, sizeof k.shape, "one launch");
                 o->describe(&k);
                 bad += run_kernel(device, cpu, &k);
@@ -927,20 +891,15 @@ static int run_attention(dtrain_device *device, dtrain_device *cpu)
 
 /* ---- Options ---- */
 
-static int usage(void)
-{
-    printf("bench_kernels: time, bandwidth or rate, and correctness of every kernel of a device\n"
-           "  --device NAME   %s\n"
-           "  --math NAME     of fp32 products: fp32, tf32 or bf16; tf32, on the CPU fp32\n"
-           "  --sizes LIST    elements of element-wise kernels; 16M,64M,256M, on the CPU 4M\n"
-           "  --reps N        repetitions, at most %d; 15\n"
-           "  --only TEXT     kernels whose name contains it, and the peaks\n"
-           "  --quick         tiny shapes, one call a repetition: a test of everything but speed\n"
-           "  --log FILE      appends one JSON object a result\n"
-           "  --json          prints them instead of the table\n",
-           opt.device, MAX_REPS);
-    return 0;
-}
+static const flag flag_table[] = {
+    {"--device", 's', &opt.device, 0, 0, "cpu, or in a build with dtrain_cuda.cu cuda", NULL},
+    {"--math", 's', &opt.math, 0, 0, "of fp32 products: fp32, tf32 or bf16; tf32, on the CPU fp32",
+     NULL},
+    {"--sizes", 's', &opt.sizes, 0, 0,
+     "elements of element-wise kernels; 16M,64M,256M, on the CPU 4M", NULL},
+    {"--reps", 'i', &opt.reps, 1, MAX_REPS, "repetitions", NULL},
+    {"--only", 's', &opt.only, 0, 0, "kernels whose name contains it, and the peaks", NULL},
+    BENCH_FLAGS};
 
 static int bad_option(const char *name, const char *value, const char *takes)
 {
@@ -948,54 +907,8 @@ static int bad_option(const char *name, const char *value, const char *takes)
     return 2;
 }
 
-static int parse_sizes(const char *text)
-{
-    const char *at = text;
-    for (opt.size_count = 0; opt.size_count < MAX_SIZES; at++) {
-        char *end;
-        double size = strtod(at, &end);
-        if (*end == 'K') size *= 1 << 10, end++;
-        else if (*end == 'M') size *= 1 << 20, end++;
-        if (end == at || size < PIECES || size > 0x1p40 || (*end && *end != ',')) break;
-        opt.sizes[opt.size_count++] = (int64_t)size;
-        if (!*end) return 0;
-        at = end;
-    }
-    return bad_option("--sizes", text, "up to 8 numbers like 16M or 64K with commas between them");
-}
-
-static const struct {
-    const char *name, **text;
-    int *number; /* with `text` NULL and `is_switch` false: a number */
-    bool is_switch;
-} option_table[] = {
-    {"--device", &opt.device, NULL, false}, {"--math", &opt.math, NULL, false},
-    {"--only", &opt.only, NULL, false},     {"--log", &opt.log, NULL, false},
-    {"--reps", NULL, &opt.reps, false},     {"--quick", NULL, &opt.quick, true},
-    {"--json", NULL, &opt.json, true},
-};
-
-static int parse(int argc, char **argv, const char **sizes)
-{
-    for (int a = 1; a < argc; a++) {
-        size_t i = 0, count = sizeof option_table / sizeof *option_table;
-        while (i < count && strcmp(argv[a], option_table[i].name) != 0) i++;
-        if (i < count && option_table[i].is_switch) *option_table[i].number = 1;
-        else if (a + 1 == argc || (i == count && strcmp(argv[a], "--sizes") != 0)) {
-            fprintf(stderr,
-                    "bench_kernels: \"%s\" is no option or lacks its value; --help lists them\n",
-                    argv[a]);
-            return 2;
-        } else if (i == count) *sizes = argv[++a];
-        else if (option_table[i].text) *option_table[i].text = argv[++a];
-        else *option_table[i].number = atoi(argv[++a]);
-    }
-    if (opt.reps < 1 || opt.reps > MAX_REPS) return bad_option("--reps", "out of range", "1 to 64");
-    return 0;
-}
-
-/* What depends on the device and on --quick. */
-static int resolve(const char *sizes, const dtrain_device_ops **ops, dtrain_device_desc *desc)
+/* Choose what depends on the device and on --quick. */
+static int resolve(const dtrain_device_ops **ops, dtrain_device_desc *desc)
 {
     static const char *const maths[] = {"default", "fp32", "tf32", "bf16"}; /* dtrain_math */
     bool on_cpu = strcmp(opt.device, "cpu") == 0;
@@ -1009,10 +922,12 @@ static int resolve(const char *sizes, const dtrain_device_ops **ops, dtrain_devi
     if (desc->math == 4 || (on_cpu && desc->math != DTRAIN_MATH_FP32))
         return bad_option("--math", opt.math, "fp32, on a GPU also tf32 or bf16");
     if (on_cpu) gpt.batch = 1, gpt.sequence = 256, gpt.square = 1024;
-    if (opt.quick)
+    if (bench.quick)
         gpt.batch = 8, gpt.sequence = 21, gpt.heads = 2, gpt.channels = 64, gpt.vocab = 200;
-    if (opt.quick) gpt.square = 64;
-    return parse_sizes(sizes ? sizes : opt.quick ? "5000" : on_cpu ? "4M" : "16M,64M,256M");
+    if (bench.quick) gpt.square = 64;
+    if (!opt.sizes) opt.sizes = bench.quick ? "5000" : on_cpu ? "4M" : "16M,64M,256M";
+    bench_numbers("bench_kernels", "--sizes", opt.sizes, PIECES, 0x1p40, &sizes);
+    return 0;
 }
 
 static int run_all(dtrain_device *device, dtrain_device *cpu)
@@ -1023,38 +938,31 @@ static int run_all(dtrain_device *device, dtrain_device *cpu)
         return 1;
     }
     snprintf(device_name, sizeof device_name, "%s", info.name);
-    if (!opt.json)
-        printf("%s, %.1f GiB, %d repetitions; GPT-2 of %lld x %lld tokens, %lld channels, %lld "
-               "symbols\n\n"
-               "%-22s %-4s %-33s %9s %-20s %7s %8s %9s  %s\n",
-               info.name, (double)info.memory_bytes / 1073741824.0, opt.reps, (long long)gpt.batch,
-               (long long)gpt.sequence, (long long)gpt.channels, (long long)gpt.vocab, "kernel",
-               "type", "shape", "us", "(min to max)", "GB/s", "TFLOP/s", "of peak", "correct");
-    int bad = run_operations(device, cpu);
-    bad += run_products(device, cpu);
-    bad += run_attention(device, cpu);
-    if (!opt.json) printf("\n%d results, %d wrong or missing\n", result_count, bad);
-    return bad != 0;
+    bench_title(
+        "%s, %.1f GiB, %ld repetitions; GPT-2 of %lld x %lld tokens, %lld channels, %lld symbols",
+        info.name, (double)info.memory_bytes / 1073741824.0, opt.reps, (long long)gpt.batch,
+        (long long)gpt.sequence, (long long)gpt.channels, (long long)gpt.vocab);
+    const int failed =
+        run_operations(device, cpu) + run_products(device, cpu) + run_attention(device, cpu);
+    if (!bench.json)
+        printf("\n%d results, %d wrong, %d missing\n", bench.results, bench.wrong, failed);
+    return failed || bench.wrong;
 }
 
 int main(int argc, char **argv)
 {
-    const char *sizes = NULL;
     const dtrain_device_ops *ops;
     dtrain_device_desc desc, cpu_desc;
     dtrain_device *device = NULL, *cpu = NULL;
     memset(&desc, 0, sizeof desc);
     memset(&cpu_desc, 0, sizeof cpu_desc);
-    opt.device = "cpu";
 #ifdef DTRAIN_USE_CUDA
     opt.device = "cuda";
 #endif
-    opt.reps = 15;
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage();
-    if (parse(argc, argv, &sizes) || resolve(sizes, &ops, &desc)) return 2;
-    if (opt.quick) opt.reps = 2;
-    log_file = opt.log ? fopen(opt.log, "a") : opt.json ? stdout : NULL;
-    if (opt.log && !log_file) return bad_option("--log", opt.log, "a file that can be written");
+    if (is_quick(argc, argv)) opt.reps = 2;
+    bench_start("bench_kernels", "time, bandwidth or rate, and correctness of a device's kernels",
+                flag_table, sizeof flag_table / sizeof *flag_table, argc, argv);
+    if (resolve(&ops, &desc)) return 2;
     desc.thread_count = cpu_desc.thread_count = (uint32_t)sysconf(_SC_NPROCESSORS_ONLN);
     int failed = dtrain_device_create(ops, &desc, &device) != DTRAIN_OK ||
                  dtrain_device_create(NULL, &cpu_desc, &cpu) != DTRAIN_OK;

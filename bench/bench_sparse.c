@@ -1,8 +1,8 @@
 /* bench_sparse.c: the CPU kernels of compressed communication: top-k, scatter-add, orthonormal columns,
  * thin products.
  *
- *   run:     make bench, or build/bench/bench_sparse [--threads 2] [--reps 9] [--json]
- *   build:   cc -O2 -I. bench/bench_sparse.c -o bench_sparse -lm -lpthread
+ *   run:     make bench, or build/bench/bench_sparse [--threads 2] [--reps 9] [--log FILE]
+ *   build:   cc -O2 -I. -Ibench bench/bench_sparse.c -o bench_sparse -lm -lpthread
  *
  * A repetition runs everyone once, one after the other, beginning with another one each time: the
  * machine's drift then meets all alike, and ratios are taken within a repetition.
@@ -13,12 +13,12 @@
  *             cache line read and written
  *   floor     the rate of one thread that does nothing but move the same streams: a read of x, an
  *             update y += x, both; for scatter-add the update
- *   of floor  our GB/s over threads x floor
+ *   of_floor  our GB/s over threads x floor
  *   thin      products of low-rank gradients, with a matrix M (count, 768): M Q, M^T P, P Q^T, k columns
  *             of P and Q; bytes are M's, which is read, or for P Q^T written (floor: written, too)
  *   naive     the time of the obvious C over ours: quickselect on the magnitudes and one more pass;
  *             the bare loop; modified Gram-Schmidt, column by column, twice; three loops
- *   of GEMM   orthonormal columns: the time over that of the product (rows, 768) x (768, columns)
+ *   of_gemm   orthonormal columns: the time over that of the product (rows, 768) x (768, columns)
  *             that goes with it in a PowerSGD step
  *   correct   top-k: the bits of the naive result after three steps; else 1e-5, and Q^T Q = I to 1e-6 */
 #define DTRAIN_IMPLEMENTATION
@@ -29,8 +29,8 @@
 enum { MAX_REPS = 64, FLOOR = 0, OURS = 1, NAIVE = 2, GEMM = 3, RUNNERS = 4, INNER = 768 };
 
 static struct {
-    int threads, reps, quick, json, help;
-} opt = {1, 0, 0, 0, 0};
+    long threads, reps;
+} opt = {1, 9};
 
 static dtrain_device *device;
 
@@ -291,7 +291,7 @@ static void call_gemm(trial *t)
     g.a = t->y;
     g.b = t->z;
     g.c = t->residual[FLOOR];
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
     if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
 }
 
@@ -326,7 +326,7 @@ static void call_thin(trial *t, int runner)
     g.a = t->mode == P_QT ? t->y : t->x;
     g.b = t->mode == MT_P ? t->y : t->z;
     g.c = t->residual[runner];
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
     if (runner == NAIVE) naive_thin(&g);
     else if (device->ops->gemm(device, &g) != DTRAIN_OK) t->correct = false;
 }
@@ -401,7 +401,7 @@ static void check(trial *t)
 
 static double measure(trial *t, int runner)
 {
-    const double least = opt.quick ? 0.0005 : 0.01, start = dtrain_seconds();
+    const double least = bench.quick ? 0.0005 : 0.01, start = dtrain_seconds();
     double elapsed;
     int calls = 0;
     do {
@@ -412,58 +412,42 @@ static double measure(trial *t, int runner)
     return elapsed / calls;
 }
 
-static spread spread_of_ratio(const double *a, const double *b, double scale)
+/* a's time over b's within a repetition. */
+static spread ratio(const trial *t, int a, int b, double scale)
 {
-    double ratios[MAX_REPS];
-    for (int r = 0; r < opt.reps; r++) ratios[r] = scale * a[r] / b[r];
-    return spread_of(ratios, opt.reps);
+    return ratios_of(t->seconds[a], t->seconds[b], (int)opt.reps, scale);
 }
 
-static const char *const kind_names[] = {"topk", "scatter_add", "orthogonalize", "thin"};
-
-static void print_trial(const trial *t)
+static void report(const trial *t)
 {
-    const spread ours = spread_of(t->seconds[OURS], opt.reps);
-    const double floor = median(t->seconds[FLOOR], opt.reps);
+    static const char *const kinds[] = {"topk", "scatter_add", "orthogonalize", "thin"};
+    const spread seconds = spread_of(t->seconds[OURS], (int)opt.reps);
+    const spread ms = {1e3 * seconds.median, 1e3 * seconds.min, 1e3 * seconds.max};
+    const double floor = median(t->seconds[FLOOR], (int)opt.reps);
     const double moved = t->kind == SCATTER_ADD ? 12.0 * (double)t->count : t->bytes;
-    const spread share =
-        spread_of_ratio(t->seconds[FLOOR], t->seconds[OURS], t->bytes / moved / opt.threads);
-    const spread naive = spread_of_ratio(t->seconds[NAIVE], t->seconds[OURS], 1);
-    const spread gemm = spread_of_ratio(t->seconds[OURS], t->seconds[GEMM], 1);
     const bool matrix = t->kind == ORTHOGONALIZE;
-    char range[64], of_floor[64] = "", of_gemm[64] = "";
-    if (opt.json) {
-        printf(
-            "{\"bench\": \"sparse\", \"kernel\": \"%s\", \"count\": %lld, \"k\": %lld, \"mode\": "
-            "\"%s\", \"threads\": %d, \"ms\": %.5g, \"min\": %.5g, \"max\": %.5g, \"naive\": "
-            "%.4g, ",
-            kind_names[t->kind], (long long)t->count, (long long)t->k,
-            t->kind == THIN ? thin_names[t->mode] : mode_names[t->mode], opt.threads,
-            1e3 * ours.median, 1e3 * ours.min, 1e3 * ours.max, naive.median);
-        if (matrix) printf("\"of_gemm\": %.4g, ", gemm.median);
-        else
-            printf("\"gbps\": %.4g, \"floor_gbps\": %.4g, \"of_floor\": %.4g, ",
-                   1e-9 * t->bytes / ours.median, 1e-9 * moved / floor, share.median);
-        printf("\"isa\": \"%s\", \"correct\": %s}\n", dtrain_cpu_kernel_name(),
-               t->correct ? "true" : "false");
-        return;
-    }
-    snprintf(range, sizeof range, "(%.3f to %.3f)", 1e3 * ours.min, 1e3 * ours.max);
-    if (matrix)
-        snprintf(of_gemm, sizeof of_gemm, "%5.2f (%.2f to %.2f)", gemm.median, gemm.min, gemm.max);
-    else
-        snprintf(of_floor, sizeof of_floor, "%6.1f %6.1f   %4.2f (%.2f to %.2f)",
-                 1e-9 * t->bytes / ours.median, 1e-9 * moved / floor, share.median, share.min,
-                 share.max);
-    printf("%-13s %9lld %7lld %-8s %9.3f %-20s %-36s %6.1f  %-20s %s\n", kind_names[t->kind],
-           (long long)t->count, (long long)t->k,
-           t->kind == TOPK   ? mode_names[t->mode]
-           : t->kind == THIN ? thin_names[t->mode]
-                             : "",
-           1e3 * ours.median, range, of_floor, naive.median, of_gemm, t->correct ? "yes" : "WRONG");
+    const spread none = {NAN, NAN, NAN};
+    bench_begin("sparse");
+    bench_string("kernel", -13, kinds[t->kind]);
+    bench_number("count", 9, 0, (double)t->count);
+    bench_number("k", 7, 0, (double)t->k);
+    bench_string("mode", -8,
+                 t->kind == TOPK   ? mode_names[t->mode]
+                 : t->kind == THIN ? thin_names[t->mode]
+                                   : "");
+    bench_number("threads", 0, 0, (double)opt.threads);
+    bench_string("isa", 0, dtrain_cpu_kernel_name());
+    bench_spread("ms", 8, 3, ms);
+    bench_number("GB/s", 6, 1, matrix ? NAN : 1e-9 * t->bytes / seconds.median);
+    bench_number("floor", 6, 1, matrix ? NAN : 1e-9 * moved / floor);
+    bench_spread("of_floor", 5, 2,
+                 matrix ? none : ratio(t, FLOOR, OURS, t->bytes / moved / (double)opt.threads));
+    bench_number("naive", 6, 1, ratio(t, NAIVE, OURS, 1).median);
+    bench_spread("of_gemm", 5, 2, matrix ? ratio(t, OURS, GEMM, 1) : none);
+    bench_end(t->correct);
 }
 
-static bool run(kind which, int64_t count, int64_t k, int mode)
+static void run(kind which, int64_t count, int64_t k, int mode)
 {
     static trial t;
     memset(&t, 0, sizeof t);
@@ -485,73 +469,48 @@ static bool run(kind which, int64_t count, int64_t k, int mode)
             const int runner = (r + i) % runners;
             t.seconds[runner][r] = measure(&t, runner);
         }
-    print_trial(&t);
-    fflush(stdout);
+    report(&t);
     close_trial(&t);
-    return t.correct;
 }
 
-static bool run_all(void)
+static void run_all(void)
 {
     static const int64_t sizes[] = {65536, 1 << 20, 1 << 24};
     static const int64_t shapes[][2] = {{4096, 1},  {4096, 4},  {4096, 16}, {4096, 64},
                                         {50257, 1}, {50257, 4}, {50257, 32}};
-    bool correct = true;
-    for (int s = 0; s < (opt.quick ? 1 : 3); s++)
+    for (int s = 0; s < (bench.quick ? 1 : 3); s++)
         for (int64_t part = 100; part <= 1000; part *= 10)
             for (int mode = PLAIN; mode <= VELOCITY; mode++)
-                correct = run(TOPK, sizes[s], sizes[s] / part, mode) && correct;
-    for (int s = 0; s < (opt.quick ? 1 : 3); s++)
-        correct = run(SCATTER_ADD, sizes[s], sizes[s] / 100, PLAIN) && correct;
-    for (int s = 0; s < (opt.quick ? 2 : 7); s++)
-        correct = run(ORTHOGONALIZE, shapes[s][0], shapes[s][1], PLAIN) && correct;
-    for (int s = 0; s < (opt.quick ? 1 : 2); s++)
+                run(TOPK, sizes[s], sizes[s] / part, mode);
+    for (int s = 0; s < (bench.quick ? 1 : 3); s++)
+        run(SCATTER_ADD, sizes[s], sizes[s] / 100, PLAIN);
+    for (int s = 0; s < (bench.quick ? 2 : 7); s++)
+        run(ORTHOGONALIZE, shapes[s][0], shapes[s][1], PLAIN);
+    for (int s = 0; s < (bench.quick ? 1 : 2); s++)
         for (int mode = M_Q; mode <= P_QT; mode++)
-            for (int64_t rank = 1; rank <= 16; rank *= 4)
-                correct = run(THIN, s ? 50257 : 4096, rank, mode) && correct;
-    return correct;
+            for (int64_t rank = 1; rank <= 16; rank *= 4) run(THIN, s ? 50257 : 4096, rank, mode);
 }
 
-static int parse(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--quick")) opt.quick = 1;
-        else if (!strcmp(argv[i], "--json")) opt.json = 1;
-        else if (!strcmp(argv[i], "--threads") && i + 1 < argc) opt.threads = atoi(argv[++i]);
-        else if (!strcmp(argv[i], "--reps") && i + 1 < argc) opt.reps = atoi(argv[++i]);
-        else {
-            opt.help = 1;
-            return strcmp(argv[i], "--help") != 0;
-        }
-    }
-    if (opt.reps == 0) opt.reps = opt.quick ? 3 : 9;
-    return opt.threads < 1 || opt.reps < 1 || opt.reps > MAX_REPS;
-}
+static const flag flag_table[] = {
+    {"--threads", 'i', &opt.threads, 1, 1024, "threads of ours", NULL},
+    {"--reps", 'i', &opt.reps, 1, MAX_REPS, "repetitions", NULL},
+    BENCH_FLAGS};
 
 int main(int argc, char **argv)
 {
     dtrain_device_desc desc;
-    const int wrong = parse(argc, argv);
-    if (wrong || opt.help) {
-        fprintf(wrong ? stderr : stdout,
-                "usage: bench_sparse [--threads N] [--reps N, up to %d] [--quick] [--json]\n",
-                MAX_REPS);
-        return wrong;
-    }
+    if (is_quick(argc, argv)) opt.reps = 3;
+    bench_start("bench_sparse", "the CPU kernels of compressed communication", flag_table,
+                sizeof flag_table / sizeof *flag_table, argc, argv);
     memset(&desc, 0, sizeof desc);
     desc.thread_count = (uint32_t)opt.threads;
     if (dtrain_device_create(NULL, &desc, &device) != DTRAIN_OK) {
         fprintf(stderr, "bench_sparse: %s\n", dtrain_last_error());
         return 1;
     }
-    if (!opt.json) {
-        printf("dtrain: %s, %d thread%s, %d repetitions\n\n", dtrain_cpu_kernel_name(), opt.threads,
-               opt.threads == 1 ? "" : "s", opt.reps);
-        printf("%-13s %9s %7s %-8s %9s %-20s %6s %6s   %-21s %6s  %-20s %s\n", "kernel", "count",
-               "k", "feedback", "ms", "(min to max)", "GB/s", "floor", "of floor", "naive",
-               "of GEMM", "correct");
-    }
-    const bool correct = run_all();
+    bench_title("dtrain: %s, %ld threads, %ld repetitions", dtrain_cpu_kernel_name(), opt.threads,
+                opt.reps);
+    run_all();
     dtrain_device_destroy(device);
-    return correct ? 0 : 1;
+    return bench.wrong > 0;
 }

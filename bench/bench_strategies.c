@@ -1,17 +1,17 @@
-/* bench_strategies.c: what each strategy costs and saves: train_gpt under all of them.
+/* bench_strategies.c: train_gpt under every strategy: what each one costs and saves.
  *
  *   run:     make bench-strategies, or build/bench/bench_strategies --models baby --ranks 1,2,4,8
- *            build/bench/bench_strategies --models baby,gpt2 --ranks 2 --steps 12 --rounds 5 --json
+ *            build/bench/bench_strategies --models baby,gpt2 --ranks 2 --steps 12 --rounds 5 --log FILE
  *
  * Every round runs each configuration once, one after the other (A B C A B C ...): the machine's drift
  * then meets all alike, and ratios are taken round by round. A run's figure is the median over its
- * steps without the first two.
+ * steps without the first two. Memory and bytes are MiB of rank 0.
  *
- *   tokens/s     of all ranks; median over rounds, least and most
- *   of DDP       the same over DDP's in the same round: median over rounds
- *   MiB          of a rank, as planned: parameters, gradients, optimizer state, buffers of gathered and
- *                reduced units, activations with their gradients; then what the process held in the end
- *   sent         MiB a rank has sent per step, counted by the communicator
+ *   tokens/s     of all ranks: median over rounds (min to max)
+ *   of_ddp       tokens/s over DDP's in the same round: median over rounds
+ *   params ...   as planned: parameters, gradients, optimizer state, buffers of gathered and reduced
+ *                units, activations with their gradients; process: held by the process at the end
+ *   sent         by a rank in a step, counted by the communicator
  *   layout       the same by the strategy's own plan, which knows what is still there in backward
  *   theory       2(N-1)/N P with whole or kept parameters, 3(N-1)/N P with sharded ones, for P parameters of 4
  *                bytes. HYBRID_SHARD with nodes of G: the latter for G ranks, and 2(M-1)/M P/G across
@@ -23,8 +23,9 @@
  * Beside the strategies: activation checkpointing and bf16, each against plain DDP on the most ranks. */
 #include "bench.h"
 #include "dtrain.h"
+#include "train_run.h"
 
-enum { MAX_CONFIGS = 96, MAX_ROUNDS = 64, MAX_LIST = 8 };
+enum { MAX_CONFIGS = 96, MAX_ROUNDS = 64 };
 
 typedef struct config {
     const char *name, *flags;
@@ -32,258 +33,159 @@ typedef struct config {
     bool same_bits;
     int base; /* the DDP run it is compared with */
 
-    bench_log run; /* the last round */
-    double rate[MAX_ROUNDS], planned_bytes, elements;
-    double params, grads, optimizer, buffers, activations, activation_grads, resident; /* MiB */
-    bool correct;
+    train_run run; /* the last round */
+    double rate[MAX_ROUNDS];
 } config;
 
-static struct options {
-    const char *program, *models, *ranks, *flags;
-    int steps, rounds, threads, json;
-} opt = {"build/train_gpt", "baby", "1,2", "", 8, 1, 1, 0};
+static const char *const models[] = {"tiny", "baby", "gpt2", NULL};
 
-static const char *const models[] = {"tiny", "baby", "gpt2"};
-enum { MODELS = sizeof models / sizeof *models };
+static struct options {
+    const char *program, *flags;
+    flag_list models, ranks;
+    long steps, rounds, threads;
+} opt = {"build/train_gpt", "", {1, {1}}, {2, {1, 2}}, 8, 1, 1};
 
 static config configs[MAX_CONFIGS];
 static int config_count;
 
-/* ---- numbers ---- */
-
-/* Over rounds, of c's rate over base's (NULL: of c's rate). */
-static spread rates(const config *c, const config *base)
-{
-    double values[MAX_ROUNDS] = {0};
-    for (int i = 0; i < opt.rounds; i++) values[i] = c->rate[i] / (base ? base->rate[i] : 1);
-    return spread_of(values, opt.rounds);
-}
-
-static double theory_mib(const config *c)
-{
-    const double n = c->ranks, g = c->node ? c->node : n, nodes = n / g;
-    const bool kept = strstr(c->flags, "forward 0") != NULL;
-    const bool sharded = strstr(c->flags, "full_shard") || strstr(c->flags, "zero3") || c->node;
-    double sent = (sharded && !kept ? 3 : 2) * (g - 1) / g * c->elements;
-    if (c->node) sent += 2 * (nodes - 1) / nodes * c->elements / g;
-    return 4 * sent / 1048576;
-}
-
-/* ---- running ---- */
-
-/* From the lines "model", "strategy", "memory  a rank will need" and "memory" of the end. */
-static void read_output(const char *text, config *c)
-{
-    const char *plan = strstr(text, "a rank will need"), *end = strstr(text, "\n  memory ");
-    c->planned_bytes = number_after(text, "a rank sends ", 0);
-    c->elements = number_after(text, "M parameters (", 0);
-    c->params = number_after(plan, "parameters ", 0);
-    c->grads = number_after(plan, "gradients ", 0);
-    c->optimizer = number_after(plan, "AdamW ", 0);
-    c->buffers = number_after(plan, "buffers ", 0);
-    c->activations = number_after(plan, "activations ", 0);
-    c->activation_grads = number_after(plan ? strstr(plan, "activations ") : NULL, "+ ", 0);
-    c->resident = number_after(end, "memory", 0);
-}
-
-static int run_config(config *c, int round)
-{
-    static char text[1 << 20];
-    char command[1024], log[64];
-    snprintf(log, sizeof log, "/tmp/bench_strategies.%ld.jsonl", (long)getpid());
-    snprintf(
-        command, sizeof command,
-        "%s --model %s --ranks %d --threads %d --steps %d --warmup 2 --lr 3e-4 --eval-batches 0 "
-        "--sample 0 --log %s %s %s",
-        opt.program, models[c->model], c->ranks, opt.threads, opt.steps, log, c->flags, opt.flags);
-    if (capture(command, text, sizeof text) || read_log(fopen(log, "r"), &c->run)) {
-        fprintf(stderr, "bench_strategies: failed: %s\n", command);
-        return 1;
-    }
-    remove(log);
-    c->rate[round] = c->run.rate;
-    read_output(text, c);
-    return 0;
-}
-
 /* ---- configurations ---- */
 
-static int add(const char *name, const char *flags, int model, int ranks, int node, bool same_bits,
-               int base)
+static int add(const char *name, const char *flags, long model, long ranks, int node,
+               bool same_bits, int base)
 {
     config *c = &configs[config_count];
-    if (config_count == MAX_CONFIGS) return 0;
+    if (config_count == MAX_CONFIGS) {
+        fprintf(stderr, "bench_strategies: more than %d configurations\n", MAX_CONFIGS);
+        exit(2);
+    }
     c->name = name;
     c->flags = flags;
-    c->model = model;
-    c->ranks = ranks;
+    c->model = (int)model;
+    c->ranks = (int)ranks;
     c->node = node;
     c->same_bits = same_bits;
     c->base = base < 0 ? config_count : base;
     return config_count++;
 }
 
-static void add_ranks(int model, int ranks, bool last)
+static void add_ranks(long model, long ranks, bool last)
 {
-    const int base = add("DDP", "--strategy ddp", model, ranks, 0, true, -1);
+    const int base = add("DDP", "ddp", model, ranks, 0, true, -1);
     if (ranks > 1) {
-        add("ZERO1", "--strategy zero1", model, ranks, 0, true, base);
-        add("SHARD_GRAD_OP", "--strategy shard_grad_op", model, ranks, 0, true, base);
-        add("FULL_SHARD", "--strategy full_shard", model, ranks, 0, true, base);
-        add("FULL_SHARD, kept", "--strategy full_shard --reshard-after-forward 0", model, ranks, 0,
-            true, base);
-        add("ZERO3", "--strategy zero3", model, ranks, 0, true, base);
+        add("ZERO1", "zero1", model, ranks, 0, true, base);
+        add("SHARD_GRAD_OP", "shard_grad_op", model, ranks, 0, true, base);
+        add("FULL_SHARD", "full_shard", model, ranks, 0, true, base);
+        add("FULL_SHARD, kept", "full_shard --reshard-after-forward 0", model, ranks, 0, true,
+            base);
+        add("ZERO3", "zero3", model, ranks, 0, true, base);
     }
     if (ranks >= 4 && ranks % 2 == 0)
-        add("HYBRID_SHARD, 2", "--strategy hybrid_shard --node-size 2", model, ranks, 2, false,
-            base);
+        add("HYBRID_SHARD, 2", "hybrid_shard --node-size 2", model, ranks, 2, false, base);
     if (!last) return;
-    add("DDP, checkpoint", "--strategy ddp --activation-checkpointing 1", model, ranks, 0, true,
-        base);
-    add("DDP, bf16", "--strategy ddp --precision bf16", model, ranks, 0, false, base);
+    add("DDP, checkpoint", "ddp --activation-checkpointing 1", model, ranks, 0, true, base);
+    add("DDP, bf16", "ddp --precision bf16", model, ranks, 0, false, base);
 }
 
-/* Numbers or names between commas; the count, or -1. */
-static int split(const char *text, char parts[MAX_LIST][16])
+static int run_config(config *c, int round)
 {
-    int count = 0;
-    while (*text) {
-        const size_t length = strcspn(text, ",");
-        if (length == 0 || length > 15 || count == MAX_LIST) return -1;
-        memcpy(parts[count], text, length);
-        parts[count++][length] = 0;
-        text += length + (text[length] == ',');
-    }
-    return count > 0 ? count : -1;
-}
-
-static int add_configs(void)
-{
-    char names[MAX_LIST][16], numbers[MAX_LIST][16];
-    const int name_count = split(opt.models, names), number_count = split(opt.ranks, numbers);
-    for (int i = 0; i < name_count; i++) {
-        int model = 0;
-        while (model < MODELS && strcmp(names[i], models[model]) != 0) model++;
-        for (int k = 0; k < number_count; k++) {
-            const int ranks = atoi(numbers[k]);
-            if (model == MODELS || ranks < 1 || ranks > DTRAIN_MAX_RANKS) return 1;
-            add_ranks(model, ranks, k + 1 == number_count);
-        }
-    }
-    return name_count < 0 || number_count < 0;
+    const int failed =
+        train(opt.program, &c->run,
+              "--model %s --ranks %d --threads %ld --steps %ld --warmup 2 --lr 3e-4 "
+              "--eval-batches 0 --strategy %s %s",
+              models[c->model], c->ranks, opt.threads, opt.steps, c->flags, opt.flags);
+    c->rate[round] = c->run.rate;
+    return failed;
 }
 
 /* ---- report ---- */
 
-static void judge(config *c)
+static double theory_mib(const config *c)
 {
-    const config *base = &configs[c->base];
-    c->correct = c->run.steps == base->run.steps && (c->run.steps < 10 || learned(&c->run));
-    for (int i = 0; i < c->run.steps; i++) {
-        const double difference = fabs(c->run.losses[i] - base->run.losses[i]);
-        if (!(difference <= (c->same_bits ? 0 : 1e-2))) c->correct = false;
-    }
+    const double n = c->ranks, g = c->node ? c->node : n, nodes = n / g;
+    const bool kept = strstr(c->flags, "forward 0") != NULL;
+    const bool sharded = strstr(c->flags, "full_shard") || strstr(c->flags, "zero3") || c->node;
+    double sent = (sharded && !kept ? 3 : 2) * (g - 1) / g * c->run.parameters;
+    if (c->node) sent += 2 * (nodes - 1) / nodes * c->run.parameters / g;
+    return 4 * sent / 1048576;
 }
 
-static void report_json(const config *c)
+static spread of_ddp(const config *c)
 {
-    const spread rate = rates(c, NULL), ratio = rates(c, &configs[c->base]);
-    printf("{\"bench\": \"strategies\", \"model\": \"%s\", \"config\": \"%s\", \"ranks\": %d, "
-           "\"threads\": %d, \"tokens_per_second\": %.6g, \"min\": %.6g, \"max\": %.6g, "
-           "\"of_ddp\": %.4g, \"of_ddp_min\": %.4g, \"of_ddp_max\": %.4g, \"step_ms\": %.5g, "
-           "\"params_mib\": %.1f, \"grads_mib\": %.1f, \"optimizer_mib\": %.1f, "
-           "\"buffers_mib\": %.1f, \"activations_mib\": %.1f, \"activation_grads_mib\": %.1f, "
-           "\"process_mib\": %.1f, \"sent_mib\": %.6g, \"layout_mib\": %.6g, "
-           "\"theory_mib\": %.6g, \"exposed_ms\": %.4g, \"correct\": %s}\n",
-           models[c->model], c->name, c->ranks, opt.threads, rate.median, rate.min, rate.max,
-           ratio.median, ratio.min, ratio.max, c->run.step_ms, c->params, c->grads, c->optimizer,
-           c->buffers, c->activations, c->activation_grads, c->resident, c->run.sent_mib,
-           c->planned_bytes / 1048576, theory_mib(c), c->run.exposed_ms,
-           c->correct ? "true" : "false");
+    return ratios_of(c->rate, configs[c->base].rate, (int)opt.rounds, 1);
 }
 
 static void report(const config *c)
 {
-    const spread rate = rates(c, NULL), ratio = rates(c, &configs[c->base]);
-    printf("%-5s %5d  %-17s %9.0f %9.0f %9.0f %7.2f  %7.1f %7.1f %7.1f %7.1f %7.1f %8.1f  %8.2f "
-           "%8.2f %8.2f  %7.2f  %s\n",
-           models[c->model], c->ranks, c->name, rate.median, rate.min, rate.max, ratio.median,
-           c->params, c->grads, c->optimizer, c->buffers, c->activations + c->activation_grads,
-           c->resident, c->run.sent_mib, c->planned_bytes / 1048576, theory_mib(c),
-           c->run.exposed_ms, c->correct ? "yes" : "NO");
+    const train_run *run = &c->run;
+    bench_begin("strategies");
+    bench_string("model", -5, models[c->model]);
+    bench_number("ranks", 5, 0, c->ranks);
+    bench_number("threads", 0, 0, (double)opt.threads);
+    bench_string("strategy", -17, c->name);
+    bench_spread("tokens/s", 8, 0, spread_of(c->rate, (int)opt.rounds));
+    bench_spread("of_ddp", 5, 2, of_ddp(c));
+    bench_number("step_ms", 0, 0, run->step_ms);
+    bench_number("params", 7, 1, run->params);
+    bench_number("grads", 7, 1, run->grads);
+    bench_number("optimizer", 7, 1, run->optimizer);
+    bench_number("buffers", 7, 1, run->buffers);
+    bench_number("activations", 7, 1, run->activations + run->activation_grads);
+    bench_number("process", 7, 1, run->resident);
+    bench_number("sent", 7, 2, run->sent_mib);
+    bench_number("layout", 7, 2, run->planned_mib);
+    bench_number("theory", 7, 2, theory_mib(c));
+    bench_number("exposed_ms", 7, 2, run->exposed_ms);
+    bench_end(same_losses(run, &configs[c->base].run, c->same_bits ? 0 : 1e-2) &&
+              (run->steps < 10 || learned(run)));
 }
 
-static void print_heading(void)
-{
-    printf(
-        "train_gpt, %d threads a rank (%s), %d steps, %d rounds; memory and bytes in MiB, of rank "
-        "0\n\n%-5s %5s  %-17s %9s %9s %9s %7s  %7s %7s %7s %7s %7s %8s  %8s %8s %8s  %7s  %s\n",
-        opt.threads, dtrain_cpu_kernel_name(), opt.steps, opt.rounds, "model", "ranks", "strategy",
-        "tokens/s", "min", "max", "of DDP", "params", "grads", "optim", "buffers", "activ",
-        "process", "sent", "layout", "theory", "exposed", "correct");
-}
-
-/* What checkpointing gains and costs, and what bf16 gains. */
+/* Print the gain and the price of checkpointing, and the gain of bf16. */
 static void print_ratios(void)
 {
-    for (int i = 0; i < config_count; i++) {
+    for (int i = 0; i < config_count && !bench.json; i++) {
         const config *c = &configs[i], *base = &configs[c->base];
-        const spread ratio = rates(c, base);
+        const spread ratio = of_ddp(c);
         if (strstr(c->name, "checkpoint"))
             printf("\n%s, %d ranks: activation checkpointing saves %.0f %% of %.1f MiB of "
                    "activations for %.0f %% more time\n",
-                   models[c->model], c->ranks, 100 * (1 - c->activations / base->activations),
-                   base->activations, 100 * (1 / ratio.median - 1));
+                   models[c->model], c->ranks,
+                   100 * (1 - c->run.activations / base->run.activations), base->run.activations,
+                   100 * (1 / ratio.median - 1));
         if (strstr(c->name, "bf16"))
             printf("%s, %d ranks: bf16 gives %.2f times the tokens/s of fp32 (%.2f to %.2f)\n",
                    models[c->model], c->ranks, ratio.median, ratio.min, ratio.max);
     }
 }
 
-/* ---- options ---- */
-
-static const bench_option option_table[] = {
-    {"--models", NULL, NULL, &opt.models, "of tiny, baby, gpt2, between commas; baby"},
-    {"--ranks", NULL, NULL, &opt.ranks, "numbers of ranks, between commas; 1,2"},
-    {"--program", NULL, NULL, &opt.program, "the trainer; build/train_gpt"},
-    {"--flags", NULL, NULL, &opt.flags, "more flags of the trainer"},
-    {"--threads", &opt.threads, NULL, NULL, "of a rank; 1"},
-    {"--steps", &opt.steps, NULL, NULL, "of each run; 8"},
-    {"--rounds", &opt.rounds, NULL, NULL, "1"},
-};
-enum { OPTIONS = sizeof option_table / sizeof *option_table };
-
-static int parse(int argc, char **argv)
-{
-    if (bench_parse("bench_strategies", option_table, OPTIONS, &opt.json, argc, argv)) return 2;
-    if (opt.steps < 4 || opt.steps > BENCH_STEPS || opt.rounds < 1 || opt.rounds > MAX_ROUNDS ||
-        opt.threads < 1 || add_configs()) {
-        fprintf(stderr,
-                "bench_strategies: --steps takes 4 to %d, --rounds 1 to %d, --models and "
-                "--ranks what --help says\n",
-                BENCH_STEPS, MAX_ROUNDS);
-        return 2;
-    }
-    return 0;
-}
+static const flag flag_table[] = {
+    {"--models", 'W', &opt.models, 0, 0, "baby, or several of", models},
+    {"--ranks", 'I', &opt.ranks, 1, DTRAIN_MAX_RANKS, "numbers of ranks: 1,2", NULL},
+    {"--program", 's', &opt.program, 0, 0, "the trainer", NULL},
+    {"--flags", 's', &opt.flags, 0, 0, "more flags of the trainer", NULL},
+    {"--threads", 'i', &opt.threads, 1, 1024, "of a rank", NULL},
+    {"--steps", 'i', &opt.steps, 4, BENCH_MOST, "of each run", NULL},
+    {"--rounds", 'i', &opt.rounds, 1, MAX_ROUNDS, "of all runs", NULL},
+    BENCH_FLAGS};
 
 int main(int argc, char **argv)
 {
-    int bad = 0;
-    if (argc > 1 && strcmp(argv[1], "--help") == 0)
-        return bench_usage("bench_strategies: what each strategy costs and saves", option_table,
-                           OPTIONS);
-    if (parse(argc, argv)) return 2;
+    if (is_quick(argc, argv)) {
+        const flag_list few = {2, {2, 4}};
+        opt.models.items[0] = 0;
+        opt.ranks = few;
+        opt.steps = 5;
+    }
+    bench_start("bench_strategies", "speed, memory and bytes of every strategy", flag_table,
+                sizeof flag_table / sizeof *flag_table, argc, argv);
+    for (long m = 0; m < opt.models.count; m++)
+        for (long r = 0; r < opt.ranks.count; r++)
+            add_ranks(opt.models.items[m], opt.ranks.items[r], r + 1 == opt.ranks.count);
     for (int round = 0; round < opt.rounds; round++)
         for (int i = 0; i < config_count; i++)
             if (run_config(&configs[i], round)) return 1;
-    if (!opt.json) print_heading();
-    for (int i = 0; i < config_count; i++) {
-        judge(&configs[i]);
-        bad += !configs[i].correct;
-        if (opt.json) report_json(&configs[i]);
-        else report(&configs[i]);
-    }
-    if (!opt.json) print_ratios();
-    return bad ? 1 : 0;
+    bench_title("train_gpt, %ld threads a rank (%s), %ld steps, %ld rounds; MiB of rank 0",
+                opt.threads, dtrain_cpu_kernel_name(), opt.steps, opt.rounds);
+    for (int i = 0; i < config_count; i++) report(&configs[i]);
+    print_ratios();
+    return bench.wrong > 0;
 }

@@ -1,6 +1,7 @@
 """One GPT-2 training step after another in PyTorch, for bench_train.
 
-python3 bench/torch_peer.py THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS [cpu|cuda [PRECISION]]
+THREADS=2 BATCH=4 SEQ=64 LAYERS=12 HEADS=12 CHANNELS=768 VOCAB=50257 STEPS=12 python3 bench/torch_peer.py
+DEVICE is cpu (default) or cuda, PRECISION fp32 (default) or, on a GPU, tf32 or bf16.
 
 The model of tools/train_gpt/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
 On a GPU it is compiled (torch.compile), with autocast for bf16 and TF32 products for tf32; attention
@@ -8,6 +9,7 @@ is scaled_dot_product_attention with the backend PyTorch chooses. Prints the med
 after the first two; those compile.
 """
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -16,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-threads, batch, seq, layers, heads, channels, vocab, steps = (int(a) for a in sys.argv[1:9])
-device = sys.argv[9] if len(sys.argv) > 9 else "cpu"
-precision = sys.argv[10] if len(sys.argv) > 10 else "fp32"
+names = "THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS"
+threads, batch, seq, layers, heads, channels, vocab, steps = (int(os.environ[n]) for n in names.split())
+device = os.environ.get("DEVICE", "cpu")
+precision = os.environ.get("PRECISION", "fp32")
 on_gpu = device == "cuda"
 if precision not in (("fp32", "tf32", "bf16") if on_gpu else ("fp32",)):
     sys.exit(f"torch_peer.py: no {precision} on {device}")

@@ -76,8 +76,8 @@ static int train(dtrain_world *world, void *user)
 
         for (int k = 0; k < OUT * IN; k++) weight[k] -= 0.2f * weight_grad[k];
         for (int o = 0; o < OUT; o++) bias[o] -= 0.2f * bias_grad[o];
-        CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_F32, DTRAIN_MEAN,
-                                NULL));
+        CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_DTYPE_F32,
+                                DTRAIN_REDUCE_MEAN, NULL));
         if (dtrain_world_rank(world) == 0 && (step + 1) % 40 == 0)
             printf("step %3d  loss %.4f\n", step + 1, loss);
     }

@@ -111,9 +111,9 @@ static void declare(dtrain_param *params, const data *d)
 
 static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, dtrain_tensor *x)
 {
-    x = dtrain_linear(t, x, &p[W1], &p[B1], DTRAIN_ACT_RELU); /* (rows, HIDDEN) */
-    x = dtrain_linear(t, x, &p[W2], &p[B2], DTRAIN_ACT_RELU);
-    return dtrain_linear(t, x, &p[W3], &p[B3], DTRAIN_ACT_NONE); /* (rows, classes) */
+    x = dtrain_linear(t, x, &p[W1], &p[B1], DTRAIN_ACTIVATION_RELU); /* (rows, HIDDEN) */
+    x = dtrain_linear(t, x, &p[W2], &p[B2], DTRAIN_ACTIVATION_RELU);
+    return dtrain_linear(t, x, &p[W3], &p[B3], DTRAIN_ACTIVATION_NONE); /* (rows, classes) */
 }
 
 /* ---- training ---- */
@@ -142,8 +142,8 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
 {
     job *j = user;
     int64_t shape[2] = {j->batch, j->d->width};
-    dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_F32, 2, shape, j->x, false);
-    dtrain_tensor *labels = dtrain_tape_input(t, DTRAIN_I32, 1, shape, j->labels, false);
+    dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, j->x, false);
+    dtrain_tensor *labels = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, j->labels, false);
     return dtrain_cross_entropy(t, forward(t, j->params, x), labels);
 }
 
@@ -157,7 +157,7 @@ static dtrain_result accuracy(dtrain_tape *t, job *j, double *share)
         logits ? dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0) : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK) {
         const float *held_out = j->d->features + j->d->train_count * j->d->width;
-        dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_F32, 2, shape, held_out, false);
+        dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, held_out, false);
         result = dtrain_tensor_read(t, forward(t, j->params, x), logits);
     }
     for (int64_t r = 0; r < rows && result == DTRAIN_OK; r++) {

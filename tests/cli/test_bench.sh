@@ -1,47 +1,82 @@
 #!/bin/sh
 # The benchmarks run, check their own results and print what they say they print; no timing is judged.
+# Every program makes its table and its JSON lines in one run, so that one line can be compared with the other.
 # Those of GPUs run on the emulated device, where it was built.
 build=${BUILD:-build}
+folder=$(mktemp -d) || exit 1
+trap 'rm -rf "$folder"' EXIT
+log=$folder/log.jsonl
 passed=0 failed=0
-check() { # check NAME PATTERN COMMAND...
-    name=$1 pattern=$2; shift 2
-    output=$(timeout 300 "$@" 2>&1)
-    if [ $? -eq 0 ] && echo "$output" | grep -q -E -- "$pattern"; then passed=$((passed + 1)); echo "  ok   $name"
-    else failed=$((failed + 1)); echo "  FAIL $name: $*"; echo "$output" | tail -n 15; fi
+verdict() { # verdict STATUS NAME TEXT
+    if [ "$1" -eq 0 ]; then passed=$((passed + 1)); echo "  ok   $2"
+    else failed=$((failed + 1)); echo "  FAIL $2: $3"; tail -n 15 "$folder/out"; fi
 }
-check "bench_gemm" "geometric mean" "$build/bench/bench_gemm" --quick
-check "bench_gemm --json" '^\{.*"gflops"' "$build/bench/bench_gemm" --quick --json
-small="--ranks 2 --sizes 4K,1M --rounds 1 --reps 2 --seconds 0.002"
-check "bench_collectives" "all-reduce" "$build/bench/bench_collectives" $small
-check "bench_collectives --json" '^\{.*"busbw' "$build/bench/bench_collectives" $small --json
-tiny="--program $build/train_gpt --model tiny --layers 1 --channels 32 --batch 4 --steps 60 --rounds 1"
-check "bench_train" "tokens/s" "$build/bench/bench_train" $tiny
-check "bench_train --json" '^\{.*"tokens_per_second"' "$build/bench/bench_train" $tiny --json
-few="--program $build/train_gpt --models tiny --ranks 2,4 --steps 5"
-check "bench_strategies" "ranks: bf16 gives" "$build/bench/bench_strategies" $few --flags "--layers 2 --batch 1"
-check "bench_strategies --json" '^\{.*"HYBRID_SHARD, 2".*"correct": true' "$build/bench/bench_strategies" $few --json
-small="--program $build/train_gpt --model tiny --nodes 2 --gbps 10,100 --latency 5 --reps 1 --steps 12 --rounds 1 --train-models tiny"
-trainer="--layers 1 --channels 32 --seq 16 --batch 2"
-check "bench_comm" "target: no collective copies .* met" "$build/bench/bench_comm" $small --parts copies,links,overlap --svg "$build/bench/comm.svg"
-check "bench_comm draws" "</svg>" cat "$build/bench/comm.svg"
-check "bench_comm --json" '^\{.*"hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' "$build/bench/bench_comm" $small --parts links --node-ranks 2 --shrink 2 --json
-check "bench_comm, training" '^PowerSGD, rank 4 .* %' "$build/bench/bench_comm" $small --parts train,loss --flags "$trainer"
-few="--program $build/train_gpt --model tiny --ranks 1,2 --batch-sizes 2 --steps 5 --rounds 1 --many 12"
-check "bench_scaling" "12 +full_shard .* same +yes" "$build/bench/bench_scaling" $few --flags "$trainer"
-check "bench_scaling --json" '^\{.*"full_shard".*"ranks": 2.*"correct": true' "$build/bench/bench_scaling" $few --flags "$trainer" --json
-check "bench_links" "4 nodes, 2 Gb/s" "$build/bench/bench_links" --quick --nodes 2,4 --gbit 2 --sizes 1 --reps 2
-check "bench_links --json" '^\{.*"emulated_s": 0' "$build/bench/bench_links" --quick --json --nodes 3 --gbit 2 --sizes 1 --reps 2
-check "bench_kernels" "attention_backward .* yes" "$build/bench/bench_kernels" --quick
-check "bench_sparse" "topk .* velocity .* yes" "$build/bench/bench_sparse" --quick
-check "bench_sparse --json" '^\{.*"kernel": "orthogonalize".*"correct": true' "$build/bench/bench_sparse" --quick --json
+# check NAME PATTERN LINE COMMAND...: it ends well; a line of its table matches PATTERN and a JSON line matches LINE; every JSON
+# line is an object that is not wrong, at least one was checked, and there is one for each row of the table.
+check() {
+    name=$1 pattern=$2 line=$3; shift 3
+    rm -f "$log"
+    timeout 300 "$@" --log "$log" >"$folder/out" 2>&1
+    verdict $? "$name" "$*"
+    grep -q -E -- "$pattern" "$folder/out"; verdict $? "$name, table" "no line matches $pattern"
+    grep -q -E -- "$line" "$log"; verdict $? "$name, JSON" "no line matches $line"
+    awk '!/^\{"bench": "[a-z_]+", .*, "correct": (true|null)\}$/ { bad = 1 } /"correct": true/ { right = 1 }
+         END { exit bad || !right }' "$log"
+    verdict $? "$name, lines" "$(grep -v '"correct": \(true\|null\)}$' "$log" | head -n 1)"
+    rows=$(grep -c -E ' (yes|NO|-) *$' "$folder/out") lines=$(wc -l <"$log")
+    [ "$rows" -eq "$lines" ]; verdict $? "$name, rows" "$rows rows, $lines JSON lines"
+}
+refuse() { # refuse NAME PATTERN COMMAND...: exit code 2 and a sentence that matches
+    name=$1 pattern=$2; shift 2
+    "$@" >"$folder/out" 2>&1
+    [ $? -eq 2 ] && grep -q -E -- "$pattern" "$folder/out"; verdict $? "$name" "$*"
+}
+bench=$build/bench
+trainer="--program $build/train_gpt"
+small="--layers 1 --channels 32 --seq 16 --batch 2"
+check "bench_gemm" "^NT 64 x 64 x 64 .* yes" '"shape": "NT 768 x 384 x 128".*"GFLOP/s_max"' "$bench/bench_gemm" --quick
+check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick
+check "bench_links" "4 nodes, 2 Gb/s" '"nodes": 3, .*"emulated_ms": [0-9]' "$bench/bench_links" --quick --nodes 3,4
+check "bench_sparse" "^topk .* velocity .* yes" '"kernel": "orthogonalize".*"of_gemm": [0-9]' "$bench/bench_sparse" --quick
+check "bench_kernels" "^attention_backward .* yes" '"kernel": "topk"' "$bench/bench_kernels" --quick
+check "bench_train" "^1 rank x 1 thread .* yes" '"of": "1 rank x [0-9]+ threads? over echo' "$bench/bench_train" $trainer --quick \
+    --peer 'echo=echo tokens_per_second ${CHANNELS}000'
+check "bench_strategies" "ranks: bf16 gives" '"strategy": "HYBRID_SHARD, 2"' "$bench/bench_strategies" $trainer --quick \
+    --flags "--layers 2 --batch 1"
+check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_shard", "ranks": 2' "$bench/bench_scaling" $trainer --quick \
+    --flags "$small"
+check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \
+    "$bench/bench_comm" $trainer --quick --shrink 2 --svg "$folder/comm.svg"
+grep -q "^</svg>" "$folder/comm.svg" && [ "$(grep -c '<polyline' "$folder/comm.svg")" -eq 5 ]
+verdict $? "bench_comm draws five curves" "$(tail -n 1 "$folder/comm.svg")"
 if [ -x "$build/emu/bench_kernels" ]; then
-    check "bench_kernels, emulated GPU" "attention_backward .* yes" "$build/emu/bench_kernels" --quick
-    check "bench_kernels, emulated GPU, --json" '^\{.*"kernel": "topk".*"correct": true' "$build/emu/bench_kernels" --quick --json
-    tiny="--device cuda --program $build/emu/train_gpt --model tiny --layers 1 --heads 2 --channels 32 --seq 16 --batch 2 --steps 20 --rounds 1 --gemm 64"
+    check "bench_kernels, emulated GPU" "^attention_backward .* yes" '"kernel": "topk"' "$build/emu/bench_kernels" --quick
     for precision in fp32 bf16; do
-        check "bench_train, emulated GPU, $precision" "1 GPU, $precision .* yes" "$build/emu/bench_train" $tiny --precision $precision --flags "--lr 1e-2"
+        check "bench_train, emulated GPU, $precision" "^1 GPU, $precision .* yes" "\"precision\": \"$precision\"" \
+            "$build/emu/bench_train" --quick --device cuda --program "$build/emu/train_gpt" --heads 2 --seq 16 --batch 2 \
+            --steps 20 --precision $precision --flags "--lr 1e-2"
     done
 else echo "  skip GPU benchmarks: no emulated GPU"; skipped=1; fi
+for program in gemm collectives links sparse kernels train strategies scaling comm; do
+    refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
+done
+refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$folder"
+refuse "record.sh refuses what it does not know" '"gem" is none of' sh bench/record.sh --out "$folder" gem
+refuse "a wrong list of sizes" 'it takes at most' "$bench/bench_collectives" --sizes 4K,x
+refuse "a log that cannot be written" 'cannot be written' "$bench/bench_gemm" --quick --log "$folder/none/log"
+"$bench/bench_gemm" --quick --json 2>/dev/null | grep -v '^{"bench": "gemm' >"$folder/out"
+[ ! -s "$folder/out" ]; verdict $? "--json prints nothing but objects" "others, too"
+# A record has the machine, the commit and each command, and the results behind it.
+BUILD=$build sh bench/record.sh --quick --machine here --out "$folder/here" gemm sparse >"$folder/out" 2>&1
+verdict $? "record.sh --quick" "exit code"
+head -n 1 "$folder/here/gemm.jsonl" | grep -q '^{"bench": "machine", "machine": "here", "cpu": "..*"commit": "..*"compiler": "..*}$' &&
+    [ "$(grep -c '^{"bench": "command"' "$folder/here/gemm.jsonl")" -eq 3 ] && grep -q '^{"bench": "sparse"' "$folder/here/sparse.jsonl" &&
+    grep -q "^\$ $bench/bench_gemm --quick" "$folder/here/gemm.txt" && grep -q "^NT 64 x 64 x 64 .* yes" "$folder/here/gemm.txt"
+verdict $? "record.sh writes tables and JSON lines" "see $folder/here"
+sh bench/check_figures.sh >"$folder/out"; verdict $? "figures of bench/README.md are recorded" "bench/check_figures.sh"
+sed 's/| 0.99 |/| 0.98765 |/' bench/README.md >"$folder/README.md" && ln -s "$PWD/bench/results" "$folder/results" &&
+    ! sh bench/check_figures.sh "$folder/README.md" >"$folder/out" && grep -q '0.98765 is not in' "$folder/out"
+verdict $? "a figure that is not recorded is found" "bench/check_figures.sh"
 [ -z "$skipped" ] || { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; exit; }
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

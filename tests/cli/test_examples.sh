@@ -122,7 +122,7 @@ result "the emulated cluster is in the table" $? "$tmp/out"
 good "an emulated cluster's nodes" "HYBRID_SHARD: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
 good "--comm local" "validation loss" $gpt --comm local
 good "strategy, memory and bytes are shown" "FULL_SHARD: 2 shards x 2 replicas|HYBRID_SHARD: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
-good "auto says why" "auto +DTRAIN_ZERO1: .* MiB a rank" $gpt --strategy auto
+good "auto says why" "auto +DTRAIN_STRATEGY_ZERO1: .* MiB a rank" $gpt --strategy auto
 good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2
 good "low precision on the wire" "validation loss" $gpt --strategy full_shard --param-dtype bf16 --reduce-dtype bf16 --precision bf16
 good "fp16 with loss scaling" "validation loss" $gpt --precision fp16 --strategy zero1
@@ -200,7 +200,7 @@ bad "compression and loss scaling" "bf16" $gpt $topk --precision fp16
 bad "PowerSGD node by node" "whole matrices" $gpt --compression powersgd --hierarchical
 bad "PowerSGD as bf16" "fp32" $gpt --compression powersgd --reduce-dtype bf16
 bad "momentum without a residual" "topk_momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
-bad "compression of every micro-batch" "DTRAIN_ACCUMULATE_LAST" $gpt $topk --accum 2 --accum-mode every
+bad "compression of every micro-batch" "DTRAIN_ACCUMULATION_LAST" $gpt $topk --accum 2 --accum-mode every
 bad "nodes for a strategy of owners" "ZERO3" $gpt --strategy zero3 --hierarchical
 for text in 2x 2x2:10 2x2:10:5us 0x2:10:5 200x200:10:5 9999999999x9999999999:1:1; do
     bad "--emulate $text" "--emulate" $gpt --emulate $text

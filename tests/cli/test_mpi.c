@@ -64,7 +64,7 @@ static int rank_window(dtrain_world *world, void *user)
         for (i = 0; i < BUCKETS * count; i++) data[i] = (float)((i + (size_t)rank) % 1000);
         for (b = 0; b < BUCKETS; b++)
             RANKS_TRY(dtrain_all_reduce(comm, data + (size_t)b * count, data + (size_t)b * count,
-                                        count, DTRAIN_F32, DTRAIN_SUM, &works[b]));
+                                        count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &works[b]));
         make_order(order, BUCKETS, step % 3, rank);
         for (b = 0; b < BUCKETS; b++) RANKS_TRY(dtrain_work_wait(works[order[b]]));
         for (i = 0; i < BUCKETS * count; i++) {
@@ -85,7 +85,7 @@ static int rank_books(dtrain_world *world, void *user)
     const int n = dtrain_world_size(world);
     dtrain_comm_info was, now;
     desk d;
-    call c = make_call(DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 6000, 3);
+    call c = make_call(DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 6000, 3);
     (void)user;
     if (open_desk(&d, world, 6000 * 4)) return 1;
     dtrain_comm_query(d.comm, &was);
@@ -169,11 +169,14 @@ static int rank_huge(dtrain_world *world, void *user)
     data = (int64_t *)memory;
     for (step = 0; step < 3; step++) {
         for (i = 0; i < count; i++) data[i] = (int64_t)i * 3 + rank;
-        if (step == 0) RANKS_TRY(dtrain_broadcast(comm, data, count, DTRAIN_I64, 1, NULL));
+        if (step == 0) RANKS_TRY(dtrain_broadcast(comm, data, count, DTRAIN_DTYPE_I64, 1, NULL));
         if (step == 1)
-            RANKS_TRY(dtrain_all_reduce(comm, data, data, count, DTRAIN_I64, DTRAIN_SUM, NULL));
-        if (step == 2 && rank == 0) RANKS_TRY(dtrain_send(comm, data, count, DTRAIN_I64, 1, NULL));
-        if (step == 2 && rank == 1) RANKS_TRY(dtrain_recv(comm, data, count, DTRAIN_I64, 0, NULL));
+            RANKS_TRY(dtrain_all_reduce(comm, data, data, count, DTRAIN_DTYPE_I64,
+                                        DTRAIN_REDUCE_SUM, NULL));
+        if (step == 2 && rank == 0)
+            RANKS_TRY(dtrain_send(comm, data, count, DTRAIN_DTYPE_I64, 1, NULL));
+        if (step == 2 && rank == 1)
+            RANKS_TRY(dtrain_recv(comm, data, count, DTRAIN_DTYPE_I64, 0, NULL));
         for (i = 0; i < count; i++) {
             int64_t wanted = (int64_t)i * 3 + (step == 0 ? 1 : step == 2 && rank < 2 ? 0 : rank);
             if (step == 1) wanted = (int64_t)i * 3 * n + n * (n - 1) / 2;
@@ -226,21 +229,23 @@ static int rank_mismatch(dtrain_world *world, void *user)
     dtrain_result got = DTRAIN_OK;
     int i;
     for (i = 0; i < 3; i++)
-        RANKS_TRY(dtrain_all_reduce(comm, a, b, 1000, DTRAIN_F32, DTRAIN_SUM, NULL));
+        RANKS_TRY(dtrain_all_reduce(comm, a, b, 1000, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     if (which < 4)
         got = dtrain_all_reduce(comm, a, b, (which == 1 ? 90000u : 100u) + (odd && which < 2),
-                                odd && which == 2 ? DTRAIN_I32 : DTRAIN_F32,
-                                odd && which == 3 ? DTRAIN_MAX : DTRAIN_SUM, NULL);
-    else if (which == 4) got = dtrain_broadcast(comm, a, 100, DTRAIN_F32, odd, NULL);
+                                odd && which == 2 ? DTRAIN_DTYPE_I32 : DTRAIN_DTYPE_F32,
+                                odd && which == 3 ? DTRAIN_REDUCE_MAX : DTRAIN_REDUCE_SUM, NULL);
+    else if (which == 4) got = dtrain_broadcast(comm, a, 100, DTRAIN_DTYPE_F32, odd, NULL);
     else if (which == 5 && odd) got = dtrain_barrier(comm);
-    else if (which == 5) got = dtrain_all_reduce(comm, a, b, 100, DTRAIN_F32, DTRAIN_SUM, NULL);
-    else if (which == 6 && odd) got = dtrain_all_to_all(comm, a, b, 9000, DTRAIN_F32, NULL);
-    else if (which == 6) got = dtrain_all_gather(comm, a, b, 9000, DTRAIN_F32, NULL);
+    else if (which == 5)
+        got = dtrain_all_reduce(comm, a, b, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
+    else if (which == 6 && odd) got = dtrain_all_to_all(comm, a, b, 9000, DTRAIN_DTYPE_F32, NULL);
+    else if (which == 6) got = dtrain_all_gather(comm, a, b, 9000, DTRAIN_DTYPE_F32, NULL);
     else {
         const size_t count = which == 7 ? 50 : 5000;
         if (rank == 1)
-            got = dtrain_send(comm, a, count, which == 7 ? DTRAIN_F32 : DTRAIN_I32, 2, NULL);
-        if (rank == 2) got = dtrain_recv(comm, b, count + (which == 7), DTRAIN_F32, 1, NULL);
+            got = dtrain_send(comm, a, count, which == 7 ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_I32, 2,
+                              NULL);
+        if (rank == 2) got = dtrain_recv(comm, b, count + (which == 7), DTRAIN_DTYPE_F32, 1, NULL);
         if (got == DTRAIN_OK) got = dtrain_barrier(comm);
     }
     if (got != DTRAIN_OK) { /* it stays failed */
@@ -262,7 +267,8 @@ static int rank_death(dtrain_world *world, void *user)
     (void)user;
     signal(SIGUSR1, SIG_IGN); /* Hydra's way of saying that a rank has died */
     for (i = 0; i < 20 && got == DTRAIN_OK; i++) {
-        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_F32, DTRAIN_SUM, &work[0]);
+        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                &work[0]);
         if (got == DTRAIN_OK && i == 3 && dtrain_world_rank(world) == 1) kill(getpid(), SIGKILL);
         if (got == DTRAIN_OK) got = dtrain_work_wait(work[0]);
     }
@@ -278,7 +284,7 @@ static int rank_stuck(dtrain_world *world, void *user)
     dtrain_result got = dtrain_barrier(comm);
     if (got == DTRAIN_OK && dtrain_world_rank(world) == 1) ranks_sleep_us(4000000);
     if (got == DTRAIN_OK)
-        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_F32, DTRAIN_SUM, NULL);
+        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
     if (got == DTRAIN_OK) got = dtrain_barrier(comm);
     return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (its last was #1)");
 }
@@ -293,7 +299,8 @@ static int rank_asleep(dtrain_world *world, void *user)
     (void)user;
     dtrain_result got = dtrain_barrier(comm);
     if (got == DTRAIN_OK)
-        got = dtrain_all_reduce(comm, data, data, count, DTRAIN_F32, DTRAIN_SUM, &work);
+        got =
+            dtrain_all_reduce(comm, data, data, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work);
     if (got == DTRAIN_OK && dtrain_world_rank(world) == 1) ranks_sleep_us(4000000);
     if (got == DTRAIN_OK) got = dtrain_work_wait(work);
     return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (stuck in #2);");
@@ -315,7 +322,7 @@ static int rank_argument(dtrain_world *world, void *user)
     float x = 0;
     const bool odd = dtrain_world_rank(world) == 1;
     const dtrain_result got =
-        dtrain_broadcast(dtrain_world_comm(world), &x, 1, DTRAIN_F32, odd ? 99 : 0, NULL);
+        dtrain_broadcast(dtrain_world_comm(world), &x, 1, DTRAIN_DTYPE_F32, odd ? 99 : 0, NULL);
     (void)user;
     if (got == DTRAIN_OK) /* others may have had all they need: the next one fails */
         return judge(world, dtrain_barrier(dtrain_world_comm(world)), DTRAIN_ERROR_PEER,
@@ -334,9 +341,9 @@ static int rank_hurry(dtrain_world *world, void *user)
     (void)user;
     memset(data, 0, sizeof data);
     for (i = 1; i < n; i++) {
-        if (rank == 0) RANKS_TRY(dtrain_send(comm, data, 900, DTRAIN_F32, i, NULL));
+        if (rank == 0) RANKS_TRY(dtrain_send(comm, data, 900, DTRAIN_DTYPE_F32, i, NULL));
         if (rank == i) ranks_sleep_us(i * 100000);
-        if (rank == i) RANKS_TRY(dtrain_recv(comm, data, 900, DTRAIN_F32, 0, NULL));
+        if (rank == i) RANKS_TRY(dtrain_recv(comm, data, 900, DTRAIN_DTYPE_F32, 0, NULL));
     }
     return 0;
 }

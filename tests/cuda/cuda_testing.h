@@ -117,22 +117,24 @@ static inline const char *gpu_missing(void)
 
 static inline double gpu_get(const void *x, int64_t i, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_BF16) return (double)dtrain_bf16_to_f32(((const uint16_t *)x)[i]);
-    if (dtype == DTRAIN_F16) return (double)dtrain_f16_to_f32(((const uint16_t *)x)[i]);
+    if (dtype == DTRAIN_DTYPE_BF16) return (double)dtrain_bf16_to_f32(((const uint16_t *)x)[i]);
+    if (dtype == DTRAIN_DTYPE_F16) return (double)dtrain_f16_to_f32(((const uint16_t *)x)[i]);
     return (double)((const float *)x)[i];
 }
 
 static inline void gpu_set(void *x, int64_t i, dtrain_dtype dtype, float value)
 {
-    if (dtype == DTRAIN_BF16) ((uint16_t *)x)[i] = dtrain_f32_to_bf16(value);
-    else if (dtype == DTRAIN_F16) ((uint16_t *)x)[i] = dtrain_f32_to_f16(value);
+    if (dtype == DTRAIN_DTYPE_BF16) ((uint16_t *)x)[i] = dtrain_f32_to_bf16(value);
+    else if (dtype == DTRAIN_DTYPE_F16) ((uint16_t *)x)[i] = dtrain_f32_to_f16(value);
     else ((float *)x)[i] = value;
 }
 
 /* Half of the distance to the next number, relatively. */
 static inline double gpu_rounding(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_BF16 ? 1.0 / 256 : dtype == DTRAIN_F16 ? 1.0 / 2048 : 1.0 / 16777216;
+    return dtype == DTRAIN_DTYPE_BF16  ? 1.0 / 256
+           : dtype == DTRAIN_DTYPE_F16 ? 1.0 / 2048
+                                       : 1.0 / 16777216;
 }
 
 /* Normal numbers in host memory, the same for the same stream. */
@@ -151,7 +153,7 @@ static inline bool gpu_near(const char *what, const void *got, const double *wan
     for (int64_t i = 0; i < count; i++) {
         const double x = gpu_get(got, i, dtype);
         const double error = gpu_rounding(dtype) * fabs(want[i]) + tolerance * (1 + fabs(want[i]));
-        if (fabs(x - want[i]) <= error + (dtype == DTRAIN_F16 ? 6e-8 : 0)) continue;
+        if (fabs(x - want[i]) <= error + (dtype == DTRAIN_DTYPE_F16 ? 6e-8 : 0)) continue;
         CHECK_MSG(0, "%s: element %lld of %lld (%s) is %.9g, expected %.9g", what, (long long)i,
                   (long long)count, dtrain_dtype_name(dtype), x, want[i]);
         return false;

@@ -6,7 +6,7 @@
 #include "dtrain.h"
 #include "cuda_testing.h"
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 
 static bool says(const char *words) { return strstr(dtrain_last_error(), words) != NULL; }
 #define CHECK_SAYS(words) CHECK_MSG(says(words), "\"%s\" is not in: %s", words, dtrain_last_error())
@@ -190,9 +190,9 @@ static bool try_problem(const problem *x, size_t shift)
     const dtrain_attention_backward_args backward = backward_args(x, shift);
     bool good = CHECK_MSG(gpu->ops->attention(gpu, &forward) == DTRAIN_OK, "%s: %s",
                           describe(x, "forward", shift), dtrain_last_error()) != 0;
-    good =
-        good && check_result(x, "lse", forward.lse, x->want_lse, x->tokens * x->s.heads, DTRAIN_F32,
-                             shift, 2e-6 + (x->input > gpu_rounding(x->dtype) ? x->input : 0));
+    good = good && check_result(x, "lse", forward.lse, x->want_lse, x->tokens * x->s.heads,
+                                DTRAIN_DTYPE_F32, shift,
+                                2e-6 + (x->input > gpu_rounding(x->dtype) ? x->input : 0));
     good = good && check_result(x, "y", forward.y, x->want_y, count, x->dtype, shift, tolerance);
     good = good && CHECK_MSG(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_OK, "%s: %s",
                              describe(x, "backward", shift), dtrain_last_error()) != 0;
@@ -266,11 +266,12 @@ static void test_large_scores(void)
     gpu_open();
     for (int causal = 0; causal < 2; causal++) {
         const shape s = {1, 40, 2, 32};
-        problem x = make_problem(s, causal != 0, DTRAIN_F32, 6);
+        problem x = make_problem(s, causal != 0, DTRAIN_DTYPE_F32, 6);
         dtrain_attention_args args = forward_args(&x, 0);
         CHECK(gpu->ops->attention(gpu, &args) == DTRAIN_OK);
-        check_result(&x, "lse", args.lse, x.want_lse, x.tokens * s.heads, DTRAIN_F32, 0, 1e-5);
-        check_result(&x, "y", args.y, x.want_y, x.tokens * x.n, DTRAIN_F32, 0, 2e-3);
+        check_result(&x, "lse", args.lse, x.want_lse, x.tokens * s.heads, DTRAIN_DTYPE_F32, 0,
+                     1e-5);
+        check_result(&x, "y", args.y, x.want_y, x.tokens * x.n, DTRAIN_DTYPE_F32, 0, 2e-3);
         drop_problem(&x);
     }
     gpu_close();
@@ -371,7 +372,7 @@ static void test_many_scores(void)
 {
     const shape s = {1, 1030, 9, 1}; /* 4 MiB a head, twice in the backward pass */
     gpu_open();
-    problem x = make_problem(s, true, DTRAIN_F32, 1);
+    problem x = make_problem(s, true, DTRAIN_DTYPE_F32, 1);
     try_problem(&x, 0);
     drop_problem(&x);
 #ifdef DTRAIN_CUDA_EMULATION
@@ -394,9 +395,11 @@ static void test_math(void)
         CHECK(dtrain_device_create(dtrain_cuda_device_ops(), &desc, &gpu) == DTRAIN_OK);
         EACH(i, shapes)
         for (int causal = 0; causal < 2; causal++) {
-            problem x = make_problem(shapes[i], causal != 0, DTRAIN_F32, 1);
+            problem x = make_problem(shapes[i], causal != 0, DTRAIN_DTYPE_F32, 1);
             if (math != DTRAIN_MATH_FP32)
-                x.input = gpu_rounding(math == DTRAIN_MATH_BF16 ? DTRAIN_BF16 : DTRAIN_F16) * 2;
+                x.input =
+                    gpu_rounding(math == DTRAIN_MATH_BF16 ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F16) *
+                    2;
             for (size_t shift = 0; shift < 2; shift++) try_problem(&x, shift);
             drop_problem(&x);
         }
@@ -455,7 +458,7 @@ static void test_errors_and_nothing(void)
     forward.heads = backward.heads = 0;
     CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_ERROR_ARGUMENT);
     CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_ERROR_ARGUMENT);
-    forward.heads = backward.heads = 2, forward.dtype = backward.dtype = DTRAIN_I64;
+    forward.heads = backward.heads = 2, forward.dtype = backward.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_SAYS("i64");
     CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_ERROR_UNSUPPORTED);
@@ -471,7 +474,7 @@ static void test_cost(void)
     gpu_open();
     for (int tiles = 0; tiles < 2; tiles++) {
         dtrain_emulation_counters before, after;
-        problem x = make_problem(s, true, tiles ? DTRAIN_BF16 : DTRAIN_F32, 1);
+        problem x = make_problem(s, true, tiles ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F32, 1);
         try_problem(&x, 0);
         dtrain_attention_args forward = forward_args(&x, 0);
         const dtrain_attention_backward_args backward = backward_args(&x, 0);

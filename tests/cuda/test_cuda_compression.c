@@ -273,7 +273,7 @@ static void compare(const job *a, const job *b, int ranks, double tolerance, con
 /* Ranks of whole parameters have the same gradients to the bit, whatever arithmetic made them. */
 static void compare_ranks(const job *j, int ranks)
 {
-    if (j->how.desc.kind != DTRAIN_DDP) return;
+    if (j->how.desc.kind != DTRAIN_STRATEGY_DDP) return;
     for (int r = 1; r < ranks; r++)
         CHECK_MSG(memcmp(j->out[r].grads, j->out[0].grads, sizeof j->out[0].grads) == 0,
                   "%s: ranks 0 and %d of %d have other gradients", j->how.name, r, ranks);
@@ -318,17 +318,17 @@ static settings plain(const char *name, uint32_t compression)
 static void test_topk(void)
 {
     for (int ranks = 1; ranks <= MOST; ranks++) {
-        settings how = plain("top-k", DTRAIN_TOPK);
+        settings how = plain("top-k", DTRAIN_COMPRESSION_TOPK);
         if (ranks % 2 || ranks_full()) check_settings(how, ranks);
         how.name = "top-k, momentum, micro-batches";
         how.desc.topk_momentum = 0.9f;
         how.micro = 2;
         if (ranks % 2 == 0 || ranks_full()) check_settings(how, ranks);
     }
-    settings how = plain("top-k, no error feedback", DTRAIN_TOPK);
+    settings how = plain("top-k, no error feedback", DTRAIN_COMPRESSION_TOPK);
     how.desc.no_error_feedback = true;
     check_settings(how, 2);
-    how = plain("top-k, from masked to sparse", DTRAIN_TOPK);
+    how = plain("top-k, from masked to sparse", DTRAIN_COMPRESSION_TOPK);
     how.desc.warmup_steps = 2;
     how.desc.warmup_ratio = 0.9f;
     how.desc.topk_ratio = 0.001f;
@@ -338,8 +338,8 @@ static void test_topk(void)
 static void test_balanced(void)
 {
     for (int ranks = 1; ranks <= MOST; ranks++) {
-        settings how = plain("balanced", DTRAIN_TOPK);
-        how.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+        settings how = plain("balanced", DTRAIN_COMPRESSION_TOPK);
+        how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         if (ranks > 1) check_settings(how, ranks);
         how.name = "balanced, momentum, one bucket";
         how.desc.topk_momentum = 0.5f;
@@ -351,24 +351,24 @@ static void test_balanced(void)
 /* Values that travel as 16 bits; what rounding takes stays in the residual. */
 static void test_topk_rounded(void)
 {
-    settings how = plain("top-k as bf16", DTRAIN_TOPK);
-    how.desc.reduce_dtype = DTRAIN_BF16;
+    settings how = plain("top-k as bf16", DTRAIN_COMPRESSION_TOPK);
+    how.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
     how.rounding = 0.01;
     check_settings(how, 2);
     how.name = "balanced as fp16";
-    how.desc.reduce_dtype = DTRAIN_F16;
-    how.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    how.desc.reduce_dtype = DTRAIN_DTYPE_F16;
+    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     check_settings(how, 3);
 }
 
 static void test_powersgd(void)
 {
     for (int ranks = 1; ranks <= MOST; ranks++) {
-        settings how = plain("PowerSGD", DTRAIN_POWERSGD);
+        settings how = plain("PowerSGD", DTRAIN_COMPRESSION_POWERSGD);
         how.tolerance = 1e-4;
         if (ranks == 3) how.name = "PowerSGD, no error feedback", how.desc.no_error_feedback = true;
         check_settings(how, ranks);
-        how = plain("PowerSGD, rank 3, micro-batches", DTRAIN_POWERSGD);
+        how = plain("PowerSGD, rank 3, micro-batches", DTRAIN_COMPRESSION_POWERSGD);
         how.tolerance = 1e-4;
         how.desc.powersgd_rank = 3;
         how.desc.dense_steps = 0;
@@ -379,7 +379,7 @@ static void test_powersgd(void)
 
 static void test_nodes(void)
 {
-    static const uint32_t kinds[] = {DTRAIN_DDP, DTRAIN_ZERO1};
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1};
     for (int size = 1; size <= MOST; size *= 2)
         for (int k = 0; k < 2; k++) {
             settings how = plain("hierarchical", DTRAIN_COMPRESSION_NONE);
@@ -388,17 +388,17 @@ static void test_nodes(void)
             how.desc.node_size = (uint32_t)size;
             check_settings(how, MOST);
             how.name = "hierarchical, bf16 between nodes";
-            how.desc.reduce_dtype = DTRAIN_BF16;
+            how.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
             how.rounding = 0.01;
             if (size == 2) check_settings(how, MOST);
         }
-    settings how = plain("top-k between nodes", DTRAIN_TOPK);
+    settings how = plain("top-k between nodes", DTRAIN_COMPRESSION_TOPK);
     how.desc.hierarchical = true;
     how.desc.node_size = 2;
     check_settings(how, 2);
     check_settings(how, MOST);
     how.name = "balanced between nodes";
-    how.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     how.desc.topk_momentum = 0.9f;
     check_settings(how, MOST);
 }
@@ -406,8 +406,8 @@ static void test_nodes(void)
 /* Overlap changes no bit; buckets change none of top-k, which selects tensor by tensor. */
 static void test_same_bits(void)
 {
-    settings how = plain("buckets", DTRAIN_TOPK);
-    how.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    settings how = plain("buckets", DTRAIN_COMPRESSION_TOPK);
+    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     job first = trained(how, 3, STAGED);
     how.desc.no_overlap = true;
     job late = trained(how, 3, STAGED);
@@ -468,7 +468,7 @@ static int graph_main(dtrain_world *world, void *user)
 }
 static void test_refused(void)
 {
-    for (uint32_t kind = DTRAIN_TOPK; kind <= DTRAIN_POWERSGD; kind++) {
+    for (uint32_t kind = DTRAIN_COMPRESSION_TOPK; kind <= DTRAIN_COMPRESSION_POWERSGD; kind++) {
         settings how = plain("refused", kind);
         dtrain_launch_desc desc = ranks_desc(1, DTRAIN_LAUNCH_PROCESSES);
         set_backend(&desc, STAGED);
@@ -481,9 +481,11 @@ static void test_refused(void)
 /* NCCL runs what was started in its order: ranks of different speed must start everything in one. */
 static void test_slow_nccl(void)
 {
-    static const uint32_t exchanges[] = {DTRAIN_SPARSE_ALL_GATHER, DTRAIN_SPARSE_BALANCED};
+    static const uint32_t exchanges[] = {DTRAIN_SPARSE_EXCHANGE_ALL_GATHER,
+                                         DTRAIN_SPARSE_EXCHANGE_BALANCED};
     for (int e = 0; e < 3; e++) {
-        settings how = plain("slow ranks", e < 2 ? DTRAIN_TOPK : DTRAIN_POWERSGD);
+        settings how =
+            plain("slow ranks", e < 2 ? DTRAIN_COMPRESSION_TOPK : DTRAIN_COMPRESSION_POWERSGD);
         how.desc.hierarchical = e < 2;
         how.desc.node_size = e < 2 ? 2 : 0;
         if (e < 2) how.desc.sparse_exchange = exchanges[e];
@@ -505,8 +507,8 @@ static void test_slow_nccl(void)
 /* Streams that run in another order, or at once: nothing depends on it. */
 static void test_other_orders(void)
 {
-    settings how = plain("other orders", DTRAIN_TOPK);
-    how.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    settings how = plain("other orders", DTRAIN_COMPRESSION_TOPK);
+    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     job first = trained(how, 2, STAGED);
     for (int order = DTRAIN_EMULATION_REVERSE; order <= DTRAIN_EMULATION_SHUFFLED; order++) {
         dtrain_emulation_set_order(order, 5);
@@ -542,11 +544,12 @@ static int fault_main(dtrain_world *world, void *user)
 static void test_no_memory(void)
 {
     int failures = 0, *reached = (int *)ranks_shared(sizeof *reached);
-    for (uint32_t kind = DTRAIN_TOPK; kind <= DTRAIN_POWERSGD; kind++)
+    for (uint32_t kind = DTRAIN_COMPRESSION_TOPK; kind <= DTRAIN_COMPRESSION_POWERSGD; kind++)
         for (int64_t n = 1; n < 40; n++) {
             dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
             fault f = {plain("no memory", kind).desc, n, reached};
-            if (kind == DTRAIN_TOPK) f.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+            if (kind == DTRAIN_COMPRESSION_TOPK)
+                f.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
             set_backend(&desc, STAGED);
             *reached = 0;
             CHECK_MSG(ranks_launch(&desc, fault_main, &f, NULL) == DTRAIN_OK, "%s",

@@ -49,12 +49,13 @@ static void set_at(void *x, dtrain_dtype dtype, int64_t i, double value)
     const int32_t i32 = (int32_t)value;
     const int64_t i64 = (int64_t)value;
     const float f32 = (float)value;
-    const uint16_t half = dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(f32) : dtrain_f32_to_f16(f32);
+    const uint16_t half =
+        dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(f32) : dtrain_f32_to_f16(f32);
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const void *from = dtype == DTRAIN_I32   ? (const void *)&i32
-                       : dtype == DTRAIN_I64 ? (const void *)&i64
-                       : dtype == DTRAIN_F32 ? (const void *)&f32
-                                             : (const void *)&half;
+    const void *from = dtype == DTRAIN_DTYPE_I32   ? (const void *)&i32
+                       : dtype == DTRAIN_DTYPE_I64 ? (const void *)&i64
+                       : dtype == DTRAIN_DTYPE_F32 ? (const void *)&f32
+                                                   : (const void *)&half;
     memcpy((char *)x + (size_t)i * unit, from, unit);
 }
 
@@ -66,10 +67,10 @@ static double get_at(const void *x, dtrain_dtype dtype, int64_t i)
     float f32;
     uint16_t half;
     switch (dtype) {
-    case DTRAIN_I32: memcpy(&i32, at, sizeof i32); return (double)i32;
-    case DTRAIN_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
-    case DTRAIN_F32: memcpy(&f32, at, sizeof f32); return (double)f32;
-    case DTRAIN_BF16: memcpy(&half, at, sizeof half); return (double)dtrain_bf16_to_f32(half);
+    case DTRAIN_DTYPE_I32: memcpy(&i32, at, sizeof i32); return (double)i32;
+    case DTRAIN_DTYPE_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
+    case DTRAIN_DTYPE_F32: memcpy(&f32, at, sizeof f32); return (double)f32;
+    case DTRAIN_DTYPE_BF16: memcpy(&half, at, sizeof half); return (double)dtrain_bf16_to_f32(half);
     default: memcpy(&half, at, sizeof half); return (double)dtrain_f16_to_f32(half);
     }
 }
@@ -79,11 +80,11 @@ static double reduced(int ranks, int64_t i, dtrain_reduce_op op)
     double value = input_at(0, i);
     for (int r = 1; r < ranks; r++) {
         const double x = input_at(r, i);
-        if (op == DTRAIN_SUM || op == DTRAIN_MEAN) value += x;
-        else if (op == DTRAIN_PROD) value *= x;
-        else if (op == DTRAIN_MIN ? x < value : x > value) value = x;
+        if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) value += x;
+        else if (op == DTRAIN_REDUCE_PROD) value *= x;
+        else if (op == DTRAIN_REDUCE_MIN ? x < value : x > value) value = x;
     }
-    return op == DTRAIN_MEAN ? value / ranks : value;
+    return op == DTRAIN_REDUCE_MEAN ? value / ranks : value;
 }
 
 typedef struct buffers {
@@ -129,12 +130,13 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
 {
     const int ranks = dtrain_comm_size(b->comm), rank = dtrain_comm_rank(b->comm), root = ranks - 1;
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool scatter = kind == DTRAIN_REDUCE_SCATTER, gather = kind == DTRAIN_ALL_GATHER;
-    const bool exchange = kind == DTRAIN_ALL_TO_ALL;
+    const bool scatter = kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER,
+               gather = kind == DTRAIN_COLLECTIVE_ALL_GATHER;
+    const bool exchange = kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     const int64_t sent = scatter || exchange ? count * ranks : count;
     const int64_t got = gather || exchange ? count * ranks : count;
     char *send = (char *)b->memory[0][from], *recv = (char *)b->memory[1][to];
-    if ((in_place && !exchange) || kind == DTRAIN_BROADCAST) {
+    if ((in_place && !exchange) || kind == DTRAIN_COLLECTIVE_BROADCAST) {
         if (gather) send = recv + (size_t)(rank * count) * unit;
         else if (scatter) recv = send + (size_t)(rank * count) * unit;
         else recv = send;
@@ -142,31 +144,31 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
     for (int64_t i = 0; i < sent; i++) set_at(b->host, dtype, i, input_at(rank, i));
     RANKS_TRY(move(b, send, b->host, (size_t)sent * unit));
     dtrain_result result = DTRAIN_OK;
-    if (kind == DTRAIN_ALL_REDUCE)
+    if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE)
         result = dtrain_all_reduce(b->comm, send, recv, (size_t)count, dtype, op, NULL);
     if (scatter)
         result = dtrain_reduce_scatter(b->comm, send, recv, (size_t)count, dtype, op, NULL);
     if (gather) result = dtrain_all_gather(b->comm, send, recv, (size_t)count, dtype, NULL);
     if (exchange) result = dtrain_all_to_all(b->comm, send, recv, (size_t)count, dtype, NULL);
-    if (kind == DTRAIN_BROADCAST)
+    if (kind == DTRAIN_COLLECTIVE_BROADCAST)
         result = dtrain_broadcast(b->comm, send, (size_t)count, dtype, root, NULL);
-    if (kind == DTRAIN_REDUCE)
+    if (kind == DTRAIN_COLLECTIVE_REDUCE)
         result = dtrain_reduce(b->comm, send, recv, (size_t)count, dtype, op, root, NULL);
     RANKS_TRY(result);
-    if (kind == DTRAIN_REDUCE && rank != root) return 0;
+    if (kind == DTRAIN_COLLECTIVE_REDUCE && rank != root) return 0;
     RANKS_TRY(move(b, b->host, recv, (size_t)got * unit));
     for (int64_t i = 0; i < got; i++) {
         double want = gather || exchange
                           ? input_at((int)(i / count), (exchange ? rank * count : 0) + i % count)
-                      : kind == DTRAIN_BROADCAST
+                      : kind == DTRAIN_COLLECTIVE_BROADCAST
                           ? input_at(root, i)
                           : reduced(ranks, scatter ? rank * count + i : i, op);
-        if (op == DTRAIN_MEAN && dtype == DTRAIN_BF16)
+        if (op == DTRAIN_REDUCE_MEAN && dtype == DTRAIN_DTYPE_BF16)
             want = (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)want));
-        if (op == DTRAIN_MEAN && dtype == DTRAIN_F16)
+        if (op == DTRAIN_REDUCE_MEAN && dtype == DTRAIN_DTYPE_F16)
             want = (double)dtrain_f16_to_f32(dtrain_f32_to_f16((float)want));
         const double found = get_at(b->host, dtype, i);
-        if (fabs(found - want) <= (op == DTRAIN_MEAN ? 1e-7 : 0)) continue;
+        if (fabs(found - want) <= (op == DTRAIN_REDUCE_MEAN ? 1e-7 : 0)) continue;
         CHECK_MSG(0, "kind %u %s op %d count %lld places %d %d in place %d: [%lld] is %g, not %g",
                   kind, dtrain_dtype_name(dtype), (int)op, (long long)count, from, to, in_place,
                   (long long)i, found, want);
@@ -178,18 +180,20 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
 
 static int collectives_main(dtrain_world *world, void *user)
 {
-    static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16, DTRAIN_I32,
-                                          DTRAIN_I64};
+    static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16,
+                                          DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64};
     static const int64_t counts[] = {1, 7, 1000, MOST};
     buffers b;
     int failed = buffers_open(&b, world), turn = 0;
     (void)user;
-    for (uint32_t kind = DTRAIN_ALL_REDUCE; kind <= DTRAIN_ALL_TO_ALL && !failed; kind++) {
-        if (kind > DTRAIN_REDUCE && kind < DTRAIN_ALL_TO_ALL) continue; /* no data, or for pairs */
+    for (uint32_t kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
+         kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL && !failed; kind++) {
+        if (kind > DTRAIN_COLLECTIVE_REDUCE && kind < DTRAIN_COLLECTIVE_ALL_TO_ALL)
+            continue; /* no data, or for pairs */
         for (int d = 0; d < 5 && !failed; d++)
-            for (int op = DTRAIN_SUM; op <= DTRAIN_PROD && !failed; op++) {
-                const bool whole = dtypes[d] == DTRAIN_I32 || dtypes[d] == DTRAIN_I64;
-                if (op == DTRAIN_MEAN && whole) continue;
+            for (int op = DTRAIN_REDUCE_SUM; op <= DTRAIN_REDUCE_PROD && !failed; op++) {
+                const bool whole = dtypes[d] == DTRAIN_DTYPE_I32 || dtypes[d] == DTRAIN_DTYPE_I64;
+                if (op == DTRAIN_REDUCE_MEAN && whole) continue;
                 for (int c = 0; c < 4 && !failed; c++, turn++) /* all combinations in turn */
                     failed = try_collective(&b, kind, dtypes[d], (dtrain_reduce_op)op, counts[c],
                                             turn % 3, turn / 3 % 3, turn % 2 == 1);
@@ -227,16 +231,17 @@ static int async_main(dtrain_world *world, void *user)
             x[i] = (float *)memory;
             /* written by a kernel that is still queued when the collective starts */
             dtrain_axpby_args fill = {COUNT, false, (float)(i + rank), 0, NULL,
-                                      x[i],  false, DTRAIN_F32};
+                                      x[i],  false, DTRAIN_DTYPE_F32};
             RANKS_TRY(device->ops->axpby(device, &fill));
-            RANKS_TRY(dtrain_all_reduce(comm, x[i], x[i], COUNT, DTRAIN_F32, DTRAIN_SUM, &work[i]));
+            RANKS_TRY(dtrain_all_reduce(comm, x[i], x[i], COUNT, DTRAIN_DTYPE_F32,
+                                        DTRAIN_REDUCE_SUM, &work[i]));
         }
         for (int i = FLIGHTS - 1; i >= 0; i--) {
             bool done;
             RANKS_TRY(dtrain_work_test(work[i], &done));
             RANKS_TRY(dtrain_work_wait(work[i]));
             /* read by a kernel that must come after the copy back */
-            dtrain_axpby_args twice = {COUNT, false, 2, 0, x[i], x[i], false, DTRAIN_F32};
+            dtrain_axpby_args twice = {COUNT, false, 2, 0, x[i], x[i], false, DTRAIN_DTYPE_F32};
             RANKS_TRY(device->ops->axpby(device, &twice));
         }
         for (int i = 0; i < FLIGHTS; i++) {
@@ -275,14 +280,14 @@ static int exchange_main(dtrain_world *world, void *user)
         for (int pair = 0; pair < 2; pair++) {
             float *send = (float *)memory[2 * pair];
             RANKS_TRY(dtrain_device_copy(device, send, host, (size_t)all * sizeof *host));
-            dtrain_axpby_args twice = {all, false, 2, 0, send, send, false, DTRAIN_F32};
+            dtrain_axpby_args twice = {all, false, 2, 0, send, send, false, DTRAIN_DTYPE_F32};
             RANKS_TRY(device->ops->axpby(device, &twice));
-            RANKS_TRY(dtrain_all_to_all(comm, send, memory[2 * pair + 1], (size_t)count, DTRAIN_F32,
-                                        &work[pair]));
+            RANKS_TRY(dtrain_all_to_all(comm, send, memory[2 * pair + 1], (size_t)count,
+                                        DTRAIN_DTYPE_F32, &work[pair]));
         }
         for (int pair = 1; pair >= 0; pair--) {
             float *recv = (float *)memory[2 * pair + 1];
-            dtrain_axpby_args half = {all, false, 0.5f, 0, recv, recv, false, DTRAIN_F32};
+            dtrain_axpby_args half = {all, false, 0.5f, 0, recv, recv, false, DTRAIN_DTYPE_F32};
             RANKS_TRY(dtrain_work_wait(work[pair]));
             RANKS_TRY(device->ops->axpby(device, &half));
             RANKS_TRY(dtrain_device_copy(device, host, recv, (size_t)all * sizeof *host));
@@ -322,15 +327,15 @@ static int pairs_main(dtrain_world *world, void *user)
     RANKS_TRY(device->ops->alloc(device, sizeof host, &in));
     for (int i = 0; i < 100; i++) host[i] = (float)(rank * 100 + i);
     RANKS_TRY(device->ops->copy(device, out, host, sizeof host, DTRAIN_COPY_HOST_TO_DEVICE));
-    RANKS_TRY(dtrain_send(comm, out, 100, DTRAIN_F32, (rank + 1) % ranks, &sent));
-    RANKS_TRY(dtrain_recv(comm, in, 100, DTRAIN_F32, (rank + ranks - 1) % ranks, &received));
+    RANKS_TRY(dtrain_send(comm, out, 100, DTRAIN_DTYPE_F32, (rank + 1) % ranks, &sent));
+    RANKS_TRY(dtrain_recv(comm, in, 100, DTRAIN_DTYPE_F32, (rank + ranks - 1) % ranks, &received));
     RANKS_TRY(dtrain_work_wait(received));
     RANKS_TRY(dtrain_work_wait(sent));
     RANKS_TRY(device->ops->copy(device, host, in, sizeof host, DTRAIN_COPY_DEVICE_TO_HOST));
     CHECK(host[99] == (float)((rank + ranks - 1) % ranks * 100 + 99));
 
     RANKS_TRY(dtrain_comm_split(comm, rank % 2, -rank, &half));
-    RANKS_TRY(dtrain_all_reduce(half, in, in, 100, DTRAIN_F32, DTRAIN_MAX, NULL));
+    RANKS_TRY(dtrain_all_reduce(half, in, in, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL));
     RANKS_TRY(device->ops->copy(device, host, in, sizeof host, DTRAIN_COPY_DEVICE_TO_HOST));
     CHECK(host[0] == (rank % 2 ? 200.0f : 300.0f)); /* 1 has 0's, 3 has 2's; 0 has 3's, 2 has 1's */
     CHECK(dtrain_comm_rank(half) == (rank < 2 ? 1 : 0));
@@ -396,21 +401,22 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     model *m = (model *)user;
     dtrain_param *p = m->params;
     const int64_t shape[2] = {B, T}, rows = B * T;
-    dtrain_tensor *tokens = dtrain_tape_input(t, DTRAIN_I32, 2, shape, m->tokens, false);
-    dtrain_tensor *targets = dtrain_tape_input(t, DTRAIN_I32, 1, &rows, m->targets, false);
+    dtrain_tensor *tokens = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false);
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(t, tokens, &p[0], &p[1]);
     dtrain_tape_unit(t, 1);
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3]);
-    h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACT_NONE);
-    h = dtrain_attention(t, h, T, HEADS, DTRAIN_CAUSAL);
-    h = dtrain_dropout(t, dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACT_NONE), m->dropout);
+    h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
+    h = dtrain_attention(t, h, T, HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = dtrain_dropout(t, dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACTIVATION_NONE), m->dropout);
     h = dtrain_add_layernorm(t, x, h, &p[8], &p[9], &x);
-    h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACT_GELU);
-    h = dtrain_linear(t, h, &p[12], &p[13], DTRAIN_ACT_NONE);
+    h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACTIVATION_GELU);
+    h = dtrain_linear(t, h, &p[12], &p[13], DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 2);
     h = dtrain_add_layernorm(t, x, h, &p[14], &p[15], &x);
-    return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACT_NONE), targets);
+    return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
+                                targets);
 }
 
 /* How a run is made, and what came out of it on rank 0. */
@@ -437,8 +443,8 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_trainer_desc desc;
     dtrain_strategy_desc ddp = dtrain_strategy_defaults();
     dtrain_optimizer_desc optim =
-        how->optimizer == DTRAIN_SGD ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
-    if (how->optimizer == DTRAIN_SGD) optim.momentum = 0.9f;
+        how->optimizer == DTRAIN_OPTIMIZER_SGD ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    if (how->optimizer == DTRAIN_OPTIMIZER_SGD) optim.momentum = 0.9f;
     memset(&m, 0, sizeof m);
     memset(&desc, 0, sizeof desc);
     m.rank = dtrain_world_rank(world);
@@ -455,7 +461,7 @@ static int train_main(dtrain_world *world, void *user)
     desc.tape_flags = how->tape_flags;
     desc.graph = how->graph;
     desc.seed = 7;
-    desc.schedule.lr = how->optimizer == DTRAIN_SGD ? 0.1f : 0.01f;
+    desc.schedule.lr = how->optimizer == DTRAIN_OPTIMIZER_SGD ? 0.1f : 0.01f;
     desc.strategy = strategy;
     desc.optimizer = optimizer;
     desc.next_batch = next_batch;
@@ -534,7 +540,8 @@ static run plain(void)
 /* One rank and several, on the GPU and on the CPU: the same training. */
 static void test_as_on_the_cpu(void)
 {
-    for (uint32_t optimizer = DTRAIN_ADAMW; optimizer <= DTRAIN_SGD; optimizer++)
+    for (uint32_t optimizer = DTRAIN_OPTIMIZER_ADAMW; optimizer <= DTRAIN_OPTIMIZER_SGD;
+         optimizer++)
         for (int ranks = 1; ranks <= 3; ranks += 2) {
             run how = plain();
             how.optimizer = optimizer;
@@ -593,7 +600,7 @@ static void test_graph_is_eager(void)
         how.dropout = variant == 1 ? 0.3f : 0;
         how.accumulation = variant == 2 ? 3 : 1;
         how.tape_flags = variant == 3 ? DTRAIN_TAPE_BF16 : 0;
-        how.optimizer = variant == 2 ? DTRAIN_SGD : DTRAIN_ADAMW;
+        how.optimizer = variant == 2 ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW;
         how.clip = variant == 2 ? 0.2f : 1;
         how.evaluate = variant == 1;
         const run eager = trained(how, 1, DTRAIN_LAUNCH_PROCESSES, false);

@@ -10,13 +10,13 @@ static bool says(const char *words) { return strstr(dtrain_last_error(), words) 
 /* y += 1 on the compute stream: work that takes its time. */
 static dtrain_result add_one(float *y, int64_t count)
 {
-    dtrain_axpby_args args = {count, true, 1, 1, NULL, y, false, DTRAIN_F32};
+    dtrain_axpby_args args = {count, true, 1, 1, NULL, y, false, DTRAIN_DTYPE_F32};
     return gpu->ops->axpby(gpu, &args);
 }
 
 static dtrain_result sum_of(const float *x, int64_t count, float *out)
 {
-    dtrain_sum_args args = {count, false, false, 1, x, NULL, out, DTRAIN_F32};
+    dtrain_sum_args args = {count, false, false, 1, x, NULL, out, DTRAIN_DTYPE_F32};
     return gpu->ops->sum(gpu, &args);
 }
 
@@ -647,7 +647,7 @@ static void test_graph_keeps_scratch(void)
 {
     const int64_t rows[] = {100, 1000, 1100, 1200, 5000};
     dtrain_activation_backward_args columns = {
-        DTRAIN_ACT_NONE, false, 100, 2000, NULL, NULL, NULL, NULL, DTRAIN_F32};
+        DTRAIN_ACTIVATION_NONE, false, 100, 2000, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     dtrain_graph *graph;
     float *a, *big, *out, *many;
     gpu_open();
@@ -699,7 +699,7 @@ static void test_scratch(void)
     CHECK(counters().allocations == before);
     const int64_t alive = counters().allocations_alive;
     dtrain_activation_backward_args columns = {
-        DTRAIN_ACT_NONE, false, 10, 10000, NULL, NULL, NULL, NULL, DTRAIN_F32};
+        DTRAIN_ACTIVATION_NONE, false, 10, 10000, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     columns.d_out = columns.d_in = a;
     columns.d_bias = zeros(10000);
     CHECK(gpu->ops->activation_backward(gpu, &columns) == DTRAIN_OK);
@@ -755,7 +755,7 @@ static void test_faults(void)
     tokens = (int32_t *)gpu_give(bad, sizeof bad, 0);
     wte = zeros(5 * 8);
     y = zeros(3 * 8);
-    dtrain_embedding_args args = {3, 3, 8, 5, tokens, wte, NULL, y, DTRAIN_F32};
+    dtrain_embedding_args args = {3, 3, 8, 5, tokens, wte, NULL, y, DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->embedding(gpu, &args) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
     CHECK_MSG(says("token 7 at row 1 is outside [0, 5)") ||
@@ -771,7 +771,8 @@ static void test_faults(void)
     logits = zeros(2 * 8);
     loss = zeros(4);
     gpu_write(tokens, targets, sizeof targets);
-    dtrain_cross_entropy_args entropy = {2, 8, logits, tokens, loss, loss + 2, NULL, 1, DTRAIN_F32};
+    dtrain_cross_entropy_args entropy = {2,        8,    logits, tokens,          loss,
+                                         loss + 2, NULL, 1,      DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->cross_entropy(gpu, &entropy) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
     CHECK_SAYS("target 9 at row 1 is outside [0, 8) and not -1 (ignored)");

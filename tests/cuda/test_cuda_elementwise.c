@@ -4,7 +4,7 @@
 #include "dtrain.h"
 #include "cuda_testing.h"
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 static const int64_t counts[] = {1, 3, 4, 7, 8, 9, 63, 64, 1000, 4099};
 static const size_t shifts[] = {0, 1}; /* elements from an aligned address */
 
@@ -194,7 +194,7 @@ static void test_dropout_nan(void)
 {
     float x[64], y[64];
     bool good = true;
-    dtrain_dropout_args args = {64, 0.5f, false, 3, 4, NULL, NULL, NULL, DTRAIN_F32};
+    dtrain_dropout_args args = {64, 0.5f, false, 3, 4, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     gpu_open();
     for (int i = 0; i < 64; i++) x[i] = NAN;
     args.x = gpu_give(x, sizeof x, 0);
@@ -213,7 +213,7 @@ static void test_dropout_nan(void)
 
 static uint16_t rounded(float x, dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(x) : dtrain_f32_to_f16(x);
+    return dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(x) : dtrain_f32_to_f16(x);
 }
 
 static void check_convert(dtrain_dtype from, dtrain_dtype to, const void *x, int64_t count,
@@ -235,7 +235,7 @@ static void check_convert(dtrain_dtype from, dtrain_dtype to, const void *x, int
                         ? i
                         : -1;
         else if (isnan(value)) wrong = isnan(gpu_get(y, i, to)) ? -1 : i;
-        else if (to == DTRAIN_F32) wrong = memcmp(y + 4 * i, &value, 4) ? i : -1;
+        else if (to == DTRAIN_DTYPE_F32) wrong = memcmp(y + 4 * i, &value, 4) ? i : -1;
         else wrong = memcmp(y + 2 * i, &half, 2) ? i : -1;
     }
     CHECK_MSG(wrong < 0, "%s to %s: element %lld of %lld", dtrain_dtype_name(from),
@@ -257,12 +257,13 @@ static void test_convert(void)
     EACH(a, dtypes)
     EACH(b, dtypes)
     {
-        if (dtypes[a] == DTRAIN_F32) check_convert(DTRAIN_F32, dtypes[b], words, 65537, 0);
+        if (dtypes[a] == DTRAIN_DTYPE_F32)
+            check_convert(DTRAIN_DTYPE_F32, dtypes[b], words, 65537, 0);
         else check_convert(dtypes[a], dtypes[b], halves, 65536, 0);
         EACH(c, counts)
         if (counts[c] < 65536) check_convert(dtypes[a], dtypes[b], words, counts[c], 1);
     }
-    dtrain_convert_args args = {5, NULL, NULL, DTRAIN_I32, DTRAIN_F32};
+    dtrain_convert_args args = {5, NULL, NULL, DTRAIN_DTYPE_I32, DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->convert(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(strstr(dtrain_last_error(), "i32") != NULL);
     gpu_close();
@@ -276,8 +277,8 @@ static double slope(uint32_t activation, double x)
 {
     const double c = sqrt(2 / 3.14159265358979323846);
     const double t = tanh(c * (x + 0.044715 * x * x * x));
-    if (activation == DTRAIN_ACT_RELU) return x > 0 ? 1 : 0;
-    if (activation == DTRAIN_ACT_NONE) return 1;
+    if (activation == DTRAIN_ACTIVATION_RELU) return x > 0 ? 1 : 0;
+    if (activation == DTRAIN_ACTIVATION_NONE) return 1;
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x);
 }
 
@@ -303,7 +304,7 @@ static void check_activation(uint32_t activation, int64_t rows, int64_t n, dtrai
 {
     const int64_t count = rows * n;
     vector x = make(count, dtype, 0), d_out = make(count, dtype, shift);
-    vector d_in = make(count, dtype, 0), bias = make(n, DTRAIN_F32, 1);
+    vector d_in = make(count, dtype, 0), bias = make(n, DTRAIN_DTYPE_F32, 1);
     double *want = doubles(count), *columns = doubles(n);
     dtrain_activation_backward_args args = {
         activation,  accumulate,           rows, n, x.device, d_out.device,
@@ -318,7 +319,7 @@ static void check_activation(uint32_t activation, int64_t rows, int64_t n, dtrai
         memset(bias.host, 0xff, (size_t)n * sizeof(float));
         restore(&bias);
     }
-    if (activation == DTRAIN_ACT_NONE) args.x = NULL;
+    if (activation == DTRAIN_ACTIVATION_NONE) args.x = NULL;
     CHECK(gpu->ops->activation_backward(gpu, &args) == DTRAIN_OK);
     check_now("d_in", &d_in, want, 1e-6);
     check_columns((const float *)bias.device, columns, before, n, rows, 0);
@@ -345,7 +346,8 @@ static void test_activation(void)
     EACH(s, shapes)
     EACH(d, dtypes)
     EACH(h, shifts)
-    for (uint32_t activation = DTRAIN_ACT_NONE; activation <= DTRAIN_ACT_GELU; activation++)
+    for (uint32_t activation = DTRAIN_ACTIVATION_NONE; activation <= DTRAIN_ACTIVATION_GELU;
+         activation++)
         check_activation(activation, shapes[s][0], shapes[s][1], dtypes[d], shifts[h], h == s % 2);
     gpu_close();
 }
@@ -359,14 +361,14 @@ static void test_column_bits(void)
     float *got = (float *)malloc((size_t)n * sizeof(float));
     gpu_open();
     float *bias = (float *)gpu_take((size_t)n * sizeof(float), 0);
-    d[0] = make(rows * n, DTRAIN_BF16, 0);
+    d[0] = make(rows * n, DTRAIN_DTYPE_BF16, 0);
     d[1] = d[0];
     d[1].device = gpu_give(d[0].host, (size_t)(rows * n) * 2, 2);
     EACH_ORDER(order)
     for (int shift = 0; shift < 2; shift++) {
         dtrain_activation_backward_args args = {
-            DTRAIN_ACT_NONE, false,           rows, n,          NULL,
-            d[shift].device, d[shift].device, bias, DTRAIN_BF16};
+            DTRAIN_ACTIVATION_NONE, false, rows, n, NULL, d[shift].device, d[shift].device, bias,
+            DTRAIN_DTYPE_BF16};
         CHECK(gpu->ops->activation_backward(gpu, &args) == DTRAIN_OK);
         gpu_read(got, bias, (size_t)n * sizeof(float));
         if (order == 0 && shift == 0) memcpy(first, got, (size_t)n * sizeof(float));
@@ -379,8 +381,8 @@ static void test_column_bits(void)
 static void test_activation_edges(void)
 {
     float x[8] = {40, -40, 11, -11, 1e30f, -1e30f, NAN, 9}, one[8], got[8], bias[8];
-    dtrain_activation_backward_args args = {DTRAIN_ACT_GELU, false, 1, 8, NULL, NULL, NULL, NULL,
-                                            DTRAIN_F32};
+    dtrain_activation_backward_args args = {
+        DTRAIN_ACTIVATION_GELU, false, 1, 8, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     gpu_open();
     for (int i = 0; i < 8; i++) one[i] = 1;
     args.x = gpu_give(x, sizeof x, 0);
@@ -398,8 +400,8 @@ static void test_activation_edges(void)
     for (int i = 0; i < 8; i++) CHECK(bias[i] == 0);
     args.activation = 9;
     CHECK(gpu->ops->activation_backward(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    args.activation = DTRAIN_ACT_NONE;
-    args.dtype = DTRAIN_I64;
+    args.activation = DTRAIN_ACTIVATION_NONE;
+    args.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->activation_backward(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     gpu_close();
 }
@@ -458,9 +460,9 @@ static void test_sum(void)
         check_sum(sum_counts[c], dtypes[d], false, false);
         check_sum(sum_counts[c], dtypes[d], true, c % 2 == 0);
     }
-    dtrain_sum_args args = {1, false, true, 1, NULL, NULL, NULL, DTRAIN_F32};
+    dtrain_sum_args args = {1, false, true, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->sum(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    args.dtype = DTRAIN_I32;
+    args.dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->sum(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     gpu_close();
 }
@@ -472,8 +474,8 @@ static void test_large_sum(void)
     float out;
     gpu_open();
     float *x = (float *)gpu_take((size_t)count * sizeof(float), 0);
-    dtrain_axpby_args ones = {count, false, 1, 0, NULL, x, false, DTRAIN_F32};
-    dtrain_sum_args args = {count, false, false, 1, x, NULL, NULL, DTRAIN_F32};
+    dtrain_axpby_args ones = {count, false, 1, 0, NULL, x, false, DTRAIN_DTYPE_F32};
+    dtrain_sum_args args = {count, false, false, 1, x, NULL, NULL, DTRAIN_DTYPE_F32};
     double *total = (double *)gpu_take(sizeof(double), 0), got;
     args.total = total;
     args.out = (float *)gpu_take(sizeof(float), 0);
@@ -531,7 +533,7 @@ static void check_finite(int64_t count, dtrain_dtype dtype, size_t shift)
     vector x = make(count, dtype, shift);
     uint32_t zero = 0, other = 6, found;
     dtrain_finite_args args = {count, x.device, dtype, (uint32_t *)gpu_give(&zero, 4, 0)};
-    gpu_set(x.host, 0, dtype, dtype == DTRAIN_F16 ? 65504.0f : 3.3e38f);
+    gpu_set(x.host, 0, dtype, dtype == DTRAIN_DTYPE_F16 ? 65504.0f : 3.3e38f);
     restore(&x);
     CHECK(gpu->ops->finite(gpu, &args) == DTRAIN_OK);
     gpu_read(&found, args.found, sizeof found);
@@ -560,7 +562,7 @@ static void test_finite(void)
     EACH(c, counts)
     EACH(d, dtypes)
     EACH(s, shifts) check_finite(counts[c], dtypes[d], shifts[s]);
-    dtrain_finite_args args = {3, NULL, DTRAIN_I32, NULL};
+    dtrain_finite_args args = {3, NULL, DTRAIN_DTYPE_I32, NULL};
     CHECK(gpu->ops->finite(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     gpu_close();
 }
@@ -574,29 +576,29 @@ static void test_large(void)
     gpu_open();
     EACH(s, shifts)
     {
-        check_add(count, DTRAIN_F32, DTRAIN_BF16, shifts[s]);
-        check_add(count, DTRAIN_F16, DTRAIN_F16, shifts[s]);
-        check_axpby(count, DTRAIN_F32, shifts[s], true);
-        check_axpby(count, DTRAIN_BF16, shifts[s], true);
-        check_dropout(count, DTRAIN_F32, shifts[s], 0.1f, true);
-        check_dropout(count, DTRAIN_F16, shifts[s], 0.1f, true);
-        check_activation(DTRAIN_ACT_GELU, 601, 1000, DTRAIN_BF16, shifts[s], true);
-        check_finite(count, DTRAIN_F32, shifts[s]);
-        check_finite(count, DTRAIN_F16, shifts[s]);
+        check_add(count, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, shifts[s]);
+        check_add(count, DTRAIN_DTYPE_F16, DTRAIN_DTYPE_F16, shifts[s]);
+        check_axpby(count, DTRAIN_DTYPE_F32, shifts[s], true);
+        check_axpby(count, DTRAIN_DTYPE_BF16, shifts[s], true);
+        check_dropout(count, DTRAIN_DTYPE_F32, shifts[s], 0.1f, true);
+        check_dropout(count, DTRAIN_DTYPE_F16, shifts[s], 0.1f, true);
+        check_activation(DTRAIN_ACTIVATION_GELU, 601, 1000, DTRAIN_DTYPE_BF16, shifts[s], true);
+        check_finite(count, DTRAIN_DTYPE_F32, shifts[s]);
+        check_finite(count, DTRAIN_DTYPE_F16, shifts[s]);
     }
     gpu_close();
 }
 
 static void test_nothing(void)
 {
-    dtrain_add_args add = {0, NULL, NULL, NULL, DTRAIN_F32, DTRAIN_F32};
-    dtrain_axpby_args axpby = {0, true, 1, 1, NULL, NULL, false, DTRAIN_F32};
-    dtrain_dropout_args dropout = {0, 0.5f, false, 1, 1, NULL, NULL, NULL, DTRAIN_F32};
-    dtrain_convert_args convert = {0, NULL, NULL, DTRAIN_F32, DTRAIN_BF16};
-    dtrain_convert_args equal = {0, NULL, NULL, DTRAIN_F32, DTRAIN_F32};
-    dtrain_finite_args finite = {0, NULL, DTRAIN_F32, NULL};
-    dtrain_activation_backward_args columns = {DTRAIN_ACT_NONE, false, 0, 0, NULL, NULL, NULL, NULL,
-                                               DTRAIN_F32};
+    dtrain_add_args add = {0, NULL, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
+    dtrain_axpby_args axpby = {0, true, 1, 1, NULL, NULL, false, DTRAIN_DTYPE_F32};
+    dtrain_dropout_args dropout = {0, 0.5f, false, 1, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
+    dtrain_convert_args convert = {0, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16};
+    dtrain_convert_args equal = {0, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
+    dtrain_finite_args finite = {0, NULL, DTRAIN_DTYPE_F32, NULL};
+    dtrain_activation_backward_args columns = {
+        DTRAIN_ACTIVATION_NONE, false, 0, 0, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     gpu_open();
     CHECK(gpu->ops->add(gpu, &add) == DTRAIN_OK);
     CHECK(gpu->ops->axpby(gpu, &axpby) == DTRAIN_OK);
@@ -606,9 +608,9 @@ static void test_nothing(void)
     CHECK(gpu->ops->finite(gpu, &finite) == DTRAIN_OK);
     CHECK(gpu->ops->activation_backward(gpu, &columns) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
-    add.y_dtype = DTRAIN_I64;
-    axpby.dtype = DTRAIN_I64;
-    dropout.dtype = DTRAIN_I64;
+    add.y_dtype = DTRAIN_DTYPE_I64;
+    axpby.dtype = DTRAIN_DTYPE_I64;
+    dropout.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->add(gpu, &add) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->axpby(gpu, &axpby) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->dropout(gpu, &dropout) == DTRAIN_ERROR_UNSUPPORTED);

@@ -29,12 +29,12 @@ static double *doubles(int64_t count)
 /* The number as the tensor cores see it. */
 static double as_half(double x, dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_F32 ? (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)x)) : x;
+    return dtype == DTRAIN_DTYPE_F32 ? (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)x)) : x;
 }
 
 static dtrain_dtype half_of(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_F32 ? DTRAIN_BF16 : dtype;
+    return dtype == DTRAIN_DTYPE_F32 ? DTRAIN_DTYPE_BF16 : dtype;
 }
 
 /* How far rounding of P and dS to halves (relatively, and below the smallest normal f16 absolutely), and
@@ -133,7 +133,7 @@ static void expect_head(attention_case *it, int64_t pair, bool backward)
     const shape *is = &it->is;
     const int64_t t = is->sequence, w = is->head, count = t * w;
     const double store = gpu_rounding(is->dtype);
-    accuracy a = {gpu_rounding(half_of(is->dtype)), is->dtype == DTRAIN_F16 ? 3e-8 : 0, 0};
+    accuracy a = {gpu_rounding(half_of(is->dtype)), is->dtype == DTRAIN_DTYPE_F16 ? 3e-8 : 0, 0};
     one_head h = {t, w, is->causal, doubles(count), doubles(count), doubles(count)};
     double *parts[3] = {h.q, h.k, h.v}, *s = doubles(t * t), *y = doubles(count),
            *size = doubles(2 * count);
@@ -284,7 +284,7 @@ static void compare(const attention_case *it, const char *what, const void *got,
     const shape *is = &it->is;
     for (int64_t i = 0; i < count; i++) {
         const double x = gpu_get(got, i, is->dtype),
-                     allowed = bound[i] + (is->dtype == DTRAIN_F16 ? 6e-8 : 1e-30);
+                     allowed = bound[i] + (is->dtype == DTRAIN_DTYPE_F16 ? 6e-8 : 1e-30);
         if (fabs(x - want[i]) <= allowed) continue;
         CHECK_MSG(0,
                   "%s (batch %d, sequence %d, heads %d, head %d, %s, %s): element %lld is %.9g, "
@@ -367,7 +367,7 @@ static const int64_t sequences[] = {1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129,
 /* Every length, causal and not; type, heads and batch take turns. */
 static void check_sequences(int64_t head)
 {
-    static const dtrain_dtype dtypes[] = {DTRAIN_BF16, DTRAIN_F16, DTRAIN_F32};
+    static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16, DTRAIN_DTYPE_F32};
     open_bf16_math();
     EACH(i, sequences)
     for (int causal = 0; causal < 2; causal++) {
@@ -387,7 +387,7 @@ static void test_head_128(void) { check_sequences(128); }
 /* Several heads and batches, each type, more than one tile of queries. */
 static void test_types(void)
 {
-    static const dtrain_dtype dtypes[] = {DTRAIN_BF16, DTRAIN_F16, DTRAIN_F32};
+    static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16, DTRAIN_DTYPE_F32};
     open_bf16_math();
     EACH(i, dtypes)
     for (int64_t head = 32; head <= 64; head += 32) {
@@ -405,10 +405,10 @@ static void test_magnitudes(void)
     gpu_open();
     EACH(i, scales)
     for (int causal = 0; causal < 2; causal++) {
-        shape is = {1, 200, 1, 64, causal != 0, DTRAIN_BF16};
+        shape is = {1, 200, 1, 64, causal != 0, DTRAIN_DTYPE_BF16};
         check_case(is, scales[i], growths[i]);
     }
-    shape wide = {1, 130, 1, 128, false, DTRAIN_F16};
+    shape wide = {1, 130, 1, 128, false, DTRAIN_DTYPE_F16};
     check_case(wide, 20, 3);
     gpu_close();
 }
@@ -419,7 +419,7 @@ static void test_negative_scores(void)
 {
     attention_case it;
     results got = {NULL, NULL, NULL};
-    shape is = {1, 70, 1, 64, false, DTRAIN_BF16};
+    shape is = {1, 70, 1, 64, false, DTRAIN_DTYPE_BF16};
     gpu_open();
     it = make_case(is, 1, 1, false);
     for (int64_t i = 0; i < it.tokens * 3 * it.n; i++)
@@ -438,7 +438,7 @@ static void test_many_pairs(void)
 {
     attention_case it;
     results got = {NULL, NULL, NULL};
-    shape is = {65, 64, 8, 128, true, DTRAIN_BF16};
+    shape is = {65, 64, 8, 128, true, DTRAIN_DTYPE_BF16};
     gpu_open();
     it = make_case(is, 1, 1, false);
     CHECK_MSG(run_forward(&it, &got) == DTRAIN_OK, "%s", dtrain_last_error());
@@ -451,9 +451,9 @@ static void test_many_pairs(void)
 /* The same bits whatever the order of threads and blocks. */
 static void test_orders(void)
 {
-    static const shape shapes[] = {{1, 140, 2, 64, true, DTRAIN_BF16},
-                                   {1, 70, 1, 80, false, DTRAIN_F16},
-                                   {1, 140, 1, 128, true, DTRAIN_F32}};
+    static const shape shapes[] = {{1, 140, 2, 64, true, DTRAIN_DTYPE_BF16},
+                                   {1, 70, 1, 80, false, DTRAIN_DTYPE_F16},
+                                   {1, 140, 1, 128, true, DTRAIN_DTYPE_F32}};
     open_bf16_math();
     EACH(i, shapes)
     {
@@ -484,7 +484,7 @@ static void test_nan(void)
 {
     enum { T = 80, N = 64 };
     for (int part = 0; part < 2; part++) {
-        shape is = {1, T, 1, N, true, DTRAIN_BF16};
+        shape is = {1, T, 1, N, true, DTRAIN_DTYPE_BF16};
         attention_case it;
         results got = {NULL, NULL, NULL};
         gpu_open();
@@ -513,12 +513,12 @@ static void test_paths(void)
         uint32_t math;
         size_t shift;
         bool flash;
-    } cases[] = {{64, DTRAIN_BF16, DTRAIN_MATH_FP32, 0, true},
-                 {64, DTRAIN_F32, DTRAIN_MATH_BF16, 0, true},
-                 {64, DTRAIN_F32, DTRAIN_MATH_FP32, 0, false},
-                 {48, DTRAIN_BF16, DTRAIN_MATH_FP32, 0, false},
-                 {64, DTRAIN_BF16, DTRAIN_MATH_FP32, 2, false},
-                 {64, DTRAIN_F32, DTRAIN_MATH_TF32, 0, false}};
+    } cases[] = {{64, DTRAIN_DTYPE_BF16, DTRAIN_MATH_FP32, 0, true},
+                 {64, DTRAIN_DTYPE_F32, DTRAIN_MATH_BF16, 0, true},
+                 {64, DTRAIN_DTYPE_F32, DTRAIN_MATH_FP32, 0, false},
+                 {48, DTRAIN_DTYPE_BF16, DTRAIN_MATH_FP32, 0, false},
+                 {64, DTRAIN_DTYPE_BF16, DTRAIN_MATH_FP32, 2, false},
+                 {64, DTRAIN_DTYPE_F32, DTRAIN_MATH_TF32, 0, false}};
     EACH(i, cases)
     {
         const shape is = {1, 20, 2, cases[i].head, true, cases[i].dtype};
@@ -559,7 +559,7 @@ static void test_paths(void)
 /* A GPU without bf16 mma or without the shared memory takes the other path too. */
 static void test_old_gpu(void)
 {
-    const shape is = {1, 20, 1, 64, true, DTRAIN_F16};
+    const shape is = {1, 20, 1, 64, true, DTRAIN_DTYPE_F16};
     dtrain_emulation_counters before, after;
     results got = {NULL, NULL, NULL};
     dtrain_emulation_set_capability(7, 5);
@@ -580,10 +580,10 @@ static void test_empty(void)
 {
     gpu_open();
     for (int batch = 0; batch < 2; batch++) {
-        dtrain_attention_args args = {batch, batch ? 0 : 8, 2,    128,        true,
-                                      NULL,  NULL,          NULL, DTRAIN_BF16};
-        dtrain_attention_backward_args back = {batch, batch ? 0 : 8, 2,    128,  true,       NULL,
-                                               NULL,  NULL,          NULL, NULL, DTRAIN_BF16};
+        dtrain_attention_args args = {batch, batch ? 0 : 8,    2, 128, true, NULL, NULL,
+                                      NULL,  DTRAIN_DTYPE_BF16};
+        dtrain_attention_backward_args back = {
+            batch, batch ? 0 : 8, 2, 128, true, NULL, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_BF16};
         CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK_MSG(gpu->ops->attention_backward(gpu, &back) == DTRAIN_OK, "%s", dtrain_last_error());
     }

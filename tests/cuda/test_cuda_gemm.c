@@ -8,7 +8,7 @@
 #include "dtrain.h"
 #include "cuda_testing.h"
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 
 static bool says(const char *words) { return strstr(dtrain_last_error(), words) != NULL; }
 #define CHECK_SAYS(words) CHECK_MSG(says(words), "\"%s\" is not in: %s", words, dtrain_last_error())
@@ -70,17 +70,17 @@ static double gelu_slope(double x)
 }
 static double activate(uint32_t activation, double x)
 {
-    return activation == DTRAIN_ACT_RELU ? (x > 0 ? x : 0) : activation ? gelu(x) : x;
+    return activation == DTRAIN_ACTIVATION_RELU ? (x > 0 ? x : 0) : activation ? gelu(x) : x;
 }
 static double slope(uint32_t activation, double x)
 {
-    return activation == DTRAIN_ACT_RELU ? x > 0 : activation ? gelu_slope(x) : 1;
+    return activation == DTRAIN_ACTIVATION_RELU ? x > 0 : activation ? gelu_slope(x) : 1;
 }
 
 /* What the arithmetic of `math` leaves of an operand. */
 static double operand(double x, dtrain_dtype a, dtrain_dtype b, uint32_t math)
 {
-    if (a != DTRAIN_F32 || b != DTRAIN_F32 || math != DTRAIN_MATH_BF16) return x;
+    if (a != DTRAIN_DTYPE_F32 || b != DTRAIN_DTYPE_F32 || math != DTRAIN_MATH_BF16) return x;
     return (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)x));
 }
 
@@ -141,8 +141,8 @@ static product make_product(const ask *x, uint32_t math)
     p.c = make_matrix(x->m, x->n, x, x->c, 3);
     p.aux = make_matrix(x->m, x->n, x, x->c, 4);
     p.grad_count = x->bias_grad ? (x->flags & DTRAIN_GEMM_BIAS_GRAD_C ? x->n : x->m) : 0;
-    p.bias = (float *)gpu_noise(x->n, DTRAIN_F32, 5, 1);
-    p.grad = (float *)gpu_noise(p.grad_count, DTRAIN_F32, 6, 1);
+    p.bias = (float *)gpu_noise(x->n, DTRAIN_DTYPE_F32, 5, 1);
+    p.grad = (float *)gpu_noise(p.grad_count, DTRAIN_DTYPE_F32, 6, 1);
     for (int64_t i = 0; i < p.c.count && x->beta == 0; i++) gpu_set(p.c.host, i, x->c, NAN);
     for (int64_t i = 0; i < p.grad_count && !x->accumulate; i++) p.grad[i] = NAN;
     const dtrain_gemm_args args = {
@@ -250,7 +250,7 @@ static bool check_product(const product *p)
         const double rounding = of_c ? 3 * gpu_rounding(x->c) * longest_column(p) : 0;
         float *got = (float *)malloc((size_t)p->grad_count * 4 + 4);
         gpu_read(got, p->args.bias_grad, (size_t)p->grad_count * 4);
-        good = gpu_near(describe(x), got, p->want_grad, p->grad_count, DTRAIN_F32,
+        good = gpu_near(describe(x), got, p->want_grad, p->grad_count, DTRAIN_DTYPE_F32,
                         p->error * (2 + sqrt((double)x->m)) + rounding);
         free(got);
     }
@@ -369,7 +369,7 @@ static void test_types(void)
                  false,
                  kind & 4 ? 0 : 3,
                  0};
-        if (kind & 2) x.bias = x.aux = true, x.activation = DTRAIN_ACT_GELU;
+        if (kind & 2) x.bias = x.aux = true, x.activation = DTRAIN_ACTIVATION_GELU;
         if (!try_ask(&x, 0)) break;
     }
     gpu_close();
@@ -389,7 +389,7 @@ static void test_forward_epilogues(void)
     EACH(a, dtypes)
     EACH(c, dtypes)
     for (int kind = 0; kind < 24; kind++) {
-        if (dtypes[c] != DTRAIN_F32 && dtypes[c] != dtypes[a]) continue;
+        if (dtypes[c] != DTRAIN_DTYPE_F32 && dtypes[c] != dtypes[a]) continue;
         ask x = {places[place].m,
                  places[place].n,
                  places[place].k,
@@ -428,7 +428,7 @@ static void test_backward_epilogues(void)
     EACH(a, dtypes)
     EACH(c, dtypes)
     for (int kind = 0; kind < 36; kind++) {
-        if (dtypes[c] != DTRAIN_F32 && dtypes[c] != dtypes[a]) continue;
+        if (dtypes[c] != DTRAIN_DTYPE_F32 && dtypes[c] != dtypes[a]) continue;
         ask x = {places[place].m,
                  places[place].n,
                  places[place].k,
@@ -463,7 +463,7 @@ static void test_bias_gradients(void)
     EACH(a, dtypes)
     EACH(c, dtypes)
     for (int kind = 0; kind < 32; kind++) {
-        if (dtypes[c] != DTRAIN_F32 && dtypes[c] != dtypes[a]) continue;
+        if (dtypes[c] != DTRAIN_DTYPE_F32 && dtypes[c] != dtypes[a]) continue;
         ask x = {sizes[s][0],
                  sizes[s][1],
                  sizes[s][2],
@@ -495,10 +495,10 @@ static void test_bias_gradient_beside_all(void)
                  24,
                  32,
                  kind & 1,
-                 kind & 2 ? DTRAIN_ACT_GELU : 0,
-                 DTRAIN_BF16,
-                 DTRAIN_BF16,
-                 kind & 4 ? DTRAIN_F32 : DTRAIN_BF16,
+                 kind & 2 ? DTRAIN_ACTIVATION_GELU : 0,
+                 DTRAIN_DTYPE_BF16,
+                 DTRAIN_DTYPE_BF16,
+                 kind & 4 ? DTRAIN_DTYPE_F32 : DTRAIN_DTYPE_BF16,
                  1,
                  0,
                  true,
@@ -524,9 +524,9 @@ static void test_empty(void)
                  12,
                  kind & 1 ? 0 : 5,
                  kind & 8 ? DTRAIN_GEMM_TRANS_A : 0,
-                 kind & 2 ? DTRAIN_ACT_GELU : 0,
-                 DTRAIN_F32,
-                 DTRAIN_F32,
+                 kind & 2 ? DTRAIN_ACTIVATION_GELU : 0,
+                 DTRAIN_DTYPE_F32,
+                 DTRAIN_DTYPE_F32,
                  dtypes[c],
                  kind & 1 ? 1.0f : 0.0f,
                  kind & 4 ? 2.0f : 0.0f,
@@ -607,10 +607,10 @@ static void test_math(void)
                      24,
                      40,
                      0,
-                     kind & 2 ? DTRAIN_ACT_GELU : 0,
-                     DTRAIN_F32,
-                     DTRAIN_F32,
-                     DTRAIN_F32,
+                     kind & 2 ? DTRAIN_ACTIVATION_GELU : 0,
+                     DTRAIN_DTYPE_F32,
+                     DTRAIN_DTYPE_F32,
+                     DTRAIN_DTYPE_F32,
                      1,
                      0,
                      (kind & 2) != 0,
@@ -626,9 +626,9 @@ static void test_math(void)
             drop_product(&p);
             EACH(a, dtypes) /* at least one half: exact products */
             {
-                if (dtypes[a] == DTRAIN_F32) continue;
+                if (dtypes[a] == DTRAIN_DTYPE_F32) continue;
                 x.a = dtypes[a];
-                x.b = math == DTRAIN_MATH_FP32 ? DTRAIN_F32 : dtypes[3 - a];
+                x.b = math == DTRAIN_MATH_FP32 ? DTRAIN_DTYPE_F32 : dtypes[3 - a];
                 try_ask(&x, math);
             }
         }
@@ -649,7 +649,7 @@ static void test_math_is_used(void)
         args.m = args.n = args.k = args.lda = args.ldb = args.ldc = 1;
         args.alpha = 1;
         args.a = gpu_give(&a, 4, 0), args.b = gpu_give(&b, 4, 0), args.c = gpu_take(4, 0);
-        args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_F32;
+        args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
         CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_OK);
         gpu_read(&sums[math - 1], args.c, 4);
         gpu_close();
@@ -670,9 +670,22 @@ static void test_orders(void)
     EACH(a, dtypes)
     EACH(c, dtypes)
     for (int kind = 0; kind < 4; kind++) {
-        ask x = {sizes[s][0], sizes[s][1], sizes[s][2], kind & 1, DTRAIN_ACT_GELU, dtypes[a],
-                 dtypes[a],   dtypes[c],   1,           0.5f,     !(kind & 2),     true,
-                 true,        false,       0,           0};
+        ask x = {sizes[s][0],
+                 sizes[s][1],
+                 sizes[s][2],
+                 kind & 1,
+                 DTRAIN_ACTIVATION_GELU,
+                 dtypes[a],
+                 dtypes[a],
+                 dtypes[c],
+                 1,
+                 0.5f,
+                 !(kind & 2),
+                 true,
+                 true,
+                 false,
+                 0,
+                 0};
         if (kind & 2) x.flags |= DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
         product p = make_product(&x, 0);
         const size_t bytes = (size_t)p.c.count * dtrain_dtype_bytes(x.c),
@@ -701,9 +714,22 @@ static void test_many_kinds(void)
     gpu_open();
     for (int round = 0; round < 2; round++)
         for (int64_t i = 0; i < 900; i++) {
-            ask x = {1 + i % 30, 1 + i / 30, 2, 0, 0,     DTRAIN_F32,
-                     DTRAIN_F32, DTRAIN_F32, 1, 0, false, false,
-                     false,      false,      0, 0};
+            ask x = {1 + i % 30,
+                     1 + i / 30,
+                     2,
+                     0,
+                     0,
+                     DTRAIN_DTYPE_F32,
+                     DTRAIN_DTYPE_F32,
+                     DTRAIN_DTYPE_F32,
+                     1,
+                     0,
+                     false,
+                     false,
+                     false,
+                     false,
+                     0,
+                     0};
             product p = make_product(&x, 0);
             CHECK(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK);
             check_product(&p);
@@ -727,10 +753,10 @@ static void try_aside(uint32_t flags)
     args.flags = flags;
     if (flags & DTRAIN_GEMM_TRANS_A) args.lda = m;
     args.alpha = 1;
-    args.activation = DTRAIN_ACT_RELU;
+    args.activation = DTRAIN_ACTIVATION_RELU;
     args.a = gpu_give(a, (size_t)m * 2, 0), args.b = gpu_give(b, (size_t)n * 4, 0);
     args.c = gpu_take((size_t)(m * n) * 2, 0);
-    args.a_dtype = args.c_dtype = DTRAIN_F16, args.b_dtype = DTRAIN_F32;
+    args.a_dtype = args.c_dtype = DTRAIN_DTYPE_F16, args.b_dtype = DTRAIN_DTYPE_F32;
     CHECK_MSG(gpu->ops->gemm(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
     gpu_read(got, args.c, (size_t)(m * n) * 2);
     int64_t wrong = 0;
@@ -749,8 +775,22 @@ static void test_aside_in_pieces_transposed(void) { try_aside(DTRAIN_GEMM_TRANS_
 static void test_errors(void)
 {
     static const float zero = 0;
-    const ask x = {8, 8, 8,     0,     0,     DTRAIN_F32, DTRAIN_F32, DTRAIN_F32,
-                   1, 0, false, false, false, false,      0,          0};
+    const ask x = {8,
+                   8,
+                   8,
+                   0,
+                   0,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   1,
+                   0,
+                   false,
+                   false,
+                   false,
+                   false,
+                   0,
+                   0};
     gpu_open();
     product p = make_product(&x, 0);
     dtrain_gemm_args args = p.args;
@@ -763,10 +803,10 @@ static void test_errors(void)
     args = p.args, args.k = -1;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     CHECK_SAYS("k is -1");
-    args = p.args, args.a_dtype = DTRAIN_I32;
+    args = p.args, args.a_dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_SAYS("i32");
-    args = p.args, args.c_dtype = DTRAIN_I64;
+    args = p.args, args.c_dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     args = p.args, args.flags = 64;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
@@ -774,7 +814,7 @@ static void test_errors(void)
     args = p.args, args.activation = 3;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     CHECK_SAYS("activation is 3");
-    args = p.args, args.flags = DTRAIN_GEMM_ACT_BACKWARD, args.activation = DTRAIN_ACT_GELU;
+    args = p.args, args.flags = DTRAIN_GEMM_ACT_BACKWARD, args.activation = DTRAIN_ACTIVATION_GELU;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     CHECK_SAYS("aux");
     args.aux = p.aux.device, args.bias = &zero;
@@ -789,8 +829,22 @@ static void test_errors(void)
 /* Type 0 is F32, as everywhere. */
 static void test_type_zero(void)
 {
-    const ask x = {8, 8, 8,    0,    DTRAIN_ACT_GELU, DTRAIN_F32, DTRAIN_F32, DTRAIN_F32,
-                   1, 0, true, true, false,           false,      0,          0};
+    const ask x = {8,
+                   8,
+                   8,
+                   0,
+                   DTRAIN_ACTIVATION_GELU,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   1,
+                   0,
+                   true,
+                   true,
+                   false,
+                   false,
+                   0,
+                   0};
     gpu_open();
     product p = make_product(&x, 0);
     p.args.a_dtype = p.args.b_dtype = p.args.c_dtype = DTRAIN_DTYPE_NONE;
@@ -809,10 +863,10 @@ static void test_graph(void)
                  24,
                  32,
                  0,
-                 DTRAIN_ACT_GELU,
-                 DTRAIN_BF16,
-                 DTRAIN_BF16,
-                 DTRAIN_BF16,
+                 DTRAIN_ACTIVATION_GELU,
+                 DTRAIN_DTYPE_BF16,
+                 DTRAIN_DTYPE_BF16,
+                 DTRAIN_DTYPE_BF16,
                  1,
                  kind & 1 ? 1.0f : 0.0f,
                  true,
@@ -841,8 +895,22 @@ static void test_graph(void)
 /* A kind of product first met while a graph is captured is taken untimed. */
 static void try_graph_first(float beta)
 {
-    const ask x = {16, 24,   32,    0,     0,     DTRAIN_F32, DTRAIN_F32, DTRAIN_F32,
-                   1,  beta, false, false, false, false,      0,          0};
+    const ask x = {16,
+                   24,
+                   32,
+                   0,
+                   0,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   1,
+                   beta,
+                   false,
+                   false,
+                   false,
+                   false,
+                   0,
+                   0};
     dtrain_graph *graph = NULL;
     gpu_open();
     product p = make_product(&x, 0);
@@ -891,8 +959,22 @@ static void check_cost(const ask *x, int64_t matmuls, int64_t kernels)
 
 static void test_what_is_fused(void)
 {
-    const ask plain = {16, 24, 32,    0,     0,     DTRAIN_BF16, DTRAIN_BF16, DTRAIN_BF16,
-                       1,  0,  false, false, false, false,       0,           0};
+    const ask plain = {16,
+                       24,
+                       32,
+                       0,
+                       0,
+                       DTRAIN_DTYPE_BF16,
+                       DTRAIN_DTYPE_BF16,
+                       DTRAIN_DTYPE_BF16,
+                       1,
+                       0,
+                       false,
+                       false,
+                       false,
+                       false,
+                       0,
+                       0};
     ask x = plain;
     gpu_open();
     check_cost(&x, 1, 0);
@@ -900,23 +982,24 @@ static void test_what_is_fused(void)
     check_cost(&x, 1, 0);
     x = plain, x.bias = true;
     check_cost(&x, 1, 1); /* the bias in C's type */
-    x.c = DTRAIN_F32;
+    x.c = DTRAIN_DTYPE_F32;
     check_cost(&x, 1, 0);
-    x = plain, x.bias = x.aux = true, x.activation = DTRAIN_ACT_GELU;
+    x = plain, x.bias = x.aux = true, x.activation = DTRAIN_ACTIVATION_GELU;
     check_cost(&x, 1, 1);
-    x = plain, x.aux = true, x.activation = DTRAIN_ACT_GELU, x.flags = DTRAIN_GEMM_ACT_BACKWARD;
+    x = plain, x.aux = true, x.activation = DTRAIN_ACTIVATION_GELU,
+    x.flags = DTRAIN_GEMM_ACT_BACKWARD;
     check_cost(&x, 1, 0);
     x.bias_grad = true, x.flags |= DTRAIN_GEMM_BIAS_GRAD_C;
     check_cost(&x, 1, 2); /* fp32 column sums of a bf16 C */
-    x.c = DTRAIN_F32;
+    x.c = DTRAIN_DTYPE_F32;
     check_cost(&x, 1, 0);
-    x = plain, x.flags = DTRAIN_GEMM_TRANS_A, x.c = DTRAIN_F32, x.bias_grad = true;
+    x = plain, x.flags = DTRAIN_GEMM_TRANS_A, x.c = DTRAIN_DTYPE_F32, x.bias_grad = true;
     check_cost(&x, 1, 0);
     x.accumulate = true;
     check_cost(&x, 1, 2);
-    x = plain, x.activation = DTRAIN_ACT_RELU, x.bias = true;
+    x = plain, x.activation = DTRAIN_ACTIVATION_RELU, x.bias = true;
     check_cost(&x, 1, 1);
-    x = plain, x.a = DTRAIN_F16;
+    x = plain, x.a = DTRAIN_DTYPE_F16;
     check_cost(&x, 1, 3);
     gpu_close();
 }
@@ -924,8 +1007,22 @@ static void test_what_is_fused(void)
 /* Without a heuristic there is an error and nothing else; nothing is kept of it. */
 static void test_refusals(void)
 {
-    const ask x = {16, 24, 32,    0,     0,     DTRAIN_BF16, DTRAIN_BF16, DTRAIN_F32,
-                   1,  1,  false, false, false, false,       0,           0};
+    const ask x = {16,
+                   24,
+                   32,
+                   0,
+                   0,
+                   DTRAIN_DTYPE_BF16,
+                   DTRAIN_DTYPE_BF16,
+                   DTRAIN_DTYPE_F32,
+                   1,
+                   1,
+                   false,
+                   false,
+                   false,
+                   false,
+                   0,
+                   0};
     gpu_open();
     product p = make_product(&x, 0);
     dtrain_emulation_inject(DTRAIN_EMULATION_NO_HEURISTIC, 1);
@@ -958,8 +1055,9 @@ static void test_refusals(void)
 /* The timing of candidates with beta != 0 leaves C alone even where there are two of them. */
 static void test_timing_is_harmless(void)
 {
-    const ask x = {16, 24, 32,    0,     0,    DTRAIN_F32, DTRAIN_F32, DTRAIN_F32,
-                   1,  1,  false, false, true, true,       0,          0};
+    const ask x = {
+        16,    24,   32,   0, 0, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, 1, 1, false,
+        false, true, true, 0, 0};
     gpu_open();
     product p = make_product(&x, 0);
     const dtrain_emulation_counters before = counters();

@@ -11,7 +11,7 @@ typedef struct norm_case {
     bool residual, bias, accumulate;
 } norm_case;
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 
 static const char *case_name(const norm_case *c)
 {
@@ -73,8 +73,8 @@ static void check_forward(const norm_case *c)
     const float epsilon = 1e-5f;
     const size_t x_bytes = bytes_of(count, c->x_dtype), y_bytes = bytes_of(count, c->y_dtype);
     void *x = rows_around(3, count, c->x_dtype, 1), *residual = gpu_noise(count, c->y_dtype, 2, 1);
-    float *weight = (float *)rows_around(1, c->n, DTRAIN_F32, 3);
-    float *bias = (float *)gpu_noise(c->n, DTRAIN_F32, 4, 1);
+    float *weight = (float *)rows_around(1, c->n, DTRAIN_DTYPE_F32, 3);
+    float *bias = (float *)gpu_noise(c->n, DTRAIN_DTYPE_F32, 4, 1);
     void *s = malloc(x_bytes + 1), *y = malloc(y_bytes + 1), *sum = malloc(x_bytes + 1);
     float *mean = (float *)malloc((size_t)c->rows * 4),
           *rstd = (float *)malloc((size_t)c->rows * 4);
@@ -95,8 +95,9 @@ static void check_forward(const norm_case *c)
         dtrain_layernorm_args args = {c->rows, c->n, epsilon, NULL, NULL,       NULL,      NULL,
                                       NULL,    NULL, NULL,    NULL, c->x_dtype, c->y_dtype};
         args.x = gpu_give(x, x_bytes, c->shift);
-        args.weight = (float *)gpu_give(weight, bytes_of(c->n, DTRAIN_F32), c->shift * 2);
-        if (c->bias) args.bias = (float *)gpu_give(bias, bytes_of(c->n, DTRAIN_F32), c->shift * 2);
+        args.weight = (float *)gpu_give(weight, bytes_of(c->n, DTRAIN_DTYPE_F32), c->shift * 2);
+        if (c->bias)
+            args.bias = (float *)gpu_give(bias, bytes_of(c->n, DTRAIN_DTYPE_F32), c->shift * 2);
         args.y = gpu_take(y_bytes, c->shift);
         args.mean = (float *)gpu_take((size_t)c->rows * 4, 0);
         args.rstd = (float *)gpu_take((size_t)c->rows * 4, 0);
@@ -114,8 +115,8 @@ static void check_forward(const norm_case *c)
     }
     if (c->residual) CHECK_MSG(memcmp(sum, s, x_bytes) == 0, "%s: sum", case_name(c));
     gpu_near(case_name(c), y, want, count, c->y_dtype, 1e-5);
-    gpu_near(case_name(c), mean, want_mean, c->rows, DTRAIN_F32, 1e-6);
-    gpu_near(case_name(c), rstd, want_rstd, c->rows, DTRAIN_F32, c->n == 1 ? 1e-2 : 1e-5);
+    gpu_near(case_name(c), mean, want_mean, c->rows, DTRAIN_DTYPE_F32, 1e-6);
+    gpu_near(case_name(c), rstd, want_rstd, c->rows, DTRAIN_DTYPE_F32, c->n == 1 ? 1e-2 : 1e-5);
     free(x), free(residual), free(weight), free(bias), free(s), free(y), free(sum);
     free(mean), free(rstd), free(want_mean), free(want_rstd), free(want);
 }
@@ -161,13 +162,13 @@ static void test_forward_unaligned(void)
 
 /* Several warps to a row, up to whole blocks, and rows that do not fit registers. */
 static const norm_case wide_cases[] = {
-    {3, 4096, DTRAIN_BF16, DTRAIN_BF16, 0, true, true, false},
-    {2, 8200, DTRAIN_F32, DTRAIN_BF16, 0, true, true, true},
-    {2, 8192, DTRAIN_F16, DTRAIN_F16, 2, false, true, true},
-    {2, 8193, DTRAIN_F32, DTRAIN_F32, 0, true, false, false},
-    {2, 16384, DTRAIN_F32, DTRAIN_F32, 0, false, true, true},
-    {3, 16392, DTRAIN_BF16, DTRAIN_BF16, 0, true, true, true},
-    {35, 16388, DTRAIN_F32, DTRAIN_F16, 0, false, true, false},
+    {3, 4096, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_BF16, 0, true, true, false},
+    {2, 8200, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, 0, true, true, true},
+    {2, 8192, DTRAIN_DTYPE_F16, DTRAIN_DTYPE_F16, 2, false, true, true},
+    {2, 8193, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, 0, true, false, false},
+    {2, 16384, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, 0, false, true, true},
+    {3, 16392, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_BF16, 0, true, true, true},
+    {35, 16388, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F16, 0, false, true, false},
 };
 
 static void test_forward_wide(void)
@@ -181,7 +182,7 @@ static void test_forward_wide(void)
 static void test_forward_nan(void)
 {
     enum { ROWS = 20, N = 72 };
-    float *x = (float *)gpu_noise(ROWS * N, DTRAIN_F32, 1, 1), y[ROWS * N], ones[N];
+    float *x = (float *)gpu_noise(ROWS * N, DTRAIN_DTYPE_F32, 1, 1), y[ROWS * N], ones[N];
     gpu_open();
     for (int j = 0; j < N; j++) ones[j] = 1;
     x[3 * N + 5] = NAN;
@@ -254,13 +255,14 @@ static void check_backward(const norm_case *c, int outputs)
 {
     const int64_t count = c->rows * c->n, n = c->n;
     const size_t x_bytes = bytes_of(count, c->x_dtype), y_bytes = bytes_of(count, c->y_dtype);
-    const size_t n_bytes = bytes_of(n, DTRAIN_F32), row_bytes = bytes_of(c->rows, DTRAIN_F32);
+    const size_t n_bytes = bytes_of(n, DTRAIN_DTYPE_F32),
+                 row_bytes = bytes_of(c->rows, DTRAIN_DTYPE_F32);
     void *x = rows_around(2, count, c->x_dtype, 1), *d_y = gpu_noise(count, c->y_dtype, 2, 1);
     void *old_x = gpu_noise(count, c->x_dtype, 6, 1), *d_x = malloc(x_bytes),
          *copy = malloc(y_bytes);
-    float *weight = (float *)rows_around(1, n, DTRAIN_F32, 3);
-    float *old_weight = (float *)gpu_noise(n, DTRAIN_F32, 4, 1),
-          *old_bias = (float *)gpu_noise(n, DTRAIN_F32, 5, 1);
+    float *weight = (float *)rows_around(1, n, DTRAIN_DTYPE_F32, 3);
+    float *old_weight = (float *)gpu_noise(n, DTRAIN_DTYPE_F32, 4, 1),
+          *old_bias = (float *)gpu_noise(n, DTRAIN_DTYPE_F32, 5, 1);
     float *d_weight = (float *)malloc(n_bytes), *d_bias = (float *)malloc(n_bytes);
     float *mean = (float *)malloc(row_bytes), *rstd = (float *)malloc(row_bytes);
     for (int64_t i = 0; i < c->rows; i++) {
@@ -300,8 +302,9 @@ static void check_backward(const norm_case *c, int outputs)
         1e-6 * (10 + sqrt((double)c->rows)); /* sums of so many numbers of size 1 */
     if (outputs & WANT_X) gpu_near(case_name(c), d_x, want.d_x, count, c->x_dtype, 1e-5);
     if (outputs & WANT_WEIGHT)
-        gpu_near(case_name(c), d_weight, want.d_weight, n, DTRAIN_F32, of_rows);
-    if (outputs & WANT_BIAS) gpu_near(case_name(c), d_bias, want.d_bias, n, DTRAIN_F32, of_rows);
+        gpu_near(case_name(c), d_weight, want.d_weight, n, DTRAIN_DTYPE_F32, of_rows);
+    if (outputs & WANT_BIAS)
+        gpu_near(case_name(c), d_bias, want.d_bias, n, DTRAIN_DTYPE_F32, of_rows);
     if (c->residual) {
         bool same = true;
         for (int64_t i = 0; i < count; i++) {
@@ -356,10 +359,10 @@ static void test_backward_unaligned(void)
 static void test_backward_rows(void)
 {
     const norm_case cases[] = {
-        {1, 40, DTRAIN_F32, DTRAIN_F32, 0, false, true, false},
-        {2500, 8, DTRAIN_BF16, DTRAIN_BF16, 0, true, true, true},
-        {2300, 5, DTRAIN_F32, DTRAIN_F32, 0, false, true, false},
-        {600, 1040, DTRAIN_F32, DTRAIN_BF16, 0, false, true, false},
+        {1, 40, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, 0, false, true, false},
+        {2500, 8, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_BF16, 0, true, true, true},
+        {2300, 5, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, 0, false, true, false},
+        {600, 1040, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, 0, false, true, false},
     };
     gpu_open();
     EACH(i, cases) check_backward(&cases[i], WANT_ALL);
@@ -380,7 +383,7 @@ static void test_backward_outputs(void)
     gpu_open();
     EACH(w, n) for (int outputs = 1; outputs < WANT_ALL; outputs++)
     {
-        const norm_case c = {7, n[w], DTRAIN_F32, DTRAIN_F32, 0, false, true, w == 0};
+        const norm_case c = {7, n[w], DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32, 0, false, true, w == 0};
         check_backward(&c, outputs);
     }
     gpu_close();
@@ -391,13 +394,14 @@ static void test_errors(void)
     float *memory;
     gpu_open();
     memory = (float *)gpu_take(64, 0);
-    dtrain_layernorm_args forward = {1,      1,      0,    memory, memory,     NULL,      memory,
-                                     memory, memory, NULL, NULL,   DTRAIN_I32, DTRAIN_F32};
+    dtrain_layernorm_args forward = {
+        1,      1,    0,    memory,           memory,          NULL, memory, memory,
+        memory, NULL, NULL, DTRAIN_DTYPE_I32, DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->layernorm(gpu, &forward) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "i32") != NULL, "%s", dtrain_last_error());
-    forward.x_dtype = DTRAIN_F32, forward.y_dtype = (dtrain_dtype)7;
+    forward.x_dtype = DTRAIN_DTYPE_F32, forward.y_dtype = (dtrain_dtype)7;
     CHECK(gpu->ops->layernorm(gpu, &forward) == DTRAIN_ERROR_UNSUPPORTED);
-    forward.y_dtype = DTRAIN_F32, forward.residual = memory;
+    forward.y_dtype = DTRAIN_DTYPE_F32, forward.residual = memory;
     CHECK(gpu->ops->layernorm(gpu, &forward) == DTRAIN_ERROR_ARGUMENT);
     forward.residual = NULL, forward.sum = memory;
     CHECK(gpu->ops->layernorm(gpu, &forward) == DTRAIN_ERROR_ARGUMENT);
@@ -408,7 +412,7 @@ static void test_errors(void)
     backward.x = backward.weight = backward.mean = backward.rstd = memory, backward.d_y = memory;
     backward.d_residual = memory;
     CHECK(gpu->ops->layernorm_backward(gpu, &backward) == DTRAIN_ERROR_ARGUMENT);
-    backward.d_residual = NULL, backward.y_dtype = DTRAIN_I64;
+    backward.d_residual = NULL, backward.y_dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->layernorm_backward(gpu, &backward) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
     gpu_close();

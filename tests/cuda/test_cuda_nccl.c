@@ -148,21 +148,23 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     model *m = (model *)user;
     dtrain_param *p = m->params;
     const int64_t shape[2] = {B, T}, rows = B * T;
-    dtrain_tensor *tokens = dtrain_tape_input(t, DTRAIN_I32, 2, shape, m->tokens, false);
-    dtrain_tensor *targets = dtrain_tape_input(t, DTRAIN_I32, 1, &rows, m->targets, false);
+    dtrain_tensor *tokens = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false);
     if (m->how->slow_loss_step == m->step && m->rank == 0) ranks_sleep_us(500000);
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(t, tokens, &p[0], &p[1]);
     dtrain_tape_unit(t, 1);
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3]);
-    h = dtrain_linear(t, h, &p[4], NULL, DTRAIN_ACT_NONE);
-    h = dtrain_attention(t, h, T, HEADS, DTRAIN_CAUSAL);
-    h = dtrain_dropout(t, dtrain_linear(t, h, &p[5], NULL, DTRAIN_ACT_NONE), m->how->dropout);
-    h = dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACT_GELU);
-    h = dtrain_linear(t, h, &p[8], NULL, DTRAIN_ACT_NONE);
+    h = dtrain_linear(t, h, &p[4], NULL, DTRAIN_ACTIVATION_NONE);
+    h = dtrain_attention(t, h, T, HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = dtrain_dropout(t, dtrain_linear(t, h, &p[5], NULL, DTRAIN_ACTIVATION_NONE),
+                       m->how->dropout);
+    h = dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACTIVATION_GELU);
+    h = dtrain_linear(t, h, &p[8], NULL, DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 0);
     h = dtrain_add(t, x, h);
-    return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACT_NONE), targets);
+    return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
+                                targets);
 }
 
 /* Between two steps: everything launched so far has run. */
@@ -381,18 +383,19 @@ static void test_autocast(void)
 /* What is sent is selected on the device and travels as it does over host memory. */
 static void test_compression(void)
 {
-    for (uint32_t kind = DTRAIN_TOPK; kind <= DTRAIN_POWERSGD; kind++) {
+    for (uint32_t kind = DTRAIN_COMPRESSION_TOPK; kind <= DTRAIN_COMPRESSION_POWERSGD; kind++) {
         run how = plain();
         start_test();
         how.compression = kind;
         how.steps = 4;
-        how.exchange = kind == DTRAIN_TOPK ? DTRAIN_SPARSE_BALANCED : 0;
+        how.exchange = kind == DTRAIN_COMPRESSION_TOPK ? DTRAIN_SPARSE_EXCHANGE_BALANCED : 0;
         how.bucket_bytes = 2048;
-        how.tape_flags = kind == DTRAIN_TOPK ? 0 : DTRAIN_TAPE_BF16;
+        how.tape_flags = kind == DTRAIN_COMPRESSION_TOPK ? 0 : DTRAIN_TAPE_BF16;
         const run nccl = trained(how, 2);
         how.staged = true;
         const run staged = trained(how, 2);
-        check_near(&staged, &nccl, how.steps, kind == DTRAIN_TOPK ? 1e-5 : 1e-3, "compressed");
+        check_near(&staged, &nccl, how.steps, kind == DTRAIN_COMPRESSION_TOPK ? 1e-5 : 1e-3,
+                   "compressed");
     }
 }
 
@@ -431,25 +434,25 @@ static void matrix_add(matrix *m, uint32_t kind, uint32_t micro, int ranks, uint
     c->kind = kind;
     c->micro = micro;
     c->node_size = node_size;
-    c->optimizer = DTRAIN_ADAMW;
+    c->optimizer = DTRAIN_OPTIMIZER_ADAMW;
     c->batch = ranks * (int)micro;
     c->steps = micro > 1 ? 2 : 0;
-    if (like >= 0) c->accumulation = micro > 1 ? DTRAIN_ACCUMULATE_EVERY : 0;
+    if (like >= 0) c->accumulation = micro > 1 ? DTRAIN_ACCUMULATION_EVERY : 0;
     m->like[at] = like < 0 ? at : like;
     m->near[at] = (int)node_size < ranks && node_size > 0;
 }
 
 static void add_kinds(matrix *m, int ranks)
 {
-    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++)
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_ZERO3; kind++)
         matrix_add(m, kind, 1, ranks, 0, 0);
-    matrix_add(m, DTRAIN_HYBRID_SHARD, 1, ranks, (uint32_t)ranks / 2, 0);
-    matrix_add(m, DTRAIN_SHARD_GRAD_OP, 3, ranks, 0, 6);
-    matrix_add(m, DTRAIN_FULL_SHARD, 3, ranks, 0, 6);
-    matrix_add(m, DTRAIN_ZERO3, 3, ranks, 0, 6);
-    matrix_add(m, DTRAIN_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
-    matrix_add(m, DTRAIN_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
-    m->cases[m->count - 1].accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+    matrix_add(m, DTRAIN_STRATEGY_HYBRID_SHARD, 1, ranks, (uint32_t)ranks / 2, 0);
+    matrix_add(m, DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, ranks, 0, 6);
+    matrix_add(m, DTRAIN_STRATEGY_FULL_SHARD, 3, ranks, 0, 6);
+    matrix_add(m, DTRAIN_STRATEGY_ZERO3, 3, ranks, 0, 6);
+    matrix_add(m, DTRAIN_STRATEGY_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
+    matrix_add(m, DTRAIN_STRATEGY_HYBRID_SHARD, 3, ranks, (uint32_t)ranks / 2, 6);
+    m->cases[m->count - 1].accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
 }
 
 static void check_matrix(matrix *m, int ranks)
@@ -479,7 +482,7 @@ static void test_strategies(void)
             rank_controls[r].progress_polls = r % 2;
         }
         if (ranks == 4) dtrain_emulation_set_order(DTRAIN_EMULATION_REVERSE, 0);
-        matrix_add(m, DTRAIN_DDP, 1, ranks, 0, -1);
+        matrix_add(m, DTRAIN_STRATEGY_DDP, 1, ranks, 0, -1);
         add_kinds(m, ranks);
         check_matrix(m, ranks);
         dtrain_emulation_set_order(DTRAIN_EMULATION_FORWARD, 0);
@@ -496,11 +499,11 @@ static void test_strategies_between_nodes(void)
     dtrain_emulation_set_device_count(4);
     for (int r = 0; r < MOST; r++)
         rank_controls[r].delay_steps = r % 3 ? 30 : 0; /* longer than a unit's backward */
-    matrix_add(m, DTRAIN_SHARD_GRAD_OP, 3, 4, 0, -1);
-    matrix_add(m, DTRAIN_HYBRID_SHARD, 3, 4, 2, 0);
-    for (uint32_t kind = DTRAIN_DDP; kind <= DTRAIN_FULL_SHARD; kind++) {
+    matrix_add(m, DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 4, 0, -1);
+    matrix_add(m, DTRAIN_STRATEGY_HYBRID_SHARD, 3, 4, 2, 0);
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_FULL_SHARD; kind++) {
         matrix_add(m, kind, 3, 4, 2, 0);
-        if (kind <= DTRAIN_ZERO1) m->cases[m->count - 1].accumulation = 0;
+        if (kind <= DTRAIN_STRATEGY_ZERO1) m->cases[m->count - 1].accumulation = 0;
         m->cases[m->count - 1].hierarchical = true;
     }
     check_matrix(m, 4);

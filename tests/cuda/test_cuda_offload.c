@@ -112,19 +112,20 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     model *m = (model *)user;
     dtrain_param *p = m->params;
     const int64_t shape[2] = {1, B}, rows = B;
-    dtrain_tensor *tokens = dtrain_tape_input(t, DTRAIN_I32, 2, shape, m->tokens, false);
-    dtrain_tensor *targets = dtrain_tape_input(t, DTRAIN_I32, 1, &rows, m->targets, false);
+    dtrain_tensor *tokens = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false);
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(t, tokens, &p[0], NULL);
     dtrain_tape_unit(t, 1);
-    x = dtrain_linear(t, x, &p[1], &p[2], DTRAIN_ACT_GELU);
+    x = dtrain_linear(t, x, &p[1], &p[2], DTRAIN_ACTIVATION_GELU);
     dtrain_tape_unit(t, 2);
-    x = dtrain_linear(t, x, &p[3], &p[4], DTRAIN_ACT_GELU);
-    x = dtrain_linear(t, x, &p[5], NULL, DTRAIN_ACT_NONE);
+    x = dtrain_linear(t, x, &p[3], &p[4], DTRAIN_ACTIVATION_GELU);
+    x = dtrain_linear(t, x, &p[5], NULL, DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 3);
-    x = dtrain_linear(t, x, &p[6], &p[7], DTRAIN_ACT_NONE);
+    x = dtrain_linear(t, x, &p[6], &p[7], DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 4);
-    return dtrain_cross_entropy(t, dtrain_linear(t, x, &p[8], NULL, DTRAIN_ACT_NONE), targets);
+    return dtrain_cross_entropy(t, dtrain_linear(t, x, &p[8], NULL, DTRAIN_ACTIVATION_NONE),
+                                targets);
 }
 
 /* One training, and what came out of it on this rank. */
@@ -172,7 +173,7 @@ static int train(dtrain_world *world, run *how)
         desc.graph = false;
     }
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
-    RANKS_TRY(dtrain_trainer_plan_memory(trainer, &how->memory));
+    RANKS_TRY(dtrain_trainer_plan(trainer, &how->memory));
     for (int step = 0; step < STEPS; step++) {
         dtrain_step_record record;
         RANKS_TRY(dtrain_trainer_step(trainer, &record));
@@ -225,7 +226,8 @@ static void as_planned(const run *off, const run *on, const char *what)
               (unsigned long long)on->memory.params);
     CHECK_MSG((off->info.host_bytes > 0) == ((offload & ~1u) != 0), "%s: %llu bytes of shards",
               what, (unsigned long long)off->info.host_bytes);
-    if (off->info.desc.kind == DTRAIN_ZERO3) return; /* the plan is that of the owner of most */
+    if (off->info.desc.kind == DTRAIN_STRATEGY_ZERO3)
+        return; /* the plan is that of the owner of most */
     CHECK_MSG(m->host == off->plan.host, "%s: %llu bytes in host memory, planned %llu", what,
               (unsigned long long)m->host, (unsigned long long)off->plan.host);
     CHECK_MSG(m->params + m->grads + m->buffers == off->plan.total, "%s: %llu bytes, planned %llu",
@@ -235,12 +237,12 @@ static void as_planned(const run *off, const run *on, const char *what)
 
 static const struct {
     uint32_t kind, offload[4];
-} kinds[] = {{DTRAIN_DDP, {O}},
-             {DTRAIN_ZERO1, {O}},
-             {DTRAIN_SHARD_GRAD_OP, {O, OG}},
-             {DTRAIN_FULL_SHARD, {O, OG, OP, ALL}},
-             {DTRAIN_ZERO3, {O, OG, OP, ALL}},
-             {DTRAIN_HYBRID_SHARD, {O, OG, OP, ALL}}};
+} kinds[] = {{DTRAIN_STRATEGY_DDP, {O}},
+             {DTRAIN_STRATEGY_ZERO1, {O}},
+             {DTRAIN_STRATEGY_SHARD_GRAD_OP, {O, OG}},
+             {DTRAIN_STRATEGY_FULL_SHARD, {O, OG, OP, ALL}},
+             {DTRAIN_STRATEGY_ZERO3, {O, OG, OP, ALL}},
+             {DTRAIN_STRATEGY_HYBRID_SHARD, {O, OG, OP, ALL}}};
 
 /* Every kind and what it can offload, in one launch; of four ranks, as two nodes, what has nodes. */
 static int matrix_main(dtrain_world *world, void *user)
@@ -250,14 +252,14 @@ static int matrix_main(dtrain_world *world, void *user)
     at_once(ranks == 1);
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
         static run on, off;
-        if (ranks == 4 && kinds[k].kind != DTRAIN_HYBRID_SHARD) continue;
+        if (ranks == 4 && kinds[k].kind != DTRAIN_STRATEGY_HYBRID_SHARD) continue;
         memset(&on, 0, sizeof on);
         on.desc = dtrain_strategy_defaults();
         on.desc.kind = kinds[k].kind;
         on.accumulation = accumulation;
         on.sgd = k == 2;
         if (k >= 3 && k % 2) on.desc.whole_below = C + 1; /* biases whole, on the device */
-        if (on.desc.kind == DTRAIN_HYBRID_SHARD) on.desc.node_size = ranks % 2 ? 1 : 2;
+        if (on.desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD) on.desc.node_size = ranks % 2 ? 1 : 2;
         if (train(world, &on)) return 1;
         for (int i = 0; i < 4 && kinds[k].offload[i]; i++) {
             char what[100];
@@ -296,13 +298,13 @@ static int variants_main(dtrain_world *world, void *user)
         static run on, off;
         memset(&on, 0, sizeof on);
         on.desc = dtrain_strategy_defaults();
-        on.desc.kind = variant == 1   ? DTRAIN_ZERO3
-                       : variant >= 4 ? DTRAIN_HYBRID_SHARD
-                                      : DTRAIN_FULL_SHARD;
+        on.desc.kind = variant == 1   ? DTRAIN_STRATEGY_ZERO3
+                       : variant >= 4 ? DTRAIN_STRATEGY_HYBRID_SHARD
+                                      : DTRAIN_STRATEGY_FULL_SHARD;
         if (variant >= 4) on.desc.node_size = 1;
-        if (variant == 4) on.desc.accumulation = DTRAIN_ACCUMULATE_EVERY;
-        if (variant <= 1 || variant == 5) on.desc.reduce_dtype = DTRAIN_BF16;
-        if (variant <= 1) on.desc.param_dtype = DTRAIN_BF16;
+        if (variant == 4) on.desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
+        if (variant <= 1 || variant == 5) on.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
+        if (variant <= 1) on.desc.param_dtype = DTRAIN_DTYPE_BF16;
         on.desc.reshard_after_forward = variant != 2;
         on.desc.no_overlap = variant == 3;
         on.accumulation = variant ? 3 : 1;
@@ -313,7 +315,7 @@ static int variants_main(dtrain_world *world, void *user)
         char what[40];
         snprintf(what, sizeof what, "variant %d", variant);
         /* one rounding that falls on the other side is 2^-9 of a gradient or a weight */
-        same_training(&off, &on, on.desc.reduce_dtype == DTRAIN_BF16 ? 2e-3 : 1e-5, what);
+        same_training(&off, &on, on.desc.reduce_dtype == DTRAIN_DTYPE_BF16 ? 2e-3 : 1e-5, what);
     }
     return 0;
 }
@@ -389,11 +391,11 @@ static void check_host_shards(dtrain_strategy *strategy, int step, float *expect
 
 static int bits_main(dtrain_world *world, void *user)
 {
-    static const uint32_t list[][2] = {{DTRAIN_DDP, O},
-                                       {DTRAIN_ZERO1, O},
-                                       {DTRAIN_SHARD_GRAD_OP, OG},
-                                       {DTRAIN_ZERO3, ALL},
-                                       {DTRAIN_FULL_SHARD, ALL}};
+    static const uint32_t list[][2] = {{DTRAIN_STRATEGY_DDP, O},
+                                       {DTRAIN_STRATEGY_ZERO1, O},
+                                       {DTRAIN_STRATEGY_SHARD_GRAD_OP, OG},
+                                       {DTRAIN_STRATEGY_ZERO3, ALL},
+                                       {DTRAIN_STRATEGY_FULL_SHARD, ALL}};
     enum { COUNT = 3 };
     dtrain_device *device = dtrain_world_device(world);
     float *grad = (float *)malloc(BIG * sizeof(float)),
@@ -455,8 +457,9 @@ static void test_bits_of_the_cpu(void)
 
 static int auto_main(dtrain_world *world, void *user)
 {
-    static const uint32_t list[][2] = {
-        {O, DTRAIN_ZERO1}, {OG, DTRAIN_SHARD_GRAD_OP}, {ALL, DTRAIN_FULL_SHARD}};
+    static const uint32_t list[][2] = {{O, DTRAIN_STRATEGY_ZERO1},
+                                       {OG, DTRAIN_STRATEGY_SHARD_GRAD_OP},
+                                       {ALL, DTRAIN_STRATEGY_FULL_SHARD}};
     (void)user;
     for (int i = 0; i < 3; i++) {
         dtrain_strategy_desc desc = dtrain_strategy_defaults();
@@ -468,7 +471,8 @@ static int auto_main(dtrain_world *world, void *user)
         desc.offload = list[i][0];
         RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &desc, &strategy));
         dtrain_strategy_query(strategy, &info);
-        CHECK_MSG(info.desc.kind == (i || dtrain_world_size(world) > 1 ? list[i][1] : DTRAIN_DDP),
+        CHECK_MSG(info.desc.kind ==
+                      (i || dtrain_world_size(world) > 1 ? list[i][1] : DTRAIN_STRATEGY_DDP),
                   "%s: %s", info.name, info.reason);
         dtrain_strategy_destroy(strategy);
     }
@@ -486,17 +490,18 @@ static int refused_main(dtrain_world *world, void *user)
         uint32_t kind, offload, accumulation;
         dtrain_result code;
         const char *says;
-    } list[] = {{DTRAIN_DDP, 8, 0, DTRAIN_ERROR_ARGUMENT, "0x8"},
-                {DTRAIN_DDP, 0x80000001u, 0, DTRAIN_ERROR_ARGUMENT, "0x80000001"},
-                {DTRAIN_FULL_SHARD, OG & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
-                 "without DTRAIN_OFFLOAD_OPTIMIZER"},
-                {DTRAIN_FULL_SHARD, OP & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
-                 "without DTRAIN_OFFLOAD_OPTIMIZER"},
-                {DTRAIN_ZERO1, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
-                {DTRAIN_DDP, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
-                {DTRAIN_SHARD_GRAD_OP, OP, 0, DTRAIN_ERROR_UNSUPPORTED, "whole parameters"},
-                {DTRAIN_FULL_SHARD, ALL, DTRAIN_ACCUMULATE_LAST, DTRAIN_ERROR_UNSUPPORTED,
-                 "ACCUMULATE_LAST"}};
+    } list[] = {
+        {DTRAIN_STRATEGY_DDP, 8, 0, DTRAIN_ERROR_ARGUMENT, "0x8"},
+        {DTRAIN_STRATEGY_DDP, 0x80000001u, 0, DTRAIN_ERROR_ARGUMENT, "0x80000001"},
+        {DTRAIN_STRATEGY_FULL_SHARD, OG & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
+         "without DTRAIN_OFFLOAD_OPTIMIZER"},
+        {DTRAIN_STRATEGY_FULL_SHARD, OP & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
+         "without DTRAIN_OFFLOAD_OPTIMIZER"},
+        {DTRAIN_STRATEGY_ZERO1, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
+        {DTRAIN_STRATEGY_DDP, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
+        {DTRAIN_STRATEGY_SHARD_GRAD_OP, OP, 0, DTRAIN_ERROR_UNSUPPORTED, "whole parameters"},
+        {DTRAIN_STRATEGY_FULL_SHARD, ALL, DTRAIN_ACCUMULATION_LAST, DTRAIN_ERROR_UNSUPPORTED,
+         "ACCUMULATE_LAST"}};
     const bool on_cpu = dtrain_world_device(world)->ops->host_memory;
     (void)user;
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
@@ -541,7 +546,7 @@ static int orders_main(dtrain_world *world, void *user)
         dtrain_emulation_set_order(order, 5);
         memset(&runs[order], 0, sizeof runs[order]);
         runs[order].desc = dtrain_strategy_defaults();
-        runs[order].desc.kind = DTRAIN_FULL_SHARD;
+        runs[order].desc.kind = DTRAIN_STRATEGY_FULL_SHARD;
         runs[order].desc.offload = ALL;
         runs[order].accumulation = 3;
         if (train(world, &runs[order])) return 1;
@@ -589,7 +594,7 @@ static int failures_main(dtrain_world *world, void *user)
         dtrain_optimizer *optimizer = NULL;
         model m;
         declare(&m, 0);
-        desc.kind = DTRAIN_ZERO3;
+        desc.kind = DTRAIN_STRATEGY_ZERO3;
         desc.offload = ALL;
         if (driver) dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_ALLOCATION, n);
         else budget->countdown = n;

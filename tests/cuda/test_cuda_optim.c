@@ -28,7 +28,7 @@ static model *make(size_t tensor_count, const int64_t *counts, size_t count_of_c
     m->tensor_count = tensor_count;
     for (size_t i = 0; i < tensor_count; i++) m->count += 4 * padded(counts[i % count_of_counts]);
     const size_t bytes = (size_t)m->count * sizeof(float);
-    m->all = (float *)gpu_noise(m->count, DTRAIN_F32, 5, 1);
+    m->all = (float *)gpu_noise(m->count, DTRAIN_DTYPE_F32, 5, 1);
     m->was = (float *)malloc(bytes);
     m->low = (uint16_t *)calloc((size_t)m->count, 2);
     m->on = (float *)gpu_take(bytes, 0);
@@ -147,8 +147,9 @@ static void check_low(const model *m)
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain_optimizer_tensor *t = &m->host[i];
         for (int64_t j = 0; t->low && j < t->count; j++) {
-            const uint16_t want = t->low_dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(t->value[j])
-                                                              : dtrain_f32_to_f16(t->value[j]);
+            const uint16_t want = t->low_dtype == DTRAIN_DTYPE_BF16
+                                      ? dtrain_f32_to_bf16(t->value[j])
+                                      : dtrain_f32_to_f16(t->value[j]);
             good = good && ((uint16_t *)t->low)[j] == want;
         }
     }
@@ -199,10 +200,10 @@ static void test_adamw(void)
     for (int shift = 0; shift < 2; shift++) {
         EACH(t, tensor_counts)
         {
-            check_adamw(make(tensor_counts[t], sizes, COUNT_OF(sizes), shift, DTRAIN_BF16));
+            check_adamw(make(tensor_counts[t], sizes, COUNT_OF(sizes), shift, DTRAIN_DTYPE_BF16));
             check_adamw(make(tensor_counts[t], sizes, COUNT_OF(sizes), shift, DTRAIN_DTYPE_NONE));
         }
-        check_adamw(make(5, large, COUNT_OF(large), shift, DTRAIN_F16));
+        check_adamw(make(5, large, COUNT_OF(large), shift, DTRAIN_DTYPE_F16));
     }
     gpu_close();
 }
@@ -212,7 +213,7 @@ static void test_one_unaligned(void)
 {
     gpu_open();
     for (int which = 0; which < 5; which++) {
-        model *m = make(1, large, 1, 0, DTRAIN_BF16);
+        model *m = make(1, large, 1, 0, DTRAIN_DTYPE_BF16);
         float *moved = (float *)gpu_take(8191 * sizeof(float), 4);
         float *const from[4] = {m->device[0].value, m->on + (m->host[0].grad - m->all),
                                 m->device[0].m, m->device[0].v};
@@ -263,13 +264,15 @@ static void test_sgd(void)
     EACH_ORDER(order)
     for (int shift = 0; shift < 2; shift++)
         for (int first = 0; first < 2; first++) {
-            check_sgd(make(61, sizes, COUNT_OF(sizes), shift, DTRAIN_F16), 0.9f, false, first);
-            check_sgd(make(61, sizes, COUNT_OF(sizes), shift, DTRAIN_BF16), 0.9f, true, first);
-            check_sgd(make(5, large, COUNT_OF(large), shift, DTRAIN_BF16), 0.9f, true, first);
+            check_sgd(make(61, sizes, COUNT_OF(sizes), shift, DTRAIN_DTYPE_F16), 0.9f, false,
+                      first);
+            check_sgd(make(61, sizes, COUNT_OF(sizes), shift, DTRAIN_DTYPE_BF16), 0.9f, true,
+                      first);
+            check_sgd(make(5, large, COUNT_OF(large), shift, DTRAIN_DTYPE_BF16), 0.9f, true, first);
             check_sgd(make(61, sizes, COUNT_OF(sizes), shift, DTRAIN_DTYPE_NONE), 0, false, true);
         }
     /* without momentum there is no buffer to be first in */
-    model *m = make(3, sizes, COUNT_OF(sizes), 0, DTRAIN_BF16);
+    model *m = make(3, sizes, COUNT_OF(sizes), 0, DTRAIN_DTYPE_BF16);
     dtrain_sgd_args args = {3, m->device, 0.01f, 0, 0.5f, false, false, false, 0, NULL};
     const oracle o = {0.01, 0, 0, 0, 0, 0, 0.5, 0, true, false, true};
     for (int i = 0; i < 3; i++) m->host[i].m = m->device[i].m = m->device[i].v = NULL;
@@ -285,7 +288,7 @@ static void test_scalars(void)
 {
     dtrain_step_scalars scalars = {0, 0.5f, 0.25f, 0.125f, 2, 0, 0};
     gpu_open();
-    model *m = make(61, sizes, COUNT_OF(sizes), 0, DTRAIN_BF16);
+    model *m = make(61, sizes, COUNT_OF(sizes), 0, DTRAIN_DTYPE_BF16);
     dtrain_step_scalars *on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
     dtrain_adamw_args args = adamw_args(m);
     oracle o = adamw_oracle(&args);
@@ -301,7 +304,7 @@ static void test_scalars(void)
     CHECK(gpu->ops->adamw(gpu, &args) == DTRAIN_OK);
     check_model(m, &o);
     drop(m);
-    m = make(61, sizes, COUNT_OF(sizes), 0, DTRAIN_BF16);
+    m = make(61, sizes, COUNT_OF(sizes), 0, DTRAIN_DTYPE_BF16);
     on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
     dtrain_sgd_args sgd = {61, m->device, 0.01f, 0.9f, 0.5f, false, false, false, 0, on};
     const oracle sgd_o = {0.5, 0, 0, 0, 0, 0, 2, (double)0.9f, true, false, false};
@@ -317,7 +320,7 @@ static void test_graph(void)
     dtrain_step_scalars scalars = {0, 0.5f, 0.25f, 0.125f, 2, 1, 0};
     dtrain_graph *graph;
     gpu_open();
-    model *m = make(130, sizes, COUNT_OF(sizes), 1, DTRAIN_F16);
+    model *m = make(130, sizes, COUNT_OF(sizes), 1, DTRAIN_DTYPE_F16);
     dtrain_step_scalars *on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
     dtrain_adamw_args args = adamw_args(m);
     oracle o = adamw_oracle(&args);
@@ -365,7 +368,7 @@ static model *one_of(int64_t count, dtrain_dtype low, const float *values, int64
 static void test_unbiased(void)
 {
     const float values[] = {1.001f, -1.0035f, 0.7001f, 3.14159f, -1000.3f, 7e-5f, 1.0f, -0.5f};
-    const dtrain_dtype lows[] = {DTRAIN_BF16, DTRAIN_F16};
+    const dtrain_dtype lows[] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     enum { DRAWS = 40000 };
     gpu_open();
     EACH(l, lows)
@@ -436,8 +439,8 @@ static void test_cpu_bits(void)
 {
     gpu_open();
     for (int shift = 0; shift < 2; shift++) {
-        check_cpu_bits(DTRAIN_BF16, shift, false);
-        check_cpu_bits(DTRAIN_F16, shift, true);
+        check_cpu_bits(DTRAIN_DTYPE_BF16, shift, false);
+        check_cpu_bits(DTRAIN_DTYPE_F16, shift, true);
     }
     gpu_close();
 }
@@ -450,16 +453,16 @@ static void test_rounding_edges(void)
     memcpy(values, &all_ones, sizeof all_ones);
     gpu_open();
     for (uint64_t seed = 0; seed < 20; seed++) {
-        model *m = one_of(10, DTRAIN_F16, values, 10);
+        model *m = one_of(10, DTRAIN_DTYPE_F16, values, 10);
         draw(m, seed, NULL);
-        CHECK(isnan(gpu_get(m->low, 0, DTRAIN_F16)));
+        CHECK(isnan(gpu_get(m->low, 0, DTRAIN_DTYPE_F16)));
         for (int i = 1; i < 10; i++)
             CHECK_MSG(m->low[i] == dtrain_f32_to_f16(values[i]), "%g became %g", (double)values[i],
-                      gpu_get(m->low, i, DTRAIN_F16));
+                      gpu_get(m->low, i, DTRAIN_DTYPE_F16));
         drop(m);
-        m = one_of(5, DTRAIN_BF16, values, 5);
+        m = one_of(5, DTRAIN_DTYPE_BF16, values, 5);
         draw(m, seed, NULL);
-        CHECK(isnan(gpu_get(m->low, 0, DTRAIN_BF16)));
+        CHECK(isnan(gpu_get(m->low, 0, DTRAIN_DTYPE_BF16)));
         for (int i = 1; i < 5; i++) CHECK(m->low[i] == dtrain_f32_to_bf16(values[i]));
         drop(m);
     }
@@ -472,7 +475,7 @@ static void test_streams(void)
     const float third = 1.001f;
     const int64_t counts[] = {1000, 1000};
     gpu_open();
-    model *m = make(2, counts, 2, 0, DTRAIN_BF16);
+    model *m = make(2, counts, 2, 0, DTRAIN_DTYPE_BF16);
     for (int t = 0; t < 2; t++) {
         for (int i = 0; i < 1000; i++) m->host[t].value[i] = third;
         m->device[t].m = m->device[t].v = NULL;
@@ -497,12 +500,12 @@ static void test_streams(void)
 static void test_errors(void)
 {
     gpu_open();
-    model *m = make(3, sizes, COUNT_OF(sizes), 0, DTRAIN_BF16);
+    model *m = make(3, sizes, COUNT_OF(sizes), 0, DTRAIN_DTYPE_BF16);
     dtrain_adamw_args args = adamw_args(m);
-    m->device[2].low_dtype = DTRAIN_F32;
+    m->device[2].low_dtype = DTRAIN_DTYPE_F32;
     CHECK(gpu->ops->adamw(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(strstr(dtrain_last_error(), "tensor 2") != NULL);
-    m->device[2].low_dtype = DTRAIN_F16;
+    m->device[2].low_dtype = DTRAIN_DTYPE_F16;
     m->device[1].v = NULL;
     CHECK(gpu->ops->adamw(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "tensor 1") != NULL);

@@ -192,7 +192,7 @@ static void test_topk_scratch(void)
 {
     enum { COUNT = 40000, K = 400 };
     dtrain_device_info before, between, after;
-    float *x = (float *)gpu_noise(COUNT, DTRAIN_F32, 1, 1);
+    float *x = (float *)gpu_noise(COUNT, DTRAIN_DTYPE_F32, 1, 1);
     gpu_open();
     dtrain_topk_args args = {COUNT, K, NULL, NULL, NULL, NULL, NULL, 0};
     args.x = (float *)gpu_give(x, COUNT * sizeof *x, 0);
@@ -313,8 +313,8 @@ static void test_topk_errors(void)
 static void test_scatter_add(void)
 {
     enum { COUNT = 5000, K = 1700 };
-    float *out = (float *)gpu_noise(COUNT, DTRAIN_F32, 1, 1),
-          *picked = (float *)gpu_noise(K, DTRAIN_F32, 2, 1);
+    float *out = (float *)gpu_noise(COUNT, DTRAIN_DTYPE_F32, 1, 1),
+          *picked = (float *)gpu_noise(K, DTRAIN_DTYPE_F32, 2, 1);
     int32_t indices[K];
     float want[COUNT];
     gpu_open();
@@ -415,7 +415,7 @@ static void test_orthogonalize(void)
     EACH(s, shapes)
     {
         const int64_t rows = shapes[s][0], columns = shapes[s][1];
-        float *x = (float *)gpu_noise(rows * columns, DTRAIN_F32, 1, 1);
+        float *x = (float *)gpu_noise(rows * columns, DTRAIN_DTYPE_F32, 1, 1);
         check_orthogonalize(cpu, x, rows, columns);
         for (int64_t r = 0; r < rows && columns > 3; r++) { /* zero, and spanned by others */
             x[r * columns] = 0;

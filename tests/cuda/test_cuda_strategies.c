@@ -110,7 +110,7 @@ static strategy_case one_case(uint32_t kind, uint32_t micro, uint32_t accumulati
     c.micro = micro;
     c.accumulation = accumulation;
     c.tape_flags = flags;
-    c.optimizer = DTRAIN_ADAMW;
+    c.optimizer = DTRAIN_OPTIMIZER_ADAMW;
     return c;
 }
 
@@ -119,7 +119,7 @@ static strategy_case one_case(uint32_t kind, uint32_t micro, uint32_t accumulati
 /* Several nodes of one rank shard nothing; one node of all ranks adds in rank order, as DDP does. */
 static void add_hybrid(matrix *m, strategy_case c, int like, double tolerance)
 {
-    c.kind = DTRAIN_HYBRID_SHARD;
+    c.kind = DTRAIN_STRATEGY_HYBRID_SHARD;
     for (int node = 1; node <= m->ranks; node++) {
         if (m->ranks % node || (node == 1 && m->ranks == 4)) continue;
         c.node_size = (uint32_t)node;
@@ -130,25 +130,27 @@ static void add_hybrid(matrix *m, strategy_case c, int like, double tolerance)
 /* Kinds x {1 micro-batch, 4 reduced at the end, 4 reduced one by one}; not all: fewer of the second. */
 static void add_kinds(matrix *m, bool all, uint32_t flags, double cpu, double order)
 {
-    const int once = matrix_add(m, one_case(DTRAIN_DDP, 1, 0, flags), -1, cpu);
-    const int last = matrix_add(m, one_case(DTRAIN_DDP, 4, DTRAIN_ACCUMULATE_LAST, flags), -1, cpu);
+    const int once = matrix_add(m, one_case(DTRAIN_STRATEGY_DDP, 1, 0, flags), -1, cpu);
+    const int last =
+        matrix_add(m, one_case(DTRAIN_STRATEGY_DDP, 4, DTRAIN_ACCUMULATION_LAST, flags), -1, cpu);
     int every = -1;
-    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++) {
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_ZERO3; kind++) {
         matrix_add(m, one_case(kind, 1, 0, flags), once, 0);
-        if (all || kind == DTRAIN_FULL_SHARD)
-            matrix_add(m, one_case(kind, 4, DTRAIN_ACCUMULATE_LAST, flags), last, 0);
-        if (kind == DTRAIN_ZERO1 || (!all && kind == DTRAIN_SHARD_GRAD_OP)) continue;
+        if (all || kind == DTRAIN_STRATEGY_FULL_SHARD)
+            matrix_add(m, one_case(kind, 4, DTRAIN_ACCUMULATION_LAST, flags), last, 0);
+        if (kind == DTRAIN_STRATEGY_ZERO1 || (!all && kind == DTRAIN_STRATEGY_SHARD_GRAD_OP))
+            continue;
         /* the first of them is held against DDP, whose sums have another order */
-        const strategy_case c = one_case(kind, 4, DTRAIN_ACCUMULATE_EVERY, flags);
+        const strategy_case c = one_case(kind, 4, DTRAIN_ACCUMULATION_EVERY, flags);
         const int at = matrix_add(m, c, every < 0 ? last : every, every < 0 ? order : 0);
         if (every < 0) every = at;
     }
-    strategy_case some = one_case(DTRAIN_FULL_SHARD, 1, 0, flags);
+    strategy_case some = one_case(DTRAIN_STRATEGY_FULL_SHARD, 1, 0, flags);
     some.whole_below = 20;
     matrix_add(m, some, once, 0);
     add_hybrid(m, one_case(0, 1, 0, flags), once, order);
-    if (all) add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_LAST, flags), last, order);
-    add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATE_EVERY, flags), every, order);
+    if (all) add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATION_LAST, flags), last, order);
+    add_hybrid(m, one_case(0, 4, DTRAIN_ACCUMULATION_EVERY, flags), every, order);
 }
 
 /* fp32: parameters are of size 1 and move by 0.08. */
@@ -157,7 +159,8 @@ static void check_fp32(int ranks)
     matrix *m = matrix_create(ranks);
     add_kinds(m, ranks == 3, 0, 1e-4, 2e-6);
     if (ranks == 4) {
-        strategy_case c = one_case(DTRAIN_HYBRID_SHARD, 4, DTRAIN_ACCUMULATE_SHARD_EVERY, 0);
+        strategy_case c =
+            one_case(DTRAIN_STRATEGY_HYBRID_SHARD, 4, DTRAIN_ACCUMULATION_SHARD_EVERY, 0);
         c.node_size = 2;
         matrix_add(m, c, 1, 2e-6);
     }
@@ -181,10 +184,10 @@ static void test_bf16(void)
 static void test_f16(void)
 {
     matrix *m = matrix_create(2);
-    strategy_case c = one_case(DTRAIN_DDP, 4, DTRAIN_ACCUMULATE_LAST, DTRAIN_TAPE_F16);
+    strategy_case c = one_case(DTRAIN_STRATEGY_DDP, 4, DTRAIN_ACCUMULATION_LAST, DTRAIN_TAPE_F16);
     const int ddp = matrix_add(m, c, -1, 4e-3);
     c.checkpoint_every = 1;
-    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++) {
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_ZERO3; kind++) {
         c.kind = kind;
         matrix_add(m, c, ddp, 0);
     }
@@ -195,19 +198,19 @@ static void test_f16(void)
 static void test_wire(void)
 {
     matrix *m = matrix_create(3);
-    strategy_case c = one_case(DTRAIN_DDP, 1, 0, DTRAIN_TAPE_BF16);
-    c.reduce_dtype = DTRAIN_BF16;
+    strategy_case c = one_case(DTRAIN_STRATEGY_DDP, 1, 0, DTRAIN_TAPE_BF16);
+    c.reduce_dtype = DTRAIN_DTYPE_BF16;
     const int reduce = matrix_add(m, c, -1, 4e-3);
-    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++) {
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_ZERO3; kind++) {
         c.kind = kind;
         matrix_add(m, c, reduce, 0);
     }
-    c.kind = DTRAIN_FULL_SHARD;
-    c.param_dtype = DTRAIN_BF16;
+    c.kind = DTRAIN_STRATEGY_FULL_SHARD;
+    c.param_dtype = DTRAIN_DTYPE_BF16;
     c.micro = 4;
-    c.accumulation = DTRAIN_ACCUMULATE_EVERY;
+    c.accumulation = DTRAIN_ACCUMULATION_EVERY;
     const int both = matrix_add(m, c, -1, 8e-3);
-    c.kind = DTRAIN_ZERO3;
+    c.kind = DTRAIN_STRATEGY_ZERO3;
     matrix_add(m, c, both, 0);
     c.no_overlap = true;
     matrix_add(m, c, both, 0);
@@ -218,9 +221,10 @@ static void test_wire(void)
 static void test_timing(void)
 {
     matrix *m = matrix_create(3);
-    const int first = matrix_add(m, one_case(DTRAIN_FULL_SHARD, 2, 0, 0), -1, 2e-5);
+    const int first = matrix_add(m, one_case(DTRAIN_STRATEGY_FULL_SHARD, 2, 0, 0), -1, 2e-5);
     for (int i = 0; i < 4; i++) {
-        strategy_case c = one_case(i == 3 ? DTRAIN_ZERO3 : DTRAIN_FULL_SHARD, 2, 0, 0);
+        strategy_case c =
+            one_case(i == 3 ? DTRAIN_STRATEGY_ZERO3 : DTRAIN_STRATEGY_FULL_SHARD, 2, 0, 0);
         c.no_overlap = i == 0 || i == 3;
         c.keep_all = i == 1;
         c.keep_one = i == 2;
@@ -234,11 +238,11 @@ static void test_other_orders(void)
 {
     for (int order = DTRAIN_EMULATION_REVERSE; order <= DTRAIN_EMULATION_SHUFFLED; order++) {
         matrix *m = matrix_create(order == DTRAIN_EMULATION_REVERSE ? 3 : 4);
-        const int ddp = matrix_add(m, one_case(DTRAIN_DDP, 2, 0, 0), -1, 2e-5);
+        const int ddp = matrix_add(m, one_case(DTRAIN_STRATEGY_DDP, 2, 0, 0), -1, 2e-5);
         dtrain_emulation_set_order(order, 31);
-        for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_ZERO3; kind++)
-            matrix_add(m, one_case(kind, 2, DTRAIN_ACCUMULATE_LAST, 0), ddp, 0);
-        strategy_case c = one_case(DTRAIN_HYBRID_SHARD, 2, 0, 0);
+        for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_ZERO3; kind++)
+            matrix_add(m, one_case(kind, 2, DTRAIN_ACCUMULATION_LAST, 0), ddp, 0);
+        strategy_case c = one_case(DTRAIN_STRATEGY_HYBRID_SHARD, 2, 0, 0);
         c.node_size = m->ranks == 4 ? 2 : 3;
         matrix_add(m, c, ddp, 2e-6);
         matrix_run(m);
@@ -283,13 +287,14 @@ static dtrain_tensor *branches_loss(dtrain_tape *t, dtrain_param *params, int ra
     for (int i = 0; i < 4 * SIDE; i++)
         features[i] = dtrain_random_normal(9, (uint64_t)rank, (uint64_t)(step * 4 * SIDE + i));
     for (int i = 0; i < 4; i++) targets[i] = (rank + step + i) % SIDE;
-    dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_F32, 2, shape, features, false);
+    dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, features, false);
     for (int i = 0; i <= TRUNK + step % HEADS; i++) {
         dtrain_tape_unit(t, (uint32_t)i);
-        if (i < TRUNK) x = dtrain_linear(t, x, &params[i], NULL, DTRAIN_ACT_GELU);
+        if (i < TRUNK) x = dtrain_linear(t, x, &params[i], NULL, DTRAIN_ACTIVATION_GELU);
     }
-    x = dtrain_linear(t, x, &params[TRUNK + step % HEADS], NULL, DTRAIN_ACT_NONE);
-    return dtrain_cross_entropy(t, x, dtrain_tape_input(t, DTRAIN_I32, 1, &rows, targets, false));
+    x = dtrain_linear(t, x, &params[TRUNK + step % HEADS], NULL, DTRAIN_ACTIVATION_NONE);
+    return dtrain_cross_entropy(t, x,
+                                dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, targets, false));
 }
 
 static int branches_rank(dtrain_world *world, void *user)
@@ -344,17 +349,19 @@ static branches branches_train(strategy_case c, int ranks, bool on_cpu)
 static void check_branches(bool on_cpu)
 {
     for (uint32_t micro = 1; micro <= 2; micro++) {
-        strategy_case c = one_case(DTRAIN_SHARD_GRAD_OP, micro, 0, 0);
-        const branches ddp = branches_train(one_case(DTRAIN_DDP, micro, 0, 0), 2, on_cpu);
+        strategy_case c = one_case(DTRAIN_STRATEGY_SHARD_GRAD_OP, micro, 0, 0);
+        const branches ddp = branches_train(one_case(DTRAIN_STRATEGY_DDP, micro, 0, 0), 2, on_cpu);
         const branches grads = branches_train(c, 2, on_cpu);
         CHECK_MSG(test_close(ddp.losses[BRANCH_STEPS - 1], grads.losses[BRANCH_STEPS - 1], 1e-4),
                   "DDP ends with %.9g, SHARD_GRAD_OP with %.9g", ddp.losses[BRANCH_STEPS - 1],
                   grads.losses[BRANCH_STEPS - 1]);
         CHECK_MSG(micro > 1 || ddp.hash == grads.hash, "SHARD_GRAD_OP ends with other parameters");
         for (int i = 0; i < 4; i++) {
-            c.kind = i < 2 ? DTRAIN_FULL_SHARD : i < 3 ? DTRAIN_ZERO3 : DTRAIN_HYBRID_SHARD;
+            c.kind = i < 2   ? DTRAIN_STRATEGY_FULL_SHARD
+                     : i < 3 ? DTRAIN_STRATEGY_ZERO3
+                             : DTRAIN_STRATEGY_HYBRID_SHARD;
             c.node_size = i == 3 ? 2 : 0;
-            c.accumulation = i == 3 ? DTRAIN_ACCUMULATE_EVERY : 0;
+            c.accumulation = i == 3 ? DTRAIN_ACCUMULATION_EVERY : 0;
             c.no_overlap = i == 1;
             const branches other = branches_train(c, 2, on_cpu);
             CHECK_MSG(memcmp(other.losses, grads.losses, sizeof other.losses) == 0 &&
@@ -380,7 +387,7 @@ static int late_rank(dtrain_world *world, void *user)
     static float host[COUNT];
     dtrain_device *device = dtrain_world_device(world);
     (void)user;
-    for (uint32_t kind = DTRAIN_SHARD_GRAD_OP; kind <= DTRAIN_ZERO3; kind++) {
+    for (uint32_t kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; kind <= DTRAIN_STRATEGY_ZERO3; kind++) {
         dtrain_strategy_desc desc = dtrain_strategy_defaults();
         dtrain_param params[UNITS];
         dtrain_strategy *strategy;
@@ -441,7 +448,7 @@ static dtrain_result no_batch(void *user)
 static int graph_rank(dtrain_world *world, void *user)
 {
     (void)user;
-    for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_HYBRID_SHARD; kind++) {
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
         strategy_case c = one_case(kind, 1, 0, 0);
         dtrain_param params[BRANCHES];
         dtrain_strategy *strategy;
@@ -449,7 +456,7 @@ static int graph_rank(dtrain_world *world, void *user)
         dtrain_trainer *trainer;
         dtrain_trainer_desc desc;
         dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
-        c.node_size = kind == DTRAIN_HYBRID_SHARD ? 2 : 0;
+        c.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
         dtrain_strategy_desc settings = strategy_case_desc(&c);
         branches_declare(params);
         memset(&desc, 0, sizeof desc);

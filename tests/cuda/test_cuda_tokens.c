@@ -4,7 +4,7 @@
 #include "dtrain.h"
 #include "cuda_testing.h"
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 
 static size_t bytes_of(int64_t count, dtrain_dtype dtype)
 {
@@ -62,8 +62,8 @@ static void check_embedding(const words_case *c, bool positions)
 {
     const size_t y_bytes = bytes_of(c->rows * c->n, c->dtype);
     int32_t *tokens = tokens_of(RANDOM, c->rows, c->vocab);
-    float *wte = (float *)gpu_noise(c->vocab * c->n, DTRAIN_F32, 1, 1);
-    float *wpe = (float *)gpu_noise(c->sequence * c->n, DTRAIN_F32, 2, 1);
+    float *wte = (float *)gpu_noise(c->vocab * c->n, DTRAIN_DTYPE_F32, 1, 1);
+    float *wpe = (float *)gpu_noise(c->sequence * c->n, DTRAIN_DTYPE_F32, 2, 1);
     void *want = malloc(y_bytes);
     for (int64_t i = 0; i < c->rows * c->n; i++) {
         const int64_t row = i / c->n, column = i % c->n;
@@ -75,10 +75,11 @@ static void check_embedding(const words_case *c, bool positions)
     {
         dtrain_embedding_args args = {
             c->rows, positions ? c->sequence : 0, c->n, c->vocab, NULL, NULL, NULL, NULL, c->dtype};
-        args.tokens = (int32_t *)gpu_give(tokens, bytes_of(c->rows, DTRAIN_I32), 0);
-        args.wte = (float *)gpu_give(wte, bytes_of(c->vocab * c->n, DTRAIN_F32), c->shift * 2);
+        args.tokens = (int32_t *)gpu_give(tokens, bytes_of(c->rows, DTRAIN_DTYPE_I32), 0);
+        args.wte =
+            (float *)gpu_give(wte, bytes_of(c->vocab * c->n, DTRAIN_DTYPE_F32), c->shift * 2);
         if (positions)
-            args.wpe = (float *)gpu_give(wpe, bytes_of(c->sequence * c->n, DTRAIN_F32), 0);
+            args.wpe = (float *)gpu_give(wpe, bytes_of(c->sequence * c->n, DTRAIN_DTYPE_F32), 0);
         args.y = gpu_take(y_bytes, c->shift);
         CHECK_MSG(gpu->ops->embedding(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK_MSG(holds(args.y, want, y_bytes), "%s", words_name(c));
@@ -90,11 +91,11 @@ static void check_embedding(const words_case *c, bool positions)
 static void test_embedding(void)
 {
     const words_case cases[] = {
-        {1, 1, 1, 1, DTRAIN_F32, 0},      {37, 8, 24, 11, DTRAIN_F32, 0},
-        {37, 8, 24, 11, DTRAIN_BF16, 0},  {37, 8, 24, 11, DTRAIN_F16, 0},
-        {37, 8, 24, 11, DTRAIN_F32, 4},   {37, 8, 24, 11, DTRAIN_BF16, 2},
-        {64, 64, 33, 300, DTRAIN_F16, 0}, {130, 50, 768, 500, DTRAIN_BF16, 0},
-        {30, 7, 301, 40, DTRAIN_F32, 0},  {2500, 100, 4, 60000, DTRAIN_F32, 0},
+        {1, 1, 1, 1, DTRAIN_DTYPE_F32, 0},      {37, 8, 24, 11, DTRAIN_DTYPE_F32, 0},
+        {37, 8, 24, 11, DTRAIN_DTYPE_BF16, 0},  {37, 8, 24, 11, DTRAIN_DTYPE_F16, 0},
+        {37, 8, 24, 11, DTRAIN_DTYPE_F32, 4},   {37, 8, 24, 11, DTRAIN_DTYPE_BF16, 2},
+        {64, 64, 33, 300, DTRAIN_DTYPE_F16, 0}, {130, 50, 768, 500, DTRAIN_DTYPE_BF16, 0},
+        {30, 7, 301, 40, DTRAIN_DTYPE_F32, 0},  {2500, 100, 4, 60000, DTRAIN_DTYPE_F32, 0},
     };
     gpu_open();
     EACH(i, cases) check_embedding(&cases[i], i % 2 == 0), check_embedding(&cases[i], i % 2 == 1);
@@ -115,13 +116,13 @@ static void add_rows(const words_case *c, const int32_t *tokens, const void *d_y
 static void check_embedding_backward(const words_case *c, spread kind)
 {
     const size_t y_bytes = bytes_of(c->rows * c->n, c->dtype);
-    const size_t wte_bytes = bytes_of(c->vocab * c->n, DTRAIN_F32),
-                 wpe_bytes = bytes_of(c->sequence * c->n, DTRAIN_F32);
+    const size_t wte_bytes = bytes_of(c->vocab * c->n, DTRAIN_DTYPE_F32),
+                 wpe_bytes = bytes_of(c->sequence * c->n, DTRAIN_DTYPE_F32);
     int32_t *tokens = tokens_of(kind, c->rows, c->vocab);
     void *d_y = gpu_noise(c->rows * c->n, c->dtype, 3, 1);
-    float *old_wte = (float *)gpu_noise(c->vocab * c->n, DTRAIN_F32, 1, 1),
+    float *old_wte = (float *)gpu_noise(c->vocab * c->n, DTRAIN_DTYPE_F32, 1, 1),
           *d_wte = (float *)malloc(wte_bytes);
-    float *old_wpe = (float *)gpu_noise(c->sequence * c->n, DTRAIN_F32, 2, 1),
+    float *old_wpe = (float *)gpu_noise(c->sequence * c->n, DTRAIN_DTYPE_F32, 2, 1),
           *d_wpe = (float *)malloc(wpe_bytes);
     memcpy(d_wte, old_wte, wte_bytes);
     memcpy(d_wpe, old_wpe, wpe_bytes);
@@ -130,7 +131,7 @@ static void check_embedding_backward(const words_case *c, spread kind)
     {
         dtrain_embedding_backward_args args = {c->rows, c->sequence, c->n, c->vocab, NULL,
                                                NULL,    NULL,        NULL, c->dtype};
-        args.tokens = (int32_t *)gpu_give(tokens, bytes_of(c->rows, DTRAIN_I32), 0);
+        args.tokens = (int32_t *)gpu_give(tokens, bytes_of(c->rows, DTRAIN_DTYPE_I32), 0);
         args.d_y = gpu_give(d_y, y_bytes, c->shift);
         float *words = (float *)gpu_give(old_wte, wte_bytes, c->shift * 2),
               *places = (float *)gpu_give(old_wpe, wpe_bytes, 0);
@@ -156,11 +157,11 @@ static void check_embedding_backward(const words_case *c, spread kind)
 static void test_embedding_backward(void)
 {
     const words_case cases[] = {
-        {1, 1, 1, 1, DTRAIN_F32, 0},        {32, 8, 8, 3, DTRAIN_F32, 0},
-        {33, 5, 16, 300, DTRAIN_BF16, 0},   {100, 32, 24, 70, DTRAIN_F16, 0},
-        {100, 32, 24, 70, DTRAIN_F32, 4},   {100, 32, 24, 70, DTRAIN_BF16, 2},
-        {257, 300, 301, 90, DTRAIN_F32, 0}, {1300, 64, 7, 50257, DTRAIN_BF16, 0},
-        {700, 9, 264, 256, DTRAIN_BF16, 0}, {600, 100, 132, 257, DTRAIN_F32, 0},
+        {1, 1, 1, 1, DTRAIN_DTYPE_F32, 0},        {32, 8, 8, 3, DTRAIN_DTYPE_F32, 0},
+        {33, 5, 16, 300, DTRAIN_DTYPE_BF16, 0},   {100, 32, 24, 70, DTRAIN_DTYPE_F16, 0},
+        {100, 32, 24, 70, DTRAIN_DTYPE_F32, 4},   {100, 32, 24, 70, DTRAIN_DTYPE_BF16, 2},
+        {257, 300, 301, 90, DTRAIN_DTYPE_F32, 0}, {1300, 64, 7, 50257, DTRAIN_DTYPE_BF16, 0},
+        {700, 9, 264, 256, DTRAIN_DTYPE_BF16, 0}, {600, 100, 132, 257, DTRAIN_DTYPE_F32, 0},
     };
     gpu_open();
     EACH(i, cases)
@@ -172,9 +173,9 @@ static void test_embedding_backward(void)
 static void test_embedding_backward_large(void)
 {
     const words_case cases[] = {
-        {140000, 1024, 1, 1000, DTRAIN_F32, 0},
-        {3000, 100, 1, 70000, DTRAIN_F32, 0},
-        {2000, 100, 1, 16777216 + 9, DTRAIN_F32, 0},
+        {140000, 1024, 1, 1000, DTRAIN_DTYPE_F32, 0},
+        {3000, 100, 1, 70000, DTRAIN_DTYPE_F32, 0},
+        {2000, 100, 1, 16777216 + 9, DTRAIN_DTYPE_F32, 0},
     };
     gpu_open();
     EACH(i, cases) check_embedding_backward(&cases[i], RANDOM);
@@ -184,9 +185,10 @@ static void test_embedding_backward_large(void)
 /* A bad token counts as token 0, and is reported. */
 static void check_bad_token(int32_t bad)
 {
-    const words_case c = {6, 6, 4, 5, DTRAIN_F32, 0};
+    const words_case c = {6, 6, 4, 5, DTRAIN_DTYPE_F32, 0};
     const int32_t tokens[6] = {1, 4, bad, 3, 4, 1}, used[6] = {1, 4, 0, 3, 4, 1};
-    float d_wte[20], d_wpe[24], wte[20], y[24], *d_y = (float *)gpu_noise(24, DTRAIN_F32, 1, 1);
+    float d_wte[20], d_wpe[24], wte[20], y[24],
+        *d_y = (float *)gpu_noise(24, DTRAIN_DTYPE_F32, 1, 1);
     char text[64];
     snprintf(text, sizeof text, "token %d at row 2 is outside [0, 5)", (int)bad);
     memset(d_wte, 0, sizeof d_wte);
@@ -195,7 +197,7 @@ static void check_bad_token(int32_t bad)
     float *words = (float *)gpu_take(sizeof d_wte, 0);
     CHECK(gpu->ops->zero(gpu, words, sizeof d_wte) == DTRAIN_OK);
     int32_t *ids = (int32_t *)gpu_give(tokens, sizeof tokens, 0);
-    dtrain_embedding_backward_args back = {6, 6, 4, 5, ids, NULL, words, NULL, DTRAIN_F32};
+    dtrain_embedding_backward_args back = {6, 6, 4, 5, ids, NULL, words, NULL, DTRAIN_DTYPE_F32};
     back.d_y = gpu_give(d_y, 24 * sizeof *d_y, 0);
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
@@ -203,7 +205,7 @@ static void check_bad_token(int32_t bad)
     CHECK(holds(words, d_wte, sizeof d_wte));
     for (int i = 0; i < 20; i++) wte[i] = (float)i;
     for (int i = 0; i < 24; i++) y[i] = wte[used[i / 4] * 4 + i % 4];
-    dtrain_embedding_args args = {6, 6, 4, 5, ids, NULL, NULL, NULL, DTRAIN_F32};
+    dtrain_embedding_args args = {6, 6, 4, 5, ids, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     args.wte = (float *)gpu_give(wte, sizeof wte, 0);
     args.y = gpu_take(sizeof y, 0);
     CHECK(gpu->ops->embedding(gpu, &args) == DTRAIN_OK);
@@ -297,7 +299,7 @@ static bool near_gradient(const loss_case *c, const void *got, const double *wan
         const double relative = (i / c->n % 5 == 2 ? 4e-3 : 1e-5) + gpu_rounding(c->dtype);
         const double error = fabs(gpu_get(got, i, c->dtype) - want[i]);
         if (error <= relative * fabs(want[i]) + relative * 0.05 * scale +
-                         (c->dtype == DTRAIN_F16 ? 6e-8 : 0))
+                         (c->dtype == DTRAIN_DTYPE_F16 ? 6e-8 : 0))
             continue;
         return CHECK_MSG(0, "%s: d_logits of row %d, column %d is %.9g, expected %.9g",
                          loss_name(c), (int)(i / c->n), (int)(i % c->n), gpu_get(got, i, c->dtype),
@@ -357,8 +359,8 @@ static void check_cross_entropy(const loss_case *c)
                   order);
         gpu_release();
     }
-    gpu_near(loss_name(c), loss, want.loss, c->rows, DTRAIN_F32, c->rows > 2 ? 4e-3 : 5e-6);
-    gpu_near(loss_name(c), lse, want.lse, c->rows, DTRAIN_F32, 5e-6);
+    gpu_near(loss_name(c), loss, want.loss, c->rows, DTRAIN_DTYPE_F32, c->rows > 2 ? 4e-3 : 5e-6);
+    gpu_near(loss_name(c), lse, want.lse, c->rows, DTRAIN_DTYPE_F32, 5e-6);
     free(logits), free(first), free(d_logits), free(targets), free(loss), free(lse);
     free(want.loss), free(want.lse), free(want.d_logits);
 }
@@ -398,12 +400,13 @@ static void test_cross_entropy_nan(void)
 {
     enum { ROWS = 5, N = 75 };
     const int32_t targets[ROWS] = {3, 4, -1, 70, 2};
-    float *logits = (float *)gpu_noise(ROWS * N, DTRAIN_F32, 1, 1), loss[ROWS], d_logits[ROWS * N];
+    float *logits = (float *)gpu_noise(ROWS * N, DTRAIN_DTYPE_F32, 1, 1), loss[ROWS],
+          d_logits[ROWS * N];
     gpu_open();
     logits[1 * N + 33] = NAN;
     logits[2 * N + 1] = NAN;
     for (int j = 0; j < N; j++) logits[4 * N + j] = -INFINITY;
-    dtrain_cross_entropy_args args = {ROWS, N, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_F32};
+    dtrain_cross_entropy_args args = {ROWS, N, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32};
     args.logits = gpu_give(logits, sizeof d_logits, 0);
     args.targets = (int32_t *)gpu_give(targets, sizeof targets, 0);
     args.loss = (float *)gpu_take(sizeof loss, 0);
@@ -426,17 +429,17 @@ static void test_cross_entropy_nan(void)
 static void test_bad_targets(void)
 {
     const int32_t targets[2][3] = {{1, 4, 0}, {1, -2, 0}};
-    float *logits = (float *)gpu_noise(12, DTRAIN_F32, 1, 1), loss[3], d_logits[12];
+    float *logits = (float *)gpu_noise(12, DTRAIN_DTYPE_F32, 1, 1), loss[3], d_logits[12];
     gpu_open();
     for (int bad = 0; bad < 2; bad++) {
-        dtrain_cross_entropy_args args = {3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_F32};
+        dtrain_cross_entropy_args args = {3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32};
         args.logits = gpu_give(logits, sizeof d_logits, 0);
         args.targets = (int32_t *)gpu_give(targets[bad], sizeof targets[bad], 0);
         args.loss = (float *)gpu_take(sizeof loss, 0);
         args.lse = (float *)gpu_give(loss, sizeof loss, 0);
         args.d_logits = gpu_take(sizeof d_logits, 0);
         dtrain_cross_entropy_backward_args back = {
-            3, 4, 1, args.logits, args.targets, args.lse, args.d_logits, NULL, DTRAIN_F32};
+            3, 4, 1, args.logits, args.targets, args.lse, args.d_logits, NULL, DTRAIN_DTYPE_F32};
         for (int pass = 0; pass < 2; pass++) {
             CHECK((pass ? gpu->ops->cross_entropy_backward(gpu, &back)
                         : gpu->ops->cross_entropy(gpu, &args)) == DTRAIN_OK);
@@ -461,16 +464,16 @@ static void test_errors(void)
     gpu_open();
     int32_t *ids = (int32_t *)gpu_take(64, 0);
     float *memory = (float *)gpu_take(64, 0);
-    dtrain_embedding_args words = {1, 1, 1, 0, ids, memory, NULL, memory, DTRAIN_F32};
+    dtrain_embedding_args words = {1, 1, 1, 0, ids, memory, NULL, memory, DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_ARGUMENT);
     words.vocab = 1, words.sequence = 0, words.wpe = memory;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_ARGUMENT);
-    words.sequence = 1, words.dtype = DTRAIN_I32;
+    words.sequence = 1, words.dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_UNSUPPORTED);
     words.rows = 0, words.dtype = DTRAIN_DTYPE_NONE;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_OK);
-    dtrain_embedding_backward_args back = {(int64_t)1 << 31, 1,      1,    1,         ids,
-                                           memory,           memory, NULL, DTRAIN_F32};
+    dtrain_embedding_backward_args back = {(int64_t)1 << 31, 1, 1, 1, ids, memory, memory, NULL,
+                                           DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "2147483648 rows") != NULL, "%s", dtrain_last_error());
     back.rows = 1, back.vocab = ((int64_t)1 << 31) + 1;
@@ -479,14 +482,14 @@ static void test_errors(void)
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
     back.vocab = 1, back.d_wpe = memory, back.sequence = 0;
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
-    back.sequence = 1, back.dtype = DTRAIN_I64;
+    back.sequence = 1, back.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_UNSUPPORTED);
-    dtrain_cross_entropy_args loss = {1, 1, memory, ids, memory, memory, NULL, 1, DTRAIN_I32};
+    dtrain_cross_entropy_args loss = {1, 1, memory, ids, memory, memory, NULL, 1, DTRAIN_DTYPE_I32};
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_ERROR_UNSUPPORTED);
-    loss.dtype = DTRAIN_F32, loss.rows = 0;
+    loss.dtype = DTRAIN_DTYPE_F32, loss.rows = 0;
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_OK);
-    dtrain_cross_entropy_backward_args d_loss = {1,      1,      1,    memory,    ids,
-                                                 memory, memory, NULL, DTRAIN_I64};
+    dtrain_cross_entropy_backward_args d_loss = {1,      1,      1,    memory,          ids,
+                                                 memory, memory, NULL, DTRAIN_DTYPE_I64};
     CHECK(gpu->ops->cross_entropy_backward(gpu, &d_loss) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
     gpu_close();

@@ -56,9 +56,9 @@ static int complain(const char *what)
 static float element(dtrain_comm *comm, dtrain_collective_kind kind, size_t i)
 {
     const float ranks = (float)comm->size, sum = ranks * (ranks + 1) / 2;
-    if (kind == DTRAIN_ALL_REDUCE) return sum;
-    if (kind == DTRAIN_REDUCE_SCATTER) return sum / ranks;
-    if (kind == DTRAIN_BROADCAST) return ranks;
+    if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE) return sum;
+    if (kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER) return sum / ranks;
+    if (kind == DTRAIN_COLLECTIVE_BROADCAST) return ranks;
     return (float)(i / COUNT + 1); /* a slice of each rank */
 }
 
@@ -68,7 +68,8 @@ static int check(dtrain_comm *comm, dtrain_collective_kind kind)
     dtrain_device *device = dtrain_world_device(comm->world);
     const dtrain_device_ops *ops = device->ops;
     const size_t ranks = (size_t)comm->size, most = ranks * COUNT;
-    const bool slices = kind == DTRAIN_ALL_GATHER || kind == DTRAIN_ALL_TO_ALL;
+    const bool slices =
+        kind == DTRAIN_COLLECTIVE_ALL_GATHER || kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     float *host = (float *)malloc(most * sizeof *host);
     void *send = NULL, *recv = NULL;
     dtrain_result result = host ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
@@ -81,18 +82,20 @@ static int check(dtrain_comm *comm, dtrain_collective_kind kind)
     for (size_t i = 0; host && i < most; i++) host[i] = (float)comm->rank + 1;
     if (result == DTRAIN_OK)
         result = ops->copy(device, send, host, most * sizeof *host, DTRAIN_COPY_HOST_TO_DEVICE);
-    if (result == DTRAIN_OK && kind == DTRAIN_ALL_REDUCE)
-        result = dtrain_all_reduce(comm, send, recv, COUNT, DTRAIN_F32, DTRAIN_SUM, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_REDUCE_SCATTER)
-        result = dtrain_reduce_scatter(comm, send, recv, COUNT, DTRAIN_F32, DTRAIN_MEAN, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_ALL_GATHER)
-        result = dtrain_all_gather(comm, send, recv, COUNT, DTRAIN_F32, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_ALL_TO_ALL)
-        result = dtrain_all_to_all(comm, send, recv, COUNT, DTRAIN_F32, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_BROADCAST)
-        result = dtrain_broadcast(comm, send, COUNT, DTRAIN_F32, comm->size - 1, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_ALL_REDUCE)
+        result =
+            dtrain_all_reduce(comm, send, recv, COUNT, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER)
+        result = dtrain_reduce_scatter(comm, send, recv, COUNT, DTRAIN_DTYPE_F32,
+                                       DTRAIN_REDUCE_MEAN, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_ALL_GATHER)
+        result = dtrain_all_gather(comm, send, recv, COUNT, DTRAIN_DTYPE_F32, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_ALL_TO_ALL)
+        result = dtrain_all_to_all(comm, send, recv, COUNT, DTRAIN_DTYPE_F32, NULL);
+    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_BROADCAST)
+        result = dtrain_broadcast(comm, send, COUNT, DTRAIN_DTYPE_F32, comm->size - 1, NULL);
     if (result == DTRAIN_OK)
-        result = ops->copy(device, host, kind == DTRAIN_BROADCAST ? send : recv,
+        result = ops->copy(device, host, kind == DTRAIN_COLLECTIVE_BROADCAST ? send : recv,
                            most * sizeof *host, DTRAIN_COPY_DEVICE_TO_HOST);
     for (size_t i = 0; result == DTRAIN_OK && i < (slices ? most : COUNT); i++)
         wrong += host[i] != element(comm, kind, i);
@@ -108,9 +111,10 @@ static int check(dtrain_comm *comm, dtrain_collective_kind kind)
 static int check_all(dtrain_comm *comm)
 {
     for (int round = 0; round < 3; round++)
-        if (check(comm, DTRAIN_ALL_REDUCE) || check(comm, DTRAIN_REDUCE_SCATTER) ||
-            check(comm, DTRAIN_ALL_GATHER) || check(comm, DTRAIN_ALL_TO_ALL) ||
-            check(comm, DTRAIN_BROADCAST))
+        if (check(comm, DTRAIN_COLLECTIVE_ALL_REDUCE) ||
+            check(comm, DTRAIN_COLLECTIVE_REDUCE_SCATTER) ||
+            check(comm, DTRAIN_COLLECTIVE_ALL_GATHER) ||
+            check(comm, DTRAIN_COLLECTIVE_ALL_TO_ALL) || check(comm, DTRAIN_COLLECTIVE_BROADCAST))
             return 1;
     return 0;
 }
@@ -141,7 +145,7 @@ static int survive(dtrain_world *world, void *user)
         outcome->killed_at = dtrain_seconds();
         kill(getpid(), SIGKILL);
     }
-    if (check(comm, DTRAIN_ALL_REDUCE) == 0) {
+    if (check(comm, DTRAIN_COLLECTIVE_ALL_REDUCE) == 0) {
         fprintf(stderr, "gpu_nccl: an all-reduce with a dead rank succeeded\n");
         return 1;
     }

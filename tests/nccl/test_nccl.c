@@ -19,9 +19,10 @@
 
 enum { MOST = 8 };
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16, DTRAIN_I32, DTRAIN_I64};
-static const dtrain_reduce_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MIN, DTRAIN_MAX,
-                                       DTRAIN_PROD};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16,
+                                      DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64};
+static const dtrain_reduce_op ops[] = {DTRAIN_REDUCE_SUM, DTRAIN_REDUCE_MEAN, DTRAIN_REDUCE_MIN,
+                                       DTRAIN_REDUCE_MAX, DTRAIN_REDUCE_PROD};
 
 /* ---- launching ---- */
 
@@ -105,10 +106,10 @@ static int value_of(int rank, size_t i) { return (int)((i * 7 + (size_t)rank * 5
 static void put(void *to, size_t i, dtrain_dtype dtype, double value)
 {
     switch (dtype) {
-    case DTRAIN_F32: ((float *)to)[i] = (float)value; break;
-    case DTRAIN_BF16: ((uint16_t *)to)[i] = dtrain_f32_to_bf16((float)value); break;
-    case DTRAIN_F16: ((uint16_t *)to)[i] = dtrain_f32_to_f16((float)value); break;
-    case DTRAIN_I32: ((int32_t *)to)[i] = (int32_t)value; break;
+    case DTRAIN_DTYPE_F32: ((float *)to)[i] = (float)value; break;
+    case DTRAIN_DTYPE_BF16: ((uint16_t *)to)[i] = dtrain_f32_to_bf16((float)value); break;
+    case DTRAIN_DTYPE_F16: ((uint16_t *)to)[i] = dtrain_f32_to_f16((float)value); break;
+    case DTRAIN_DTYPE_I32: ((int32_t *)to)[i] = (int32_t)value; break;
     default: ((int64_t *)to)[i] = (int64_t)value; break;
     }
 }
@@ -116,10 +117,10 @@ static void put(void *to, size_t i, dtrain_dtype dtype, double value)
 static double get(const void *from, size_t i, dtrain_dtype dtype)
 {
     switch (dtype) {
-    case DTRAIN_F32: return ((const float *)from)[i];
-    case DTRAIN_BF16: return dtrain_bf16_to_f32(((const uint16_t *)from)[i]);
-    case DTRAIN_F16: return dtrain_f16_to_f32(((const uint16_t *)from)[i]);
-    case DTRAIN_I32: return ((const int32_t *)from)[i];
+    case DTRAIN_DTYPE_F32: return ((const float *)from)[i];
+    case DTRAIN_DTYPE_BF16: return dtrain_bf16_to_f32(((const uint16_t *)from)[i]);
+    case DTRAIN_DTYPE_F16: return dtrain_f16_to_f32(((const uint16_t *)from)[i]);
+    case DTRAIN_DTYPE_I32: return ((const int32_t *)from)[i];
     default: return (double)((const int64_t *)from)[i];
     }
 }
@@ -131,12 +132,12 @@ static double reduced(int size, size_t i, dtrain_dtype dtype, dtrain_reduce_op o
     double result = value_of(0, i);
     for (int r = 1; r < size; r++) {
         const double x = value_of(r, i);
-        if (op == DTRAIN_SUM || op == DTRAIN_MEAN) result += x;
-        else if (op == DTRAIN_PROD) result *= x;
-        else if (op == DTRAIN_MIN) result = x < result ? x : result;
+        if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) result += x;
+        else if (op == DTRAIN_REDUCE_PROD) result *= x;
+        else if (op == DTRAIN_REDUCE_MIN) result = x < result ? x : result;
         else result = x > result ? x : result;
     }
-    if (op != DTRAIN_MEAN) return result;
+    if (op != DTRAIN_REDUCE_MEAN) return result;
     put(rounded, 0, dtype, (float)result * (1.0f / (float)size));
     return get(rounded, 0, dtype);
 }
@@ -211,13 +212,16 @@ static dtrain_result start_case(dtrain_comm *comm, const one_case *c, const void
                                 dtrain_work **work)
 {
     switch (c->kind) {
-    case DTRAIN_ALL_REDUCE:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
         return dtrain_all_reduce(comm, send, recv, c->count, c->dtype, c->op, work);
-    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
         return dtrain_reduce_scatter(comm, send, recv, c->count, c->dtype, c->op, work);
-    case DTRAIN_ALL_GATHER: return dtrain_all_gather(comm, send, recv, c->count, c->dtype, work);
-    case DTRAIN_ALL_TO_ALL: return dtrain_all_to_all(comm, send, recv, c->count, c->dtype, work);
-    case DTRAIN_BROADCAST: return dtrain_broadcast(comm, recv, c->count, c->dtype, c->root, work);
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return dtrain_all_gather(comm, send, recv, c->count, c->dtype, work);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+        return dtrain_all_to_all(comm, send, recv, c->count, c->dtype, work);
+    case DTRAIN_COLLECTIVE_BROADCAST:
+        return dtrain_broadcast(comm, recv, c->count, c->dtype, c->root, work);
     default: return dtrain_reduce(comm, send, recv, c->count, c->dtype, c->op, c->root, work);
     }
 }
@@ -225,11 +229,12 @@ static dtrain_result start_case(dtrain_comm *comm, const one_case *c, const void
 static double expected_of(const one_case *c, int rank, int size, size_t i)
 {
     switch (c->kind) {
-    case DTRAIN_ALL_GATHER: return value_of((int)(i / c->count), i % c->count);
-    case DTRAIN_ALL_TO_ALL:
+    case DTRAIN_COLLECTIVE_ALL_GATHER: return value_of((int)(i / c->count), i % c->count);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
         return value_of((int)(i / c->count), (size_t)rank * c->count + i % c->count);
-    case DTRAIN_BROADCAST: return value_of(c->root, i);
-    case DTRAIN_REDUCE_SCATTER: return reduced(size, (size_t)rank * c->count + i, c->dtype, c->op);
+    case DTRAIN_COLLECTIVE_BROADCAST: return value_of(c->root, i);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+        return reduced(size, (size_t)rank * c->count + i, c->dtype, c->op);
     default: return reduced(size, i, c->dtype, c->op);
     }
 }
@@ -240,21 +245,22 @@ static void run_case(dtrain_comm *comm, const one_case *c)
     const int rank = dtrain_comm_rank(comm), size = dtrain_comm_size(comm);
     const size_t unit = dtrain_dtype_bytes(c->dtype);
     const size_t all = c->count * (size_t)size;
-    const bool exchanges = c->kind == DTRAIN_ALL_TO_ALL;
-    const size_t send_count = c->kind == DTRAIN_REDUCE_SCATTER || exchanges ? all : c->count;
-    const size_t recv_count = c->kind == DTRAIN_ALL_GATHER || exchanges ? all : c->count;
+    const bool exchanges = c->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    const size_t send_count =
+        c->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER || exchanges ? all : c->count;
+    const size_t recv_count = c->kind == DTRAIN_COLLECTIVE_ALL_GATHER || exchanges ? all : c->count;
     const size_t slice = (size_t)rank * c->count * unit;
-    const bool shared = c->in_place || c->kind == DTRAIN_BROADCAST;
+    const bool shared = c->in_place || c->kind == DTRAIN_COLLECTIVE_BROADCAST;
     const size_t most = send_count > recv_count ? send_count : recv_count;
     buffer recv = buffer_make(comm, c->recv_place, (shared ? most : recv_count) * unit);
     buffer send = shared ? recv : buffer_make(comm, c->send_place, send_count * unit);
     char *from = (char *)send.memory, *to = (char *)recv.memory;
     dtrain_work *work = NULL;
     size_t wrong = 0;
-    if (shared && c->kind == DTRAIN_ALL_GATHER) from += slice;
-    if (shared && c->kind == DTRAIN_REDUCE_SCATTER) to += slice;
+    if (shared && c->kind == DTRAIN_COLLECTIVE_ALL_GATHER) from += slice;
+    if (shared && c->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER) to += slice;
     for (size_t i = 0; i < send_count; i++) put(host, i, c->dtype, value_of(rank, i));
-    if (c->kind != DTRAIN_BROADCAST || rank == c->root) {
+    if (c->kind != DTRAIN_COLLECTIVE_BROADCAST || rank == c->root) {
         buffer part = send;
         part.memory = from;
         buffer_write(&part, host, send_count * unit);
@@ -262,7 +268,7 @@ static void run_case(dtrain_comm *comm, const one_case *c)
     dtrain_result result = start_case(comm, c, from, to, c->blocking ? NULL : &work);
     if (result == DTRAIN_OK) result = dtrain_work_wait(work);
     CHECK_MSG(result == DTRAIN_OK, "kind %u: %s", c->kind, dtrain_last_error());
-    if (c->kind != DTRAIN_REDUCE || rank == c->root) {
+    if (c->kind != DTRAIN_COLLECTIVE_REDUCE || rank == c->root) {
         buffer part = recv;
         part.memory = to;
         memset(host, 0x55, recv_count * unit);
@@ -285,19 +291,21 @@ static void run_case(dtrain_comm *comm, const one_case *c)
 static void run_all_cases(dtrain_comm *comm, int step)
 {
     static const size_t counts[] = {1, 7, 64, 1000};
-    static const uint32_t kinds[] = {DTRAIN_ALL_REDUCE, DTRAIN_REDUCE_SCATTER, DTRAIN_ALL_GATHER,
-                                     DTRAIN_BROADCAST,  DTRAIN_REDUCE,         DTRAIN_ALL_TO_ALL};
+    static const uint32_t kinds[] = {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_COLLECTIVE_REDUCE_SCATTER,
+                                     DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_COLLECTIVE_BROADCAST,
+                                     DTRAIN_COLLECTIVE_REDUCE,     DTRAIN_COLLECTIVE_ALL_TO_ALL};
     int at = 0;
     for (size_t k = 0; k < 6; k++)
         for (size_t t = 0; t < 5; t++)
             for (size_t o = 0; o < 5; o++)
                 for (int place = 0; place < PLACES * 2; place++) {
                     one_case c;
-                    const bool integer = dtypes[t] == DTRAIN_I32 || dtypes[t] == DTRAIN_I64;
-                    const bool exchanges = kinds[k] == DTRAIN_ALL_TO_ALL;
-                    const bool reduces =
-                        kinds[k] != DTRAIN_ALL_GATHER && kinds[k] != DTRAIN_BROADCAST && !exchanges;
-                    if ((ops[o] == DTRAIN_MEAN && integer) || (!reduces && o)) continue;
+                    const bool integer =
+                        dtypes[t] == DTRAIN_DTYPE_I32 || dtypes[t] == DTRAIN_DTYPE_I64;
+                    const bool exchanges = kinds[k] == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+                    const bool reduces = kinds[k] != DTRAIN_COLLECTIVE_ALL_GATHER &&
+                                         kinds[k] != DTRAIN_COLLECTIVE_BROADCAST && !exchanges;
+                    if ((ops[o] == DTRAIN_REDUCE_MEAN && integer) || (!reduces && o)) continue;
                     at++;
                     if (step ? at % step : (size_t)place != (k + t + o) % (PLACES * 2)) continue;
                     c.kind = kinds[k];
@@ -349,7 +357,7 @@ static dtrain_result scale(dtrain_device *device, float *memory, size_t count, f
     args.a = factor;
     args.x = memory;
     args.y = memory;
-    args.dtype = DTRAIN_F32;
+    args.dtype = DTRAIN_DTYPE_F32;
     return device->ops->axpby(device, &args);
 }
 
@@ -368,8 +376,8 @@ static int rank_order(dtrain_world *world, void *user)
     buffer_write(&b, host, sizeof host);
     for (int turn = 0; turn < 3; turn++) {
         RANKS_TRY(scale(device, (float *)b.memory, COUNT, 3));
-        RANKS_TRY(
-            dtrain_all_reduce(comm, b.memory, b.memory, COUNT, DTRAIN_F32, DTRAIN_MEAN, &works[0]));
+        RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, COUNT, DTRAIN_DTYPE_F32,
+                                    DTRAIN_REDUCE_MEAN, &works[0]));
         RANKS_TRY(dtrain_work_wait(works[0]));
         RANKS_TRY(scale(device, (float *)b.memory, COUNT, 0.5f));
     }
@@ -382,8 +390,8 @@ static int rank_order(dtrain_world *world, void *user)
         buffer_write(&many[i], host, sizeof host[0]);
     }
     for (int i = 0; i < MANY; i++)
-        RANKS_TRY(dtrain_all_reduce(comm, many[i].memory, many[i].memory, 1, DTRAIN_F32, DTRAIN_SUM,
-                                    &works[i]));
+        RANKS_TRY(dtrain_all_reduce(comm, many[i].memory, many[i].memory, 1, DTRAIN_DTYPE_F32,
+                                    DTRAIN_REDUCE_SUM, &works[i]));
     CHECK(comm->in_flight == MANY && comm->outstanding == MANY);
     for (int i = MANY; i-- > 0;) RANKS_TRY(dtrain_work_wait(works[i]));
     CHECK(comm->in_flight == 0 && comm->outstanding == 0);
@@ -420,13 +428,15 @@ static int rank_test_and_barrier(dtrain_world *world, void *user)
         __atomic_add_fetch(arrived, 1, __ATOMIC_SEQ_CST);
         if (turn == 1) RANKS_TRY(dtrain_barrier(comm));
         if (turn == 2)
-            RANKS_TRY(dtrain_all_reduce(comm, NULL, NULL, 0, DTRAIN_F32, DTRAIN_MEAN, NULL));
-        if (turn == 3) RANKS_TRY(dtrain_broadcast(comm, NULL, 0, DTRAIN_F16, size - 1, NULL));
+            RANKS_TRY(
+                dtrain_all_reduce(comm, NULL, NULL, 0, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, NULL));
+        if (turn == 3) RANKS_TRY(dtrain_broadcast(comm, NULL, 0, DTRAIN_DTYPE_F16, size - 1, NULL));
         CHECK_MSG(__atomic_load_n(arrived, __ATOMIC_SEQ_CST) >= turn * size,
                   "rank %d went ahead in turn %d", rank, turn);
     }
     buffer_write(&b, &one, sizeof one);
-    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 1, DTRAIN_F32, DTRAIN_SUM, &work));
+    RANKS_TRY(
+        dtrain_all_reduce(comm, b.memory, b.memory, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
     for (double end = test_seconds() + RANKS_SOON; !done && test_seconds() < end;)
         RANKS_TRY(dtrain_work_test(work, &done));
     CHECK(done && comm->in_flight == 0 && comm->outstanding == 1);
@@ -461,8 +471,8 @@ static int rank_exchange(dtrain_world *world, void *user)
         in[m] = buffer_make(comm, m % 5 == 1 ? ON_HOST : ON_DEVICE, sizeof host);
         for (size_t i = 0; i < COUNT; i++) host[i] = (float)(rank * 1000 + m) + (float)i / 512;
         buffer_write(&out[m], host, sizeof host);
-        RANKS_TRY(dtrain_send(comm, out[m].memory, count, DTRAIN_F32, next, &sent[m]));
-        RANKS_TRY(dtrain_recv(comm, in[m].memory, count, DTRAIN_F32, last, &got[m]));
+        RANKS_TRY(dtrain_send(comm, out[m].memory, count, DTRAIN_DTYPE_F32, next, &sent[m]));
+        RANKS_TRY(dtrain_recv(comm, in[m].memory, count, DTRAIN_DTYPE_F32, last, &got[m]));
     }
     RANKS_TRY(dtrain_barrier(comm));
     for (int m = 0; m < MESSAGES; m++) {
@@ -489,10 +499,10 @@ static int rank_chain(dtrain_world *world, void *user)
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
     int32_t token = 0;
     (void)user;
-    if (rank > 0) RANKS_TRY(dtrain_recv(comm, &token, 1, DTRAIN_I32, rank - 1, NULL));
+    if (rank > 0) RANKS_TRY(dtrain_recv(comm, &token, 1, DTRAIN_DTYPE_I32, rank - 1, NULL));
     CHECK(token == rank);
     token++;
-    if (rank + 1 < size) RANKS_TRY(dtrain_send(comm, &token, 1, DTRAIN_I32, rank + 1, NULL));
+    if (rank + 1 < size) RANKS_TRY(dtrain_send(comm, &token, 1, DTRAIN_DTYPE_I32, rank + 1, NULL));
     return 0;
 }
 
@@ -526,9 +536,9 @@ static int rank_all_to_all(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_barrier(comm));
     const int groups = nccl_mock_count.groups;
     RANKS_TRY(scale(device_of(comm), (float *)out.memory, (size_t)(size * COUNT), 2));
-    RANKS_TRY(dtrain_send(comm, token.memory, 1, DTRAIN_F32, next, &sent));
-    RANKS_TRY(dtrain_recv(comm, &got, 1, DTRAIN_F32, last, &received));
-    RANKS_TRY(dtrain_all_to_all(comm, out.memory, in.memory, COUNT, DTRAIN_F32, &work));
+    RANKS_TRY(dtrain_send(comm, token.memory, 1, DTRAIN_DTYPE_F32, next, &sent));
+    RANKS_TRY(dtrain_recv(comm, &got, 1, DTRAIN_DTYPE_F32, last, &received));
+    RANKS_TRY(dtrain_all_to_all(comm, out.memory, in.memory, COUNT, DTRAIN_DTYPE_F32, &work));
     CHECK_MSG(nccl_mock_count.groups == groups + 2, "%d launches, expected the transfers' and one",
               nccl_mock_count.groups - groups);
     RANKS_TRY(dtrain_work_wait(work));
@@ -539,7 +549,7 @@ static int rank_all_to_all(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_work_wait(sent));
     RANKS_TRY(dtrain_work_wait(received));
     CHECK_CLOSE(got, last, 0);
-    RANKS_TRY(dtrain_all_to_all(comm, NULL, NULL, 0, DTRAIN_BF16, NULL));
+    RANKS_TRY(dtrain_all_to_all(comm, NULL, NULL, 0, DTRAIN_DTYPE_BF16, NULL));
     buffer_free(&out);
     buffer_free(&in);
     buffer_free(&token);
@@ -552,7 +562,7 @@ static int rank_refused_exchange(dtrain_world *world, void *user)
     dtrain_comm *comm = dtrain_world_comm(world);
     float from[8] = {0}, to[8];
     (void)user;
-    const dtrain_result result = dtrain_all_to_all(comm, from, to, 2, DTRAIN_F32, NULL);
+    const dtrain_result result = dtrain_all_to_all(comm, from, to, 2, DTRAIN_DTYPE_F32, NULL);
     CHECK_MSG(group_depth == 0, "an NCCL group is left open");
     CHECK_MSG(result != DTRAIN_OK && (dtrain_world_rank(world) != 2 ||
                                       strstr(dtrain_last_error(), "dtrain_all_to_all: NCCL")),
@@ -669,13 +679,15 @@ static int rank_steady(dtrain_world *world, void *user)
     for (int step = 0; step < 200; step++) {
         dtrain_work *work, *other;
         const int asked = late_count.queries;
-        RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_F32, DTRAIN_MEAN, &work));
-        RANKS_TRY(dtrain_broadcast(comm, b.memory, 100, DTRAIN_F32, 1, &other));
+        RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_DTYPE_F32,
+                                    DTRAIN_REDUCE_MEAN, &work));
+        RANKS_TRY(dtrain_broadcast(comm, b.memory, 100, DTRAIN_DTYPE_F32, 1, &other));
         RANKS_TRY(dtrain_work_wait(work));
         RANKS_TRY(dtrain_work_wait(other));
         queries += late_count.queries - asked; /* of operations that nobody has to wait for */
         if (step % 10 == 0) RANKS_TRY(device_of(comm)->ops->synchronize(device_of(comm)));
-        RANKS_TRY(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_MAX, NULL));
+        RANKS_TRY(
+            dtrain_all_reduce(comm, host, host, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL));
         if (step == 0) {
             before = late_count;
             calls = allocator_calls;
@@ -709,19 +721,22 @@ static int rank_graph(dtrain_world *world, void *user)
     float host[100], expected = 0;
     bool done;
     (void)user;
-    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                NULL));
     RANKS_TRY(device->ops->synchronize(device));
     const int queries = late_count.queries;
     RANKS_TRY(device->ops->graph_begin(device));
     RANKS_TRY(scale(device, (float *)b.memory, 100, 2));
-    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_F32, DTRAIN_MEAN, &work));
+    RANKS_TRY(dtrain_all_reduce(comm, b.memory, b.memory, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
+                                &work));
     RANKS_TRY(dtrain_work_test(work, &done));
     RANKS_TRY(dtrain_work_wait(work));
-    RANKS_TRY(dtrain_send(comm, b.memory, 100, DTRAIN_F32, (rank + 1) % size, &sent));
-    RANKS_TRY(dtrain_recv(comm, c.memory, 100, DTRAIN_F32, (rank + size - 1) % size, &got));
+    RANKS_TRY(dtrain_send(comm, b.memory, 100, DTRAIN_DTYPE_F32, (rank + 1) % size, &sent));
+    RANKS_TRY(dtrain_recv(comm, c.memory, 100, DTRAIN_DTYPE_F32, (rank + size - 1) % size, &got));
     RANKS_TRY(dtrain_work_wait(sent));
     RANKS_TRY(dtrain_work_wait(got));
-    RANKS_TRY(dtrain_all_to_all(comm, c.memory, d.memory, 100 / (size_t)size, DTRAIN_F32, &work));
+    RANKS_TRY(
+        dtrain_all_to_all(comm, c.memory, d.memory, 100 / (size_t)size, DTRAIN_DTYPE_F32, &work));
     RANKS_TRY(dtrain_work_wait(work));
     CHECK(done && late_count.queries == queries);
     RANKS_TRY(device->ops->graph_end(device, &graph));
@@ -730,7 +745,7 @@ static int rank_graph(dtrain_world *world, void *user)
     for (int r = 0; r < size; r++) expected += (float)r / (float)size;
     for (int launch = 1; launch <= 3; launch++) {
         RANKS_TRY(device->ops->graph_launch(device, graph));
-        RANKS_TRY(dtrain_broadcast(comm, b.memory, 100, DTRAIN_F32, 0,
+        RANKS_TRY(dtrain_broadcast(comm, b.memory, 100, DTRAIN_DTYPE_F32, 0,
                                    NULL)); /* after the graph, in order */
         buffer_read(&c, host, sizeof host);
         CHECK_CLOSE(host[0], expected * (float)(1 << launch), 0);
@@ -744,7 +759,7 @@ static int rank_graph(dtrain_world *world, void *user)
     buffer_free(&c);
     buffer_free(&d);
     RANKS_TRY(device->ops->graph_begin(device)); /* what makes the host wait is refused */
-    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_SUM, NULL) !=
+    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) !=
           DTRAIN_OK); /* or a peer's was */
     CHECK_MSG(strstr(dtrain_last_error(), "captured graph") != NULL, "%s", dtrain_last_error());
     expect_leftovers = late_silent =
@@ -845,18 +860,20 @@ static int rank_fault(dtrain_world *world, void *user)
         const size_t count = f->wrong_count && rank == 1 && i == 2 ? 50 : 100;
         if (f->absent && rank == 1 && i == 2) ranks_sleep_us(4000000);
         if (f->wrong_kind && rank == 1 && i == 2)
-            result = dtrain_all_to_all(comm, host, other, 25, DTRAIN_F32, NULL);
+            result = dtrain_all_to_all(comm, host, other, 25, DTRAIN_DTYPE_F32, NULL);
         else if (f->blocking)
-            result = dtrain_all_reduce(comm, host, host, count, DTRAIN_F32, DTRAIN_SUM, NULL);
+            result = dtrain_all_reduce(comm, host, host, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                       NULL);
         else
-            result =
-                dtrain_all_reduce(comm, b.memory, b.memory, count, DTRAIN_F32, DTRAIN_SUM, NULL);
+            result = dtrain_all_reduce(comm, b.memory, b.memory, count, DTRAIN_DTYPE_F32,
+                                       DTRAIN_REDUCE_SUM, NULL);
         if (result == DTRAIN_OK && !f->blocking) result = device->ops->synchronize(device);
     }
     f->results[rank] = result;
     f->seconds[rank] = dtrain_seconds() - begin;
     snprintf(f->sentences[rank], sizeof f->sentences[rank], "%s", dtrain_last_error());
-    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_F32, DTRAIN_SUM, NULL) == result);
+    CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) ==
+          result);
     CHECK_MSG(strcmp(dtrain_last_error(), f->sentences[rank]) == 0, "another sentence: %s",
               dtrain_last_error());
     CHECK(dtrain_barrier(half) == result && dtrain_comm_split(comm, 0, 0, &again) == result);
@@ -962,11 +979,11 @@ static int rank_bad_argument(dtrain_world *world, void *user)
     const int kind = *(int *)user, rank = dtrain_world_rank(world);
     dtrain_result result = DTRAIN_OK, expected = rank ? DTRAIN_ERROR_PEER : DTRAIN_ERROR_ARGUMENT;
     if (kind == 0 && rank == 0)
-        result = dtrain_all_reduce(comm, b.memory, (char *)b.memory + 3, 10, DTRAIN_F32, DTRAIN_SUM,
-                                   NULL);
+        result = dtrain_all_reduce(comm, b.memory, (char *)b.memory + 3, 10, DTRAIN_DTYPE_F32,
+                                   DTRAIN_REDUCE_SUM, NULL);
     if (kind == 1 && rank == 0)
         result = dtrain_all_reduce(comm, (char *)b.memory + 2, (char *)b.memory + 202, 10,
-                                   DTRAIN_F32, DTRAIN_SUM, NULL);
+                                   DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
     if (kind == 2) {
         expected = DTRAIN_ERROR_TIMEOUT;
         if (rank == 0) result = dtrain_comm_split(comm, 0, 0, &half);
@@ -994,9 +1011,9 @@ static int rank_stuck(dtrain_world *world, void *user)
     (void)user;
     expect_leftovers = true;
     if (nccl_mock.stuck_finalize) return 0;
-    CHECK(dtrain_all_reduce(comm, &host, &host, 1, DTRAIN_F32, DTRAIN_SUM, NULL) ==
+    CHECK(dtrain_all_reduce(comm, &host, &host, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) ==
               DTRAIN_ERROR_TIMEOUT ||
-          dtrain_all_reduce(comm, &host, &host, 1, DTRAIN_F32, DTRAIN_SUM, NULL) ==
+          dtrain_all_reduce(comm, &host, &host, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) ==
               DTRAIN_ERROR_PEER);
     return 0;
 }
@@ -1054,7 +1071,8 @@ static int check_sum(dtrain_comm *comm, buffer *b, int members)
     float host[100];
     for (int i = 0; i < 100; i++) host[i] = 1;
     buffer_write(b, host, sizeof host);
-    RANKS_TRY(dtrain_all_reduce(comm, b->memory, b->memory, 100, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, b->memory, b->memory, 100, DTRAIN_DTYPE_F32,
+                                DTRAIN_REDUCE_SUM, NULL));
     buffer_read(b, host, sizeof host);
     CHECK_CLOSE(host[0], members, 0);
     CHECK_CLOSE(host[99], members, 0);
@@ -1101,8 +1119,8 @@ static int rank_recreate(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_comm_destroy(fewer));
     b.comm = fewest;
     if (check_sum(fewest, &b, 2)) return 1;
-    CHECK(dtrain_all_reduce(fewest, b.memory, (char *)b.memory + 4, 9, DTRAIN_F32, DTRAIN_SUM,
-                            NULL) ==
+    CHECK(dtrain_all_reduce(fewest, b.memory, (char *)b.memory + 4, 9, DTRAIN_DTYPE_F32,
+                            DTRAIN_REDUCE_SUM, NULL) ==
           DTRAIN_ERROR_ARGUMENT); /* a failure without a death, and then each for itself */
     group.ranks = &rank;
     group.rank_count = 1;

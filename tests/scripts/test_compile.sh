@@ -91,7 +91,7 @@ else skip "DTRAIN_USE_CBLAS" "no cblas.h"; fi
 
 # The programs that the README and the manual show are what they say: complete, and right.
 sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```' >"$build/readme.c"
-sed -n '/A complete program/,/With the tape/p' dtrain.h | sed '1d;$d' | sed -n '/#define DTRAIN_IMPLEMENTATION/,$p' >"$build/manual.c"
+sed -n '/A complete program: a model/,/With the tape/p' dtrain.h | sed '1d;$d' >"$build/manual.c"
 for program in readme manual; do
     try "the program of the $program compiles" $cc -std=c99 $warn "$build/$program.c" -o "$build/$program" $libs
     try "the program of the $program learns" sh -c "'$build/$program' | grep -q 'w = 3.000'"

@@ -54,9 +54,10 @@ static double naive_get(const void *x, dtrain_dtype dtype, int64_t i)
 {
     float wide;
     uint16_t bits = 0;
-    if (dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) {
+    if (dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16) {
         memcpy(&bits, (const char *)x + i * 2, 2);
-        return (double)(dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits));
+        return (double)(dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits)
+                                                   : dtrain_f16_to_f32(bits));
     }
     memcpy(&wide, (const char *)x + i * 4, 4);
     return (double)wide;
@@ -64,8 +65,9 @@ static double naive_get(const void *x, dtrain_dtype dtype, int64_t i)
 static void naive_put(void *x, dtrain_dtype dtype, int64_t i, double value)
 {
     float wide = (float)value;
-    uint16_t bits = dtype == DTRAIN_BF16 ? dtrain_f32_to_bf16(wide) : dtrain_f32_to_f16(wide);
-    if (dtype == DTRAIN_BF16 || dtype == DTRAIN_F16) memcpy((char *)x + i * 2, &bits, 2);
+    uint16_t bits = dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(wide) : dtrain_f32_to_f16(wide);
+    if (dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
+        memcpy((char *)x + i * 2, &bits, 2);
     else memcpy((char *)x + i * 4, &wide, 4);
 }
 
@@ -80,12 +82,12 @@ static double naive_gelu_slope(double x)
 }
 static double naive_activation(uint32_t activation, double x)
 {
-    return activation == DTRAIN_ACT_RELU ? (x > 0 ? x : 0) : activation ? naive_gelu(x) : x;
+    return activation == DTRAIN_ACTIVATION_RELU ? (x > 0 ? x : 0) : activation ? naive_gelu(x) : x;
 }
 
 static double naive_slope(uint32_t activation, double x)
 {
-    return activation == DTRAIN_ACT_RELU ? (x > 0) : activation ? naive_gelu_slope(x) : 1;
+    return activation == DTRAIN_ACTIVATION_RELU ? (x > 0) : activation ? naive_gelu_slope(x) : 1;
 }
 
 /* Element (i,k) of op(A), and (k,j) of op(B). */

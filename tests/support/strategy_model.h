@@ -206,14 +206,14 @@ static inline void matmul_create(strategy_job *job)
 static inline dtrain_tensor *gpt_block(dtrain_tape *t, dtrain_param *p, dtrain_tensor *x)
 {
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B]);
-    h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACT_NONE);
-    h = dtrain_attention(t, h, MODEL_SEQ, MODEL_HEADS, DTRAIN_CAUSAL);
-    x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACT_NONE));
+    h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE);
+    h = dtrain_attention(t, h, MODEL_SEQ, MODEL_HEADS, DTRAIN_ATTENTION_CAUSAL);
+    x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
     h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B]);
-    h = dtrain_linear(t, h, &p[UP_W], &p[UP_B], DTRAIN_ACT_GELU);
-    x = dtrain_add(t, x, dtrain_linear(t, h, &p[DOWN_W], &p[DOWN_B], DTRAIN_ACT_NONE));
-    h = dtrain_linear(t, x, &p[NARROW_W], &p[NARROW_B], DTRAIN_ACT_GELU);
-    return dtrain_add(t, x, dtrain_linear(t, h, &p[WIDE_W], NULL, DTRAIN_ACT_NONE));
+    h = dtrain_linear(t, h, &p[UP_W], &p[UP_B], DTRAIN_ACTIVATION_GELU);
+    x = dtrain_add(t, x, dtrain_linear(t, h, &p[DOWN_W], &p[DOWN_B], DTRAIN_ACTIVATION_NONE));
+    h = dtrain_linear(t, x, &p[NARROW_W], &p[NARROW_B], DTRAIN_ACTIVATION_GELU);
+    return dtrain_add(t, x, dtrain_linear(t, h, &p[WIDE_W], NULL, DTRAIN_ACTIVATION_NONE));
 }
 
 static inline dtrain_tensor *gpt_logits(strategy_job *job, dtrain_tensor *tokens)
@@ -231,7 +231,7 @@ static inline dtrain_tensor *gpt_logits(strategy_job *job, dtrain_tensor *tokens
     x = gpt_block(t, &p[BLOCK_2], x);
     dtrain_tape_unit(t, 4);
     x = dtrain_layernorm(t, x, &p[LNF_W], &p[LNF_B]);
-    return dtrain_linear(t, x, &p[HEAD], NULL, DTRAIN_ACT_NONE);
+    return dtrain_linear(t, x, &p[HEAD], NULL, DTRAIN_ACTIVATION_NONE);
 }
 
 static inline dtrain_tensor *matmul_logits(strategy_job *job, dtrain_tensor *x)
@@ -240,7 +240,7 @@ static inline dtrain_tensor *matmul_logits(strategy_job *job, dtrain_tensor *x)
     for (i = 0; i < 3; i++) {
         dtrain_tape_unit(job->tape, (uint32_t)i);
         x = dtrain_linear(job->tape, x, &job->params[i], NULL,
-                          i < 2 ? DTRAIN_ACT_GELU : DTRAIN_ACT_NONE);
+                          i < 2 ? DTRAIN_ACTIVATION_GELU : DTRAIN_ACTIVATION_NONE);
     }
     return x;
 }
@@ -263,15 +263,16 @@ static inline dtrain_tensor *model_loss(strategy_job *job, int64_t first)
     }
     if (job->c->model == MODEL_GPT)
         logits = gpt_logits(
-            job, dtrain_tape_input(job->tape, DTRAIN_I32, 2, token_shape, tokens, false));
+            job, dtrain_tape_input(job->tape, DTRAIN_DTYPE_I32, 2, token_shape, tokens, false));
     else {
         for (i = 0; i < count * MODEL_WIDTH; i++)
             features[i] = dtrain_random_normal(5, 0, (uint64_t)(first * per * MODEL_WIDTH + i));
         logits = matmul_logits(
-            job, dtrain_tape_input(job->tape, DTRAIN_F32, 2, feature_shape, features, false));
+            job, dtrain_tape_input(job->tape, DTRAIN_DTYPE_F32, 2, feature_shape, features, false));
     }
     return dtrain_cross_entropy(
-        job->tape, logits, dtrain_tape_input(job->tape, DTRAIN_I32, 1, &count, targets, false));
+        job->tape, logits,
+        dtrain_tape_input(job->tape, DTRAIN_DTYPE_I32, 1, &count, targets, false));
 }
 
 /* ---- training ---- */
@@ -310,8 +311,9 @@ static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_jo
     result =
         dtrain_strategy_create(world, job->params, (size_t)job->param_count, &desc, &job->strategy);
     if (result != DTRAIN_OK) return result;
-    result = dtrain_optimizer_create(
-        world, job->strategy, job->c->optimizer == DTRAIN_SGD ? &sgd : &adamw, &job->optimizer);
+    result = dtrain_optimizer_create(world, job->strategy,
+                                     job->c->optimizer == DTRAIN_OPTIMIZER_SGD ? &sgd : &adamw,
+                                     &job->optimizer);
     if (result != DTRAIN_OK) return result;
     result = dtrain_tape_create(world, job->strategy, NULL, &job->tape);
     if (result == DTRAIN_OK && job->c->checkpoint_every)
@@ -357,7 +359,8 @@ static inline dtrain_result strategy_step(strategy_job *job, int step)
     }
     job->out->losses[job->rank][step] = loss / c->micro;
     if (result == DTRAIN_OK)
-        result = dtrain_clip_grad_norm(job->strategy, c->optimizer == DTRAIN_SGD ? 0 : MODEL_CLIP,
+        result = dtrain_clip_grad_norm(job->strategy,
+                                       c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
                                        &job->out->norms[job->rank][step], &scale);
     if (result == DTRAIN_OK) result = dtrain_optimizer_step(job->optimizer, MODEL_LR, scale);
     return result;
@@ -464,7 +467,8 @@ static inline void strategy_check_shards(const strategy_case *c, const strategy_
     int r;
     for (r = 0; r < ranks; r++) {
         sum += out->shard_elements[r];
-        CHECK_MSG(!out->cuts_tensors[r] || (c->kind != DTRAIN_DDP && c->kind != DTRAIN_ZERO3),
+        CHECK_MSG(!out->cuts_tensors[r] ||
+                      (c->kind != DTRAIN_STRATEGY_DDP && c->kind != DTRAIN_STRATEGY_ZERO3),
                   "%s: rank %d has a part of a tensor", what, r);
     }
     CHECK_MSG(info->shard_ranks * info->replicas == ranks, "%s: %d times %d ranks", what,

@@ -95,12 +95,12 @@ static dtrain_tensor *block(dtrain_tape *t, const gpt *m, dtrain_param *p, dtrai
                             dtrain_tensor *h)
 {
     h = norm(t, x, h, &p[0]);
-    h = dtrain_linear(t, h, &p[2], &p[3], DTRAIN_ACT_NONE);
-    h = dtrain_attention(t, h, m->sequence, m->heads, DTRAIN_CAUSAL);
-    h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACT_NONE);
+    h = dtrain_linear(t, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE);
+    h = dtrain_attention(t, h, m->sequence, m->heads, DTRAIN_ATTENTION_CAUSAL);
+    h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
     h = norm(t, x, dtrain_dropout(t, h, m->dropout), &p[6]);
-    h = dtrain_linear(t, h, &p[8], &p[9], DTRAIN_ACT_GELU);
-    h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACT_NONE);
+    h = dtrain_linear(t, h, &p[8], &p[9], DTRAIN_ACTIVATION_GELU);
+    h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACTIVATION_NONE);
     return dtrain_dropout(t, h, m->dropout);
 }
 
@@ -109,7 +109,7 @@ static dtrain_tensor *gpt_logits(dtrain_tape *t, gpt *m)
     const int64_t shape[2] = {m->batch, m->sequence};
     dtrain_param *p = m->params;
     dtrain_tensor *x, *h = NULL;
-    x = dtrain_tape_input(t, DTRAIN_I32, 2, shape, m->tokens, false);
+    x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
     dtrain_tape_unit(t, 0);
     x = dtrain_dropout(t, dtrain_embedding(t, x, &p[0], &p[1]), m->dropout);
     for (int64_t l = 0; l < m->layers; l++) {
@@ -118,7 +118,7 @@ static dtrain_tensor *gpt_logits(dtrain_tape *t, gpt *m)
     }
     dtrain_tape_unit(t, (uint32_t)m->layers + 1);
     h = norm(t, &x, h, &p[2 + 12 * m->layers]);
-    return dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACT_NONE);
+    return dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE);
 }
 
 static dtrain_tensor *gpt_loss(dtrain_tape *t, gpt *m)
@@ -126,8 +126,8 @@ static dtrain_tensor *gpt_loss(dtrain_tape *t, gpt *m)
     const int64_t rows = m->batch * m->sequence;
     dtrain_tensor *logits = gpt_logits(t, m);
     if (m->mean) return dtrain_mean(t, logits);
-    return dtrain_cross_entropy(t, logits,
-                                dtrain_tape_input(t, DTRAIN_I32, 1, &rows, m->targets, false));
+    return dtrain_cross_entropy(
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false));
 }
 
 static void forget_gradients(gpt *m)
@@ -426,7 +426,7 @@ static dtrain_tensor *chain_input(dtrain_tape *t, chain *c)
 {
     const int64_t shape[2] = {ROWS, WIDTH};
     for (int i = 0; i < 6; i++) c->params[i].grad_written = false;
-    c->input = dtrain_tape_input(t, DTRAIN_F32, 2, shape, c->x, true);
+    c->input = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, c->x, true);
     return c->input;
 }
 
@@ -434,15 +434,15 @@ static dtrain_tensor *chain_input(dtrain_tape *t, chain *c)
 static dtrain_tensor *layer(dtrain_tape *t, chain *c, uint32_t unit, dtrain_tensor *x)
 {
     dtrain_tape_unit(t, unit);
-    x = dtrain_linear(t, x, &c->params[unit], NULL, DTRAIN_ACT_GELU);
-    return dtrain_linear(t, x, &c->params[unit], NULL, DTRAIN_ACT_RELU);
+    x = dtrain_linear(t, x, &c->params[unit], NULL, DTRAIN_ACTIVATION_GELU);
+    return dtrain_linear(t, x, &c->params[unit], NULL, DTRAIN_ACTIVATION_RELU);
 }
 
 static dtrain_tensor *chain_loss(dtrain_tape *t, chain *c, dtrain_tensor *logits)
 {
     const int64_t rows = ROWS;
-    return dtrain_cross_entropy(t, logits,
-                                dtrain_tape_input(t, DTRAIN_I32, 1, &rows, c->targets, false));
+    return dtrain_cross_entropy(
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, c->targets, false));
 }
 
 /* A skip from unit 0 to unit 3; `pass`: handed on by the units between. */
@@ -476,8 +476,8 @@ static dtrain_tensor *late_loss(dtrain_tape *t, chain *c, bool pass)
     (void)pass;
     for (uint32_t i = 0; i < 6; i++) x = layer(t, c, i % 3, x);
     dtrain_tape_unit(t, 0);
-    x = dtrain_linear(t, x, &c->params[0], NULL, DTRAIN_ACT_GELU);
-    x = dtrain_linear(t, x, &c->params[3], NULL, DTRAIN_ACT_NONE);
+    x = dtrain_linear(t, x, &c->params[0], NULL, DTRAIN_ACTIVATION_GELU);
+    x = dtrain_linear(t, x, &c->params[3], NULL, DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 3);
     return dtrain_scale(t, chain_loss(t, c, x), 2);
 }
@@ -490,13 +490,13 @@ static dtrain_tensor *visits_loss(dtrain_tape *t, chain *c, bool pass)
     (void)pass;
     for (uint32_t i = 0; i < 3; i++) {
         dtrain_tape_unit(t, 0);
-        y = dtrain_linear(t, x, &c->params[0], NULL, DTRAIN_ACT_GELU);
+        y = dtrain_linear(t, x, &c->params[0], NULL, DTRAIN_ACTIVATION_GELU);
         dtrain_tape_unit(t, 1);
-        x = dtrain_linear(t, x, &c->params[1], NULL, DTRAIN_ACT_GELU);
+        x = dtrain_linear(t, x, &c->params[1], NULL, DTRAIN_ACTIVATION_GELU);
         dtrain_tape_unit(t, 0);
-        x = dtrain_add(t, x, dtrain_linear(t, y, &c->params[2], NULL, DTRAIN_ACT_GELU));
+        x = dtrain_add(t, x, dtrain_linear(t, y, &c->params[2], NULL, DTRAIN_ACTIVATION_GELU));
         dtrain_tape_unit(t, 2);
-        x = dtrain_linear(t, x, &c->params[3], NULL, DTRAIN_ACT_GELU);
+        x = dtrain_linear(t, x, &c->params[3], NULL, DTRAIN_ACTIVATION_GELU);
     }
     return chain_loss(t, c, x);
 }
@@ -510,10 +510,10 @@ static dtrain_tensor *sum_loss(dtrain_tape *t, chain *c, bool pass)
     for (uint32_t i = 0; i < 5; i++) {
         y = layer(t, c, i, x);
         dtrain_add_layernorm(t, x, y, &c->norm, NULL, &sum);
-        x = dtrain_linear(t, sum, &c->params[5], NULL, DTRAIN_ACT_NONE);
-        x = dtrain_add(
-            t, x,
-            dtrain_linear(t, dtrain_cast(t, x, DTRAIN_F32), &c->params[i], NULL, DTRAIN_ACT_GELU));
+        x = dtrain_linear(t, sum, &c->params[5], NULL, DTRAIN_ACTIVATION_NONE);
+        x = dtrain_add(t, x,
+                       dtrain_linear(t, dtrain_cast(t, x, DTRAIN_DTYPE_F32), &c->params[i], NULL,
+                                     DTRAIN_ACTIVATION_GELU));
     }
     return chain_loss(t, c, x);
 }
@@ -697,8 +697,8 @@ static void test_allocation_failures(void)
 
 static float through(float x, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_BF16) return dtrain_bf16_to_f32(dtrain_f32_to_bf16(x));
-    return dtype == DTRAIN_F16 ? dtrain_f16_to_f32(dtrain_f32_to_f16(x)) : x;
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(dtrain_f32_to_bf16(x));
+    return dtype == DTRAIN_DTYPE_F16 ? dtrain_f16_to_f32(dtrain_f32_to_f16(x)) : x;
 }
 
 /* x -> first -> second; the loss is the sum of its elements, each with the gradient `scale`, which
@@ -712,10 +712,10 @@ static void check_cast(dtrain_tape *tape, dtrain_dtype first, dtrain_dtype secon
     for (int i = 0; i < N; i++) x[i] = 30 * dtrain_random_normal(4, 4, (uint64_t)i);
     x[0] = 65519.0f, x[1] = 1e-7f, x[2] = 3e38f, x[3] = -0.0f;
     dtrain_tape_begin(tape, 0, 0);
-    dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_F32, 1, shape, x, true);
+    dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, x, true);
     dtrain_tensor *a = dtrain_cast(tape, in, first), *b = dtrain_cast(tape, a, second);
     CHECK(a && b && a->dtype == (uint32_t)first && b->dtype == (uint32_t)second);
-    CHECK((a == in) == (first == DTRAIN_F32) && (a == b) == (first == second));
+    CHECK((a == in) == (first == DTRAIN_DTYPE_F32) && (a == b) == (first == second));
     CHECK(dtrain_tensor_read(tape, b, got) == DTRAIN_OK);
     for (int i = 0; i < N; i++) {
         float expected = through(through(x[i], first), second);
@@ -732,7 +732,7 @@ static void check_cast(dtrain_tape *tape, dtrain_dtype first, dtrain_dtype secon
 
 static void test_cast(void)
 {
-    static const dtrain_dtype types[3] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+    static const dtrain_dtype types[3] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     const int64_t shape[1] = {4};
     const float x[4] = {1, 2, 3, 4};
     const int32_t ids[4] = {0};
@@ -743,20 +743,21 @@ static void test_cast(void)
     for (int i = 0; i < 9; i++) { /* sums of types: the wider, or the first */
         const dtrain_dtype left = types[i / 3], right = types[i % 3];
         dtrain_tape_begin(tape, 0, 0);
-        dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_F32, 1, shape, x, true);
+        dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, x, true);
         dtrain_tensor *y =
             dtrain_add(tape, dtrain_cast(tape, in, left), dtrain_cast(tape, in, right));
         CHECK(dtrain_tensor_read(tape, y, got) == DTRAIN_OK && got[3] == 8);
-        CHECK(y && y->dtype == (uint32_t)(right == DTRAIN_F32 ? right : left));
+        CHECK(y && y->dtype == (uint32_t)(right == DTRAIN_DTYPE_F32 ? right : left));
         CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, y), 1) == DTRAIN_OK);
         CHECK(dtrain_tensor_read_grad(tape, in, got) == DTRAIN_OK && got[0] == 2 && got[3] == 2);
     }
     dtrain_tape_begin(tape, 0, 0);
-    CHECK(!dtrain_cast(tape, dtrain_tape_input(tape, DTRAIN_F32, 1, shape, x, true), DTRAIN_I32));
+    CHECK(!dtrain_cast(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, x, true),
+                       DTRAIN_DTYPE_I32));
     expect_error(dtrain_tape_error(tape), DTRAIN_ERROR_ARGUMENT, "dtrain_cast", "i32");
     dtrain_tape_begin(tape, 0, 0);
-    CHECK(
-        !dtrain_cast(tape, dtrain_tape_input(tape, DTRAIN_I32, 1, shape, ids, false), DTRAIN_F32));
+    CHECK(!dtrain_cast(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, ids, false),
+                       DTRAIN_DTYPE_F32));
     expect_error(dtrain_tape_error(tape), DTRAIN_ERROR_ARGUMENT, "dtrain_cast: input 1", "i32");
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
@@ -830,7 +831,7 @@ static void test_weights_in_turn(void)
                 dtrain_param *p = &c.params[i];
                 memcpy(shared, c.values[i], sizeof shared);
                 p->value = turn ? shared : c.values[i];
-                x = dtrain_linear(tape, x, p, NULL, DTRAIN_ACT_NONE);
+                x = dtrain_linear(tape, x, p, NULL, DTRAIN_ACTIVATION_NONE);
             }
             CHECK(dtrain_tensor_read(tape, x, turn ? in_turn : apart) == DTRAIN_OK);
             if (turn) CHECK(memcmp(in_turn, apart, sizeof apart) == 0);
@@ -838,10 +839,10 @@ static void test_weights_in_turn(void)
     /* a weight that is used twice is rounded once */
     dtrain_tape_begin(tape, DTRAIN_TAPE_BF16, 0);
     dtrain_tensor *x =
-        dtrain_linear(tape, chain_input(tape, &c), &c.params[0], NULL, DTRAIN_ACT_NONE);
+        dtrain_linear(tape, chain_input(tape, &c), &c.params[0], NULL, DTRAIN_ACTIVATION_NONE);
     dtrain_param alias = c.params[0];
     alias.alias_of = &c.params[0];
-    x = dtrain_linear(tape, x, &alias, NULL, DTRAIN_ACT_NONE);
+    x = dtrain_linear(tape, x, &alias, NULL, DTRAIN_ACTIVATION_NONE);
     CHECK(x && x->producer->forward.linear.b == x->producer->in[0]->producer->forward.linear.b);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);

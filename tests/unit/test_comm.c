@@ -13,11 +13,13 @@
 
 enum { GUARD = 64, PRIVATE = 0, COMM = 1, MODES = 2 };
 
-static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16, DTRAIN_I32, DTRAIN_I64};
-static const dtrain_reduce_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MIN, DTRAIN_MAX,
-                                       DTRAIN_PROD};
-static const uint32_t kinds[] = {DTRAIN_ALL_REDUCE, DTRAIN_REDUCE_SCATTER, DTRAIN_ALL_GATHER,
-                                 DTRAIN_BROADCAST,  DTRAIN_REDUCE,         DTRAIN_ALL_TO_ALL};
+static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16,
+                                      DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64};
+static const dtrain_reduce_op ops[] = {DTRAIN_REDUCE_SUM, DTRAIN_REDUCE_MEAN, DTRAIN_REDUCE_MIN,
+                                       DTRAIN_REDUCE_MAX, DTRAIN_REDUCE_PROD};
+static const uint32_t kinds[] = {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_COLLECTIVE_REDUCE_SCATTER,
+                                 DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_COLLECTIVE_BROADCAST,
+                                 DTRAIN_COLLECTIVE_REDUCE,     DTRAIN_COLLECTIVE_ALL_TO_ALL};
 enum { KINDS = sizeof kinds / sizeof *kinds };
 
 /* ---- elements ---- */
@@ -72,27 +74,30 @@ static float load_float(dtrain_dtype dtype, const void *at)
 {
     uint16_t half;
     float value;
-    if (dtype == DTRAIN_F32) {
+    if (dtype == DTRAIN_DTYPE_F32) {
         memcpy(&value, at, sizeof value);
         return value;
     }
     memcpy(&half, at, sizeof half);
-    return dtype == DTRAIN_BF16 ? bits_to_float((uint32_t)half << 16) : half_values[half];
+    return dtype == DTRAIN_DTYPE_BF16 ? bits_to_float((uint32_t)half << 16) : half_values[half];
 }
 static void store_float(dtrain_dtype dtype, void *at, float value)
 {
-    uint16_t half = dtype == DTRAIN_BF16 ? bfloat_bits(value) : half_bits(value);
-    if (dtype == DTRAIN_F32) memcpy(at, &value, sizeof value);
+    uint16_t half = dtype == DTRAIN_DTYPE_BF16 ? bfloat_bits(value) : half_bits(value);
+    if (dtype == DTRAIN_DTYPE_F32) memcpy(at, &value, sizeof value);
     else memcpy(at, &half, sizeof half);
 }
 
-static bool is_integer(dtrain_dtype dtype) { return dtype == DTRAIN_I32 || dtype == DTRAIN_I64; }
+static bool is_integer(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_DTYPE_I32 || dtype == DTRAIN_DTYPE_I64;
+}
 
 static uint64_t load_integer(dtrain_dtype dtype, const void *at)
 {
     uint32_t narrow;
     uint64_t wide;
-    if (dtype == DTRAIN_I64) memcpy(&wide, at, sizeof wide);
+    if (dtype == DTRAIN_DTYPE_I64) memcpy(&wide, at, sizeof wide);
     else {
         memcpy(&narrow, at, sizeof narrow);
         wide = (uint64_t)(int64_t)(int32_t)narrow;
@@ -102,7 +107,7 @@ static uint64_t load_integer(dtrain_dtype dtype, const void *at)
 static void store_integer(dtrain_dtype dtype, void *at, uint64_t value)
 {
     uint32_t narrow = (uint32_t)value;
-    if (dtype == DTRAIN_I64) memcpy(at, &value, sizeof value);
+    if (dtype == DTRAIN_DTYPE_I64) memcpy(at, &value, sizeof value);
     else memcpy(at, &narrow, sizeof narrow);
 }
 
@@ -115,9 +120,9 @@ static void make_element(dtrain_dtype dtype, uint64_t seed, int rank, size_t ind
     uint16_t half = (uint16_t)(sign << 15 | (11 + exponent) << 10 | (low & 1023));
     uint32_t word = sign << 31 | (123 + exponent) << 23 | (low & 0x7fffff);
     if (is_integer(dtype)) store_integer(dtype, at, x);
-    else if (dtype == DTRAIN_F32) memcpy(at, &word, sizeof word);
+    else if (dtype == DTRAIN_DTYPE_F32) memcpy(at, &word, sizeof word);
     else {
-        if (dtype == DTRAIN_BF16) half = (uint16_t)(word >> 16);
+        if (dtype == DTRAIN_DTYPE_BF16) half = (uint16_t)(word >> 16);
         memcpy(at, &half, sizeof half);
     }
 }
@@ -126,16 +131,16 @@ static void make_element(dtrain_dtype dtype, uint64_t seed, int rank, size_t ind
 
 static float join_floats(dtrain_reduce_op op, float a, float b)
 {
-    if (op == DTRAIN_PROD) return a * b;
-    if (op == DTRAIN_SUM || op == DTRAIN_MEAN) return a + b;
+    if (op == DTRAIN_REDUCE_PROD) return a * b;
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN) return a + b;
     if (isnan(a) || isnan(b)) return NAN;
-    return (op == DTRAIN_MIN) == (a < b) ? a : b;
+    return (op == DTRAIN_REDUCE_MIN) == (a < b) ? a : b;
 }
 static uint64_t join_integers(dtrain_reduce_op op, uint64_t a, uint64_t b)
 {
-    if (op == DTRAIN_PROD) return a * b;
-    if (op == DTRAIN_SUM) return a + b;
-    return (op == DTRAIN_MIN) == ((int64_t)a < (int64_t)b) ? a : b;
+    if (op == DTRAIN_REDUCE_PROD) return a * b;
+    if (op == DTRAIN_REDUCE_SUM) return a + b;
+    return (op == DTRAIN_REDUCE_MIN) == ((int64_t)a < (int64_t)b) ? a : b;
 }
 
 /* The reduction over the members' elements, by the documented rule. */
@@ -156,7 +161,7 @@ static void expect_reduced(dtrain_dtype dtype, dtrain_reduce_op op, uint64_t see
             sum = r == 0 ? value : join_floats(op, sum, value);
         }
     }
-    if (op == DTRAIN_MEAN) sum *= 1.0f / (float)size;
+    if (op == DTRAIN_REDUCE_MEAN) sum *= 1.0f / (float)size;
     if (is_integer(dtype)) store_integer(dtype, at, whole);
     else store_float(dtype, at, sum);
 }
@@ -200,12 +205,14 @@ typedef struct flight {
 
 static size_t send_count(const call *c, int size)
 {
-    const bool cuts = c->kind == DTRAIN_REDUCE_SCATTER || c->kind == DTRAIN_ALL_TO_ALL;
+    const bool cuts =
+        c->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER || c->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     return cuts ? c->count * (size_t)size : c->count;
 }
 static size_t recv_count(const call *c, int size)
 {
-    const bool joins = c->kind == DTRAIN_ALL_GATHER || c->kind == DTRAIN_ALL_TO_ALL;
+    const bool joins =
+        c->kind == DTRAIN_COLLECTIVE_ALL_GATHER || c->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     return joins ? c->count * (size_t)size : c->count;
 }
 
@@ -240,9 +247,9 @@ static void place(const desk *d, flight *f)
     size_t slice = (size_t)d->rank * c->count * dtrain_dtype_bytes(c->dtype);
     f->send = d->send[c->send_memory] + GUARD + c->send_offset;
     f->recv = d->recv[c->recv_memory] + GUARD + c->recv_offset;
-    if (c->kind == DTRAIN_BROADCAST) f->send = f->recv;
-    else if (c->in_place && c->kind == DTRAIN_ALL_GATHER) f->send = f->recv + slice;
-    else if (c->in_place && c->kind == DTRAIN_REDUCE_SCATTER) f->recv = f->send + slice;
+    if (c->kind == DTRAIN_COLLECTIVE_BROADCAST) f->send = f->recv;
+    else if (c->in_place && c->kind == DTRAIN_COLLECTIVE_ALL_GATHER) f->send = f->recv + slice;
+    else if (c->in_place && c->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER) f->recv = f->send + slice;
     else if (c->in_place) f->recv = f->send;
 }
 
@@ -253,12 +260,14 @@ static void prepare(const desk *d, flight *f)
     size_t item = dtrain_dtype_bytes(c->dtype), sends = send_count(c, d->size), i;
     size_t recvs = recv_count(c, d->size);
     place(d, f);
-    if (!c->in_place || c->kind == DTRAIN_ALL_GATHER || c->kind == DTRAIN_BROADCAST) {
+    if (!c->in_place || c->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+        c->kind == DTRAIN_COLLECTIVE_BROADCAST) {
         guard(f->recv, recvs * item);
         memset(f->recv, 0xc3, recvs * item);
     }
-    if (c->kind == DTRAIN_BROADCAST && d->rank != c->root) return;
-    if (!(c->in_place && c->kind == DTRAIN_ALL_GATHER) && c->kind != DTRAIN_BROADCAST)
+    if (c->kind == DTRAIN_COLLECTIVE_BROADCAST && d->rank != c->root) return;
+    if (!(c->in_place && c->kind == DTRAIN_COLLECTIVE_ALL_GATHER) &&
+        c->kind != DTRAIN_COLLECTIVE_BROADCAST)
         guard(f->send, sends * item);
     for (i = 0; i < sends; i++)
         make_element(c->dtype, c->seed, d->members[d->rank], i, f->send + i * item);
@@ -273,13 +282,15 @@ static dtrain_result start(const desk *d, flight *f)
     dtrain_work **work = c->async ? &f->work : NULL;
     f->work = NULL;
     switch (c->kind) {
-    case DTRAIN_ALL_REDUCE:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
         return dtrain_all_reduce(d->comm, send, recv, c->count, c->dtype, c->op, work);
-    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
         return dtrain_reduce_scatter(d->comm, send, recv, c->count, c->dtype, c->op, work);
-    case DTRAIN_ALL_GATHER: return dtrain_all_gather(d->comm, send, recv, c->count, c->dtype, work);
-    case DTRAIN_ALL_TO_ALL: return dtrain_all_to_all(d->comm, send, recv, c->count, c->dtype, work);
-    case DTRAIN_BROADCAST:
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return dtrain_all_gather(d->comm, send, recv, c->count, c->dtype, work);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+        return dtrain_all_to_all(d->comm, send, recv, c->count, c->dtype, work);
+    case DTRAIN_COLLECTIVE_BROADCAST:
         return dtrain_broadcast(d->comm, recv, c->count, c->dtype, c->root, work);
     default:
         if (d->rank != c->root && (c->seed & 2)) recv = NULL; /* ignored there */
@@ -290,12 +301,12 @@ static dtrain_result start(const desk *d, flight *f)
 /* Expected element `index` of this rank's output. */
 static void expect(const desk *d, const call *c, size_t index, void *at)
 {
-    size_t first = c->kind == DTRAIN_REDUCE_SCATTER ? (size_t)d->rank * c->count : 0;
-    if (c->kind == DTRAIN_BROADCAST)
+    size_t first = c->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ? (size_t)d->rank * c->count : 0;
+    if (c->kind == DTRAIN_COLLECTIVE_BROADCAST)
         make_element(c->dtype, c->seed, d->members[c->root], index, at);
-    else if (c->kind == DTRAIN_ALL_GATHER)
+    else if (c->kind == DTRAIN_COLLECTIVE_ALL_GATHER)
         make_element(c->dtype, c->seed, d->members[index / c->count], index % c->count, at);
-    else if (c->kind == DTRAIN_ALL_TO_ALL)
+    else if (c->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL)
         make_element(c->dtype, c->seed, d->members[index / c->count],
                      (size_t)d->rank * c->count + index % c->count, at);
     else expect_reduced(c->dtype, c->op, c->seed, d->members, d->size, first + index, at);
@@ -306,7 +317,7 @@ static int verify_output(const desk *d, const flight *f)
     const call *c = &f->what;
     size_t item = dtrain_dtype_bytes(c->dtype), count = recv_count(c, d->size), i;
     unsigned char wanted[8];
-    if (c->kind == DTRAIN_REDUCE && d->rank != c->root) { /* recv must be as it was */
+    if (c->kind == DTRAIN_COLLECTIVE_REDUCE && d->rank != c->root) { /* recv must be as it was */
         if (c->in_place) return 1;
         for (i = 0; i < count * item; i++)
             if (f->recv[i] != 0xc3) return CHECK_MSG(0, "%s: recv written", describe(c, d));
@@ -332,19 +343,21 @@ static int verify_rest(const desk *d, const flight *f)
     const call *c = &f->what;
     size_t item = dtrain_dtype_bytes(c->dtype), sends = send_count(c, d->size), i;
     size_t recvs = recv_count(c, d->size), own = (size_t)d->rank * c->count;
-    bool outer_send = c->in_place && c->kind != DTRAIN_ALL_GATHER && c->kind != DTRAIN_BROADCAST;
+    bool outer_send = c->in_place && c->kind != DTRAIN_COLLECTIVE_ALL_GATHER &&
+                      c->kind != DTRAIN_COLLECTIVE_BROADCAST;
     const unsigned char *large = outer_send ? f->send : f->recv;
     unsigned char wanted[8];
     if (!guarded(large, (outer_send ? sends : recvs) * item))
         return CHECK_MSG(0, "%s: wrote beyond a buffer", describe(c, d));
-    if (c->kind == DTRAIN_BROADCAST) return 1;
-    if (c->in_place && c->kind != DTRAIN_REDUCE_SCATTER &&
-        !(c->kind == DTRAIN_REDUCE && d->rank != c->root))
+    if (c->kind == DTRAIN_COLLECTIVE_BROADCAST) return 1;
+    if (c->in_place && c->kind != DTRAIN_COLLECTIVE_REDUCE_SCATTER &&
+        !(c->kind == DTRAIN_COLLECTIVE_REDUCE && d->rank != c->root))
         return 1;
     if (!c->in_place && !guarded(f->send, sends * item))
         return CHECK_MSG(0, "%s: wrote beyond its input", describe(c, d));
     for (i = 0; i < sends; i++) {
-        if (c->in_place && c->kind == DTRAIN_REDUCE_SCATTER && i >= own && i < own + c->count)
+        if (c->in_place && c->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER && i >= own &&
+            i < own + c->count)
             continue;
         make_element(c->dtype, c->seed, d->members[d->rank], i, wanted);
         if (memcmp(f->send + i * item, wanted, item) != 0)
@@ -414,7 +427,8 @@ static call make_call(uint32_t kind, dtrain_dtype dtype, dtrain_reduce_op op, si
 }
 static bool has_op(uint32_t kind)
 {
-    return kind != DTRAIN_ALL_GATHER && kind != DTRAIN_BROADCAST && kind != DTRAIN_ALL_TO_ALL;
+    return kind != DTRAIN_COLLECTIVE_ALL_GATHER && kind != DTRAIN_COLLECTIVE_BROADCAST &&
+           kind != DTRAIN_COLLECTIVE_ALL_TO_ALL;
 }
 
 /* Memory, offsets, root, in place and async from the bits of a number: a walk through all of them. */
@@ -422,7 +436,7 @@ static void vary(call *c, const desk *d, uint64_t x)
 {
     c->root = (int)(x % (uint64_t)d->size);
     x /= (uint64_t)d->size;
-    c->in_place = (x & 1) && c->kind != DTRAIN_ALL_TO_ALL;
+    c->in_place = (x & 1) && c->kind != DTRAIN_COLLECTIVE_ALL_TO_ALL;
     c->async = x >> 1 & 1;
     c->send_memory = (int)(x >> 2 & 1);
     c->recv_memory = (int)(x >> 3 & 1);
@@ -433,7 +447,7 @@ static void vary(call *c, const desk *d, uint64_t x)
         c->send_offset = own >> 2 & 15;
         c->recv_offset = own >> 6 & 15;
     }
-    if (c->in_place && c->kind != DTRAIN_ALL_GATHER) c->recv_memory = c->send_memory;
+    if (c->in_place && c->kind != DTRAIN_COLLECTIVE_ALL_GATHER) c->recv_memory = c->send_memory;
 }
 
 /* ---- every collective, dtype, operation, number of ranks ---- */
@@ -458,7 +472,7 @@ static int each_type(const desk *d, size_t count, uint64_t *number, visit_fn vis
         for (t = 0; t < 5; t++)
             for (o = 0; o < (has_op(kinds[k]) ? 5u : 1u); o++) {
                 call c = make_call(kinds[k], dtypes[t], ops[o], count, ++*number);
-                if (c.op == DTRAIN_MEAN && is_integer(c.dtype)) continue;
+                if (c.op == DTRAIN_REDUCE_MEAN && is_integer(c.dtype)) continue;
                 if (!visit(d, &c, *number)) return 0;
             }
     return 1;
@@ -538,9 +552,10 @@ static int rank_limits(dtrain_world *world, void *user)
     if (open_desk(&d, world, (limit + 1024) * (size_t)dtrain_world_size(world))) return 1;
     for (bytes = 256; bytes <= limit; bytes *= 2)
         for (n = 0; n < 4; n++) {
-            call c =
-                make_call(kinds[number % KINDS], dtypes[number / 2 % 3], DTRAIN_SUM, 0, number);
-            size_t spread = number % 3 == 0 && c.kind == DTRAIN_ALL_REDUCE ? (size_t)d.size : 1;
+            call c = make_call(kinds[number % KINDS], dtypes[number / 2 % 3], DTRAIN_REDUCE_SUM, 0,
+                               number);
+            size_t spread =
+                number % 3 == 0 && c.kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? (size_t)d.size : 1;
             int v;
             number++;
             c.count = bytes / dtrain_dtype_bytes(c.dtype) * spread + (size_t)(nudges[n] + 1) - 1;
@@ -598,13 +613,14 @@ static int rank_large(dtrain_world *world, void *user)
             bool whole;
             call c;
             if ((k + (size_t)v) % 2 && !ranks_full()) continue;
-            whole = kinds[k] == DTRAIN_REDUCE_SCATTER || kinds[k] == DTRAIN_ALL_GATHER ||
-                    kinds[k] == DTRAIN_ALL_TO_ALL;
-            c = make_call(kinds[k], DTRAIN_F32, DTRAIN_MEAN, count / (whole ? (size_t)d.size : 1),
-                          k + 900);
+            whole = kinds[k] == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+                    kinds[k] == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                    kinds[k] == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+            c = make_call(kinds[k], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
+                          count / (whole ? (size_t)d.size : 1), k + 900);
             c.send_memory = v & 1;
             c.recv_memory = v >> 1;
-            c.in_place = (v == 0 || v == 3) && kinds[k] != DTRAIN_ALL_TO_ALL;
+            c.in_place = (v == 0 || v == 3) && kinds[k] != DTRAIN_COLLECTIVE_ALL_TO_ALL;
             c.root = v % d.size;
             if (!run_call(&d, &c)) return 1;
         }
@@ -629,7 +645,7 @@ static int rank_unaligned(dtrain_world *world, void *user)
     for (k = 0; k < KINDS; k++)
         for (t = 0; t < 5; t++)
             for (offset = 0; offset < 16; offset++) {
-                call c = make_call(kinds[k], dtypes[t], DTRAIN_SUM, 0, ++number);
+                call c = make_call(kinds[k], dtypes[t], DTRAIN_REDUCE_SUM, 0, ++number);
                 c.count = number % 4 == 0 ? 4099 : 37;
                 vary(&c, &d, number); /* not mixed: in place, async and memories in turn */
                 c.send_offset = offset;
@@ -660,7 +676,8 @@ static int rank_memory_mix(dtrain_world *world, void *user)
     for (i = 0; i < 4; i++)
         for (k = 0; k < KINDS; k++)
             for (mask = 0; mask < 16; mask++) {
-                call c = make_call(kinds[k], DTRAIN_F32, DTRAIN_MEAN, counts[i], i + 31);
+                call c =
+                    make_call(kinds[k], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, counts[i], i + 31);
                 if (i == 3 && !ranks_full() && mask % 5) continue;
                 c.send_memory = mask >> (d.rank % 2 * 2) & 1;
                 c.recv_memory = mask >> (d.rank % 2 * 2 + 1) & 1;
@@ -693,7 +710,7 @@ static int rank_random_calls(dtrain_world *world, void *user)
         size_t size = (size_t)1 << ranks_random(&state, 15);
         c.count = ranks_random(&state, size);
         c.seed = state;
-        if (c.op == DTRAIN_MEAN && is_integer(c.dtype)) c.op = DTRAIN_MAX;
+        if (c.op == DTRAIN_REDUCE_MEAN && is_integer(c.dtype)) c.op = DTRAIN_REDUCE_MAX;
         vary(&c, &d, ranks_random(&state, 1u << 30));
         if (i % 31 == 30) RANKS_TRY(dtrain_barrier(d.comm));
         if (!run_call(&d, &c)) return 1;
@@ -718,7 +735,8 @@ static int rank_of_many(dtrain_world *world, void *user)
     if (open_desk(&d, world, (size_t)1000 * 64 * 4)) return 1;
     for (i = 0; i < 3; i++)
         for (k = 0; k < KINDS; k++) {
-            call c = make_call(kinds[k], DTRAIN_F32, DTRAIN_SUM, counts[i], k + i * 10);
+            call c =
+                make_call(kinds[k], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, counts[i], k + i * 10);
             vary(&c, &d, ranks_mix(k + i) >> 4);
             if (!run_call(&d, &c)) return 1;
         }
@@ -748,15 +766,16 @@ static int rank_special_values(dtrain_world *world, void *user)
     (void)user;
     for (o = 0; o < 5; o++) {
         for (i = 0; i < N * N; i++) own[i] = bits_to_float(list[rank ? i % N : i / N]);
-        RANKS_TRY(dtrain_all_reduce(comm, own, got, N * N, DTRAIN_F32, ops[o], NULL));
+        RANKS_TRY(dtrain_all_reduce(comm, own, got, N * N, DTRAIN_DTYPE_F32, ops[o], NULL));
         for (i = 0; i < N * N; i++) {
             float a = bits_to_float(list[i / N]), b = bits_to_float(list[i % N]);
             float wanted = join_floats(ops[o], a, b);
-            if (ops[o] == DTRAIN_MEAN) wanted *= 0.5f;
+            if (ops[o] == DTRAIN_REDUCE_MEAN) wanted *= 0.5f;
             /* which zero min and max take is not specified */
             CHECK_MSG(float_to_bits(got[i]) == float_to_bits(wanted) ||
                           (isnan(got[i]) && isnan(wanted)) ||
-                          ((ops[o] == DTRAIN_MIN || ops[o] == DTRAIN_MAX) && got[i] == wanted),
+                          ((ops[o] == DTRAIN_REDUCE_MIN || ops[o] == DTRAIN_REDUCE_MAX) &&
+                           got[i] == wanted),
                       "op %d of %08x and %08x: %08x, expected %08x", (int)ops[o], list[i / N],
                       list[i % N], float_to_bits(got[i]), float_to_bits(wanted));
         }
@@ -774,7 +793,7 @@ static int rank_special_halves(dtrain_world *world, void *user)
     (void)user;
     for (t = 1; t < 3; t++)
         for (p = 0; p < 8; p++) {
-            dtrain_reduce_op op = p % 2 ? DTRAIN_MEAN : DTRAIN_SUM;
+            dtrain_reduce_op op = p % 2 ? DTRAIN_REDUCE_MEAN : DTRAIN_REDUCE_SUM;
             for (i = 0; i < 65536; i++) own[i] = rank ? partners[p] : (uint16_t)i;
             RANKS_TRY(dtrain_all_reduce(comm, own, got, 65536, dtypes[t], op, NULL));
             for (i = 0; i < 65536; i++) {
@@ -784,7 +803,7 @@ static int rank_special_halves(dtrain_world *world, void *user)
                 sum = load_float(dtypes[t], pair);
                 pair[0] = partners[p];
                 sum += load_float(dtypes[t], pair);
-                store_float(dtypes[t], wanted, op == DTRAIN_MEAN ? sum * 0.5f : sum);
+                store_float(dtypes[t], wanted, op == DTRAIN_REDUCE_MEAN ? sum * 0.5f : sum);
                 if (same_element(dtypes[t], wanted, &got[i])) continue;
                 if (bad++ < 3)
                     CHECK_MSG(0, "%s %04x + %04x: %04x, expected %04x",
@@ -827,8 +846,10 @@ static int open_flights(dtrain_comm *comm, flight *flights, int count, size_t mo
 /* Starts one call of the mixture into its own buffer, in place. */
 static dtrain_result launch_flight(const desk *d, flight *f, uint64_t number, size_t most)
 {
-    static const uint32_t sorts[] = {DTRAIN_ALL_REDUCE, DTRAIN_BROADCAST, DTRAIN_REDUCE};
-    call c = make_call(sorts[number % 3], dtypes[number / 3 % 5], DTRAIN_SUM, 0, number + 17);
+    static const uint32_t sorts[] = {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_COLLECTIVE_BROADCAST,
+                                     DTRAIN_COLLECTIVE_REDUCE};
+    call c =
+        make_call(sorts[number % 3], dtypes[number / 3 % 5], DTRAIN_REDUCE_SUM, 0, number + 17);
     size_t item = dtrain_dtype_bytes(c.dtype), i;
     c.count = ranks_mix(number) % (most / item);
     if (c.count == 0) c.count = 1;
@@ -913,7 +934,8 @@ static int rank_async_mixed(dtrain_world *world, void *user)
     if (open_flights(d.comm, flights, SOME, most, block, &bytes)) return 1;
     for (round = 0; round < 3; round++) {
         for (i = 0; i < SOME; i++) {
-            call c = make_call(kinds[i % KINDS], DTRAIN_F32, DTRAIN_MAX, 100, (uint64_t)i * 4);
+            call c = make_call(kinds[i % KINDS], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, 100,
+                               (uint64_t)i * 4);
             RANKS_TRY(launch_flight(&d, &flights[i], (uint64_t)(i + round), most));
             if (i % 4 == 1 && !run_call(&d, &c)) return 1; /* a blocking call overtakes nothing */
             if (i % 4 == 2) RANKS_TRY(dtrain_barrier(d.comm));
@@ -963,12 +985,12 @@ static int rank_async_at_once(dtrain_world *world, void *user)
     if (open_desk(&d, world, 64)) return 1;
     if (open_flights(d.comm, flights, SOME, 100000, block, &bytes)) return 1;
     RANKS_TRY(dtrain_barrier(d.comm));
-    if (d.rank == 1) RANKS_TRY(dtrain_world_exchange(world, &nothing, 1, all));
+    if (d.rank == 1) RANKS_TRY(dtrain_world_all_gather(world, &nothing, 1, all));
     for (i = 0; i < SOME; i++) RANKS_TRY(launch_flight(&d, &flights[i], (uint64_t)i, 100000));
     if (d.rank == 0) {
         RANKS_TRY(dtrain_work_test(flights[0].work, &done));
         CHECK_MSG(!done, "an all-reduce was done before the other rank had called it");
-        RANKS_TRY(dtrain_world_exchange(world, &nothing, 1, all));
+        RANKS_TRY(dtrain_world_all_gather(world, &nothing, 1, all));
     }
     for (i = 0; i < SOME; i++)
         if (!land(&d, &flights[i])) return 1;
@@ -996,8 +1018,9 @@ static int rank_async_all_to_all(dtrain_world *world, void *user)
     for (how = 0; how < 3; how++) {
         for (i = 0; i < SOME; i++) {
             const uint64_t number = (uint64_t)(how * SOME + i);
-            const uint32_t kind = i % 4 == 3 ? DTRAIN_ALL_REDUCE : DTRAIN_ALL_TO_ALL;
-            call c = make_call(kind, dtypes[number % 5], DTRAIN_SUM, 0, number);
+            const uint32_t kind =
+                i % 4 == 3 ? DTRAIN_COLLECTIVE_ALL_REDUCE : DTRAIN_COLLECTIVE_ALL_TO_ALL;
+            call c = make_call(kind, dtypes[number % 5], DTRAIN_REDUCE_SUM, 0, number);
             c.count = i % 7 ? ranks_mix(number) % 90 : ranks_mix(number) % MOST;
             vary(&c, &desks[i], ranks_mix(number) >> 8);
             c.async = i % 9 != 8;
@@ -1136,22 +1159,24 @@ static int rank_exchange(dtrain_world *world, void *user)
                 if (peer == rank) continue;
                 if (receives) {
                     guard(in + slot * stride + GUARD, count * 4);
-                    RANKS_TRY(dtrain_recv(comm, in + slot * stride + GUARD, count, DTRAIN_F32, peer,
-                                          &works[slot]));
+                    RANKS_TRY(dtrain_recv(comm, in + slot * stride + GUARD, count, DTRAIN_DTYPE_F32,
+                                          peer, &works[slot]));
                 } else {
-                    fill_message(DTRAIN_F32, (uint64_t)(k * 64 + peer), rank, count,
+                    fill_message(DTRAIN_DTYPE_F32, (uint64_t)(k * 64 + peer), rank, count,
                                  out + slot * stride + GUARD);
-                    RANKS_TRY(dtrain_send(comm, out + slot * stride + GUARD, count, DTRAIN_F32,
-                                          peer, &works[slots + slot]));
+                    RANKS_TRY(dtrain_send(comm, out + slot * stride + GUARD, count,
+                                          DTRAIN_DTYPE_F32, peer, &works[slots + slot]));
                 }
             }
             if (k % 5 == 0)
-                RANKS_TRY(dtrain_all_reduce(comm, &token, &token, 1, DTRAIN_F32, DTRAIN_MAX, NULL));
+                RANKS_TRY(dtrain_all_reduce(comm, &token, &token, 1, DTRAIN_DTYPE_F32,
+                                            DTRAIN_REDUCE_MAX, NULL));
         }
     for (k = (int)(2 * slots) - 1; k >= 0; k--) RANKS_TRY(dtrain_work_wait(works[k]));
     for (peer = 0; peer < n; peer++)
         for (k = 0; peer != rank && k < EACH; k++)
-            if (!check_message(DTRAIN_F32, (uint64_t)(k * 64 + rank), peer, (size_t)(k * 31) % MOST,
+            if (!check_message(DTRAIN_DTYPE_F32, (uint64_t)(k * 64 + rank), peer,
+                               (size_t)(k * 31) % MOST,
                                in + ((size_t)peer * EACH + (size_t)k) * stride + GUARD))
                 return 1;
     dtrain_comm_free(comm, in_memory, slots * stride);
@@ -1176,12 +1201,12 @@ static int rank_pair_beside(dtrain_world *world, void *user)
     float value = (float)rank, got = -1;
     (void)user;
     for (i = 0; i < 50 && rank < 2; i++) {
-        if (rank == 0) RANKS_TRY(dtrain_send(comm, &value, 1, DTRAIN_F32, 1, NULL));
-        RANKS_TRY(dtrain_recv(comm, &got, 1, DTRAIN_F32, 1 - rank, NULL));
+        if (rank == 0) RANKS_TRY(dtrain_send(comm, &value, 1, DTRAIN_DTYPE_F32, 1, NULL));
+        RANKS_TRY(dtrain_recv(comm, &got, 1, DTRAIN_DTYPE_F32, 1 - rank, NULL));
         CHECK(got == (float)(1 - rank));
-        if (rank == 1) RANKS_TRY(dtrain_send(comm, &value, 1, DTRAIN_F32, 0, NULL));
+        if (rank == 1) RANKS_TRY(dtrain_send(comm, &value, 1, DTRAIN_DTYPE_F32, 0, NULL));
     }
-    RANKS_TRY(dtrain_all_reduce(comm, &value, &got, 1, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, &value, &got, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     CHECK(got == (float)(dtrain_world_size(world) * (dtrain_world_size(world) - 1) / 2));
     return 0;
 }
@@ -1199,8 +1224,8 @@ static int check_group(dtrain_comm *group, uint64_t seed)
     desk d;
     if (open_desk_on(&d, group, 9000 * 4)) return 0;
     for (k = 0; k < KINDS; k++) {
-        call c = make_call(kinds[k], DTRAIN_F32, DTRAIN_SUM, k % 2 ? 11 : 3000 / (size_t)d.size,
-                           seed + k);
+        call c = make_call(kinds[k], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                           k % 2 ? 11 : 3000 / (size_t)d.size, seed + k);
         vary(&c, &d, ranks_mix(seed + k) >> 6);
         if (!run_call(&d, &c)) return 0;
     }
@@ -1293,8 +1318,8 @@ static int rank_two_comms(dtrain_world *world, void *user)
     for (round = 0; round < 60; round++) {
         flight f[2];
         for (i = 0; i < 2; i++) {
-            f[i].what = make_call(DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, counts[round % 3],
-                                  (uint64_t)round * 2 + (uint64_t)i);
+            f[i].what = make_call(DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                  counts[round % 3], (uint64_t)round * 2 + (uint64_t)i);
             f[i].what.async = true;
             f[i].what.send_memory = f[i].what.recv_memory = round / 3 % 2;
             prepare(&d[i], &f[i]);
@@ -1419,7 +1444,7 @@ static int rank_info(dtrain_world *world, void *user)
     CHECK_MSG(was.backend && strcmp(was.backend, "local") == 0, "backend %s", was.backend);
     for (memory = COMM; memory >= PRIVATE; memory--)
         for (k = 0; k < KINDS; k++) {
-            call c = make_call(kinds[k], DTRAIN_F32, DTRAIN_SUM, COUNT, k);
+            call c = make_call(kinds[k], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, COUNT, k);
             c.send_memory = c.recv_memory = memory;
             dtrain_comm_query(d.comm, &was);
             if (!run_call(&d, &c)) return 1;
@@ -1473,7 +1498,8 @@ static int rank_info_times(dtrain_world *world, void *user)
     if (rank == 1) ranks_sleep_us(120000);
     begin = dtrain_seconds();
     dtrain_comm_query(comm, &was);
-    RANKS_TRY(dtrain_all_reduce(comm, &value, &value, 1, DTRAIN_F32, DTRAIN_SUM, &work));
+    RANKS_TRY(
+        dtrain_all_reduce(comm, &value, &value, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
     ranks_sleep_us(100000);
     dtrain_comm_query(comm, &now);
     if (rank == 0)

@@ -164,8 +164,8 @@ static bool field_trained(int p) { return p != HOLLOW && p != STILL && p != TIED
 /* As it travels. */
 static float rounded(uint32_t dtype, float x)
 {
-    if (dtype == DTRAIN_BF16) return dtrain_bf16_to_f32(dtrain_f32_to_bf16(x));
-    if (dtype == DTRAIN_F16) return dtrain_f16_to_f32(dtrain_f32_to_f16(x));
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(dtrain_f32_to_bf16(x));
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_f16_to_f32(dtrain_f32_to_f16(x));
     return x;
 }
 
@@ -397,7 +397,7 @@ static dtrain_result field_keep(const field *f, const field_case *c, dtrain_stra
         if (q) memcpy(seen->q[rank][p], states[i].q, q * sizeof(float));
         CHECK((states[i].residual != NULL) == !c->desc.no_error_feedback);
         CHECK((states[i].velocity != NULL) == (c->desc.topk_momentum > 0));
-        CHECK((states[i].q != NULL) == (c->desc.compression == DTRAIN_POWERSGD));
+        CHECK((states[i].q != NULL) == (c->desc.compression == DTRAIN_COMPRESSION_POWERSGD));
     }
     return DTRAIN_OK;
 }
@@ -527,7 +527,7 @@ static void test_topk_ranks(void)
 {
     int ranks;
     for (ranks = 1; ranks <= 8; ranks++) {
-        field_case c = usual(ranks, DTRAIN_TOPK);
+        field_case c = usual(ranks, DTRAIN_COMPRESSION_TOPK);
         char what[40];
         c.mode = ranks % 3 ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
         snprintf(what, sizeof what, "top-k, %d ranks", ranks);
@@ -540,7 +540,7 @@ static void test_topk_ratios(void)
     static const float ratios[] = {1.0f, 0.3f, 0.1f, 0.01f, 0.001f, 1e-9f};
     size_t i;
     for (i = 0; i < sizeof ratios / sizeof *ratios; i++) {
-        field_case c = usual(3, DTRAIN_TOPK);
+        field_case c = usual(3, DTRAIN_COMPRESSION_TOPK);
         c.desc.topk_ratio = ratios[i];
         c.steps = 3;
         check_topk(&c, "ratio");
@@ -551,7 +551,7 @@ static void test_topk_momentum(void)
 {
     int i;
     for (i = 0; i < 4; i++) {
-        field_case c = usual(i < 2 ? 4 : 3, DTRAIN_TOPK);
+        field_case c = usual(i < 2 ? 4 : 3, DTRAIN_COMPRESSION_TOPK);
         c.desc.topk_momentum = i % 2 ? 0.9f : 0.5f;
         c.steps = 6;
         c.desc.dense_steps = i == 3 ? 1 : 0;
@@ -565,21 +565,21 @@ static void test_topk_same_bits(void)
     static const size_t buckets[] = {64, 3000, 9000, (size_t)1 << 20};
     size_t i;
     for (i = 0; i < 12; i++) {
-        field_case c = usual(3, DTRAIN_TOPK);
+        field_case c = usual(3, DTRAIN_COMPRESSION_TOPK);
         c.desc.first_bucket_bytes = i % 3 ? 64 : 0;
         c.desc.bucket_bytes = buckets[i % 4];
         c.desc.no_overlap = i / 2 % 2 != 0;
         c.copying = (int)i % 3;
         c.shuffle = i % 5 == 4;
         c.micro = i >= 6 && !c.shuffle ? 3 : 1;
-        c.desc.accumulation = i >= 9 ? DTRAIN_ACCUMULATE_LAST : DTRAIN_ACCUMULATE_DEFAULT;
+        c.desc.accumulation = i >= 9 ? DTRAIN_ACCUMULATION_LAST : DTRAIN_ACCUMULATION_DEFAULT;
         check_topk(&c, "bits");
     }
 }
 
 static void test_topk_without_feedback(void)
 {
-    field_case c = usual(4, DTRAIN_TOPK);
+    field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
     c.desc.no_error_feedback = true;
     check_topk(&c, "no error feedback");
 }
@@ -589,8 +589,8 @@ static void test_topk_cast(void)
 {
     int i;
     for (i = 0; i < 8; i++) {
-        field_case c = usual(i % 4 < 2 ? 4 : 3, DTRAIN_TOPK);
-        c.desc.reduce_dtype = i % 2 ? DTRAIN_F16 : DTRAIN_BF16;
+        field_case c = usual(i % 4 < 2 ? 4 : 3, DTRAIN_COMPRESSION_TOPK);
+        c.desc.reduce_dtype = i % 2 ? DTRAIN_DTYPE_F16 : DTRAIN_DTYPE_BF16;
         c.desc.topk_ratio = i < 4 ? 0.03f : 0.6f;
         c.desc.topk_momentum = i == 5 ? 0.5f : 0;
         c.desc.bucket_bytes = i % 3 ? 64 : 20000;
@@ -604,7 +604,7 @@ static void test_topk_dense_below(void)
     static const int64_t limits[] = {0, 1, 45, 46, 300, 1001, 1002, 1 << 20};
     size_t i;
     for (i = 0; i < sizeof limits / sizeof *limits; i++) {
-        field_case c = usual(2, DTRAIN_TOPK);
+        field_case c = usual(2, DTRAIN_COMPRESSION_TOPK);
         c.desc.dense_below = limits[i];
         c.steps = 3;
         check_topk(&c, "dense_below");
@@ -614,7 +614,7 @@ static void test_topk_dense_below(void)
 /* The first steps have the bits of plain DDP; then the share falls by a constant factor. */
 static void test_dense_steps_and_warmup(void)
 {
-    field_case c = usual(3, DTRAIN_TOPK), plain = usual(3, DTRAIN_COMPRESSION_NONE);
+    field_case c = usual(3, DTRAIN_COMPRESSION_TOPK), plain = usual(3, DTRAIN_COMPRESSION_NONE);
     field_seen *truth, *seen, *whole = field_train(&plain);
     int step, r;
     c.steps = 8;
@@ -653,12 +653,14 @@ static void test_poison(void)
 {
     int method;
     for (method = 0; method < 3; method++) {
-        field_case c = usual(4, method == 2 ? DTRAIN_POWERSGD : DTRAIN_TOPK);
+        field_case c =
+            usual(4, method == 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
         field_seen *seen;
         int r;
         int64_t i;
         c.poison = true;
-        c.desc.sparse_exchange = method == 1 ? DTRAIN_SPARSE_BALANCED : DTRAIN_SPARSE_ALL_GATHER;
+        c.desc.sparse_exchange =
+            method == 1 ? DTRAIN_SPARSE_EXCHANGE_BALANCED : DTRAIN_SPARSE_EXCHANGE_ALL_GATHER;
         if (method == 0) check_topk(&c, "NaN and infinity");
         seen = field_train(&c);
         for (r = 0; r < 4; r++) {
@@ -761,9 +763,9 @@ static void test_balanced(void)
 {
     int ranks;
     for (ranks = 2; ranks <= 8; ranks++) {
-        field_case c = usual(ranks, DTRAIN_TOPK);
+        field_case c = usual(ranks, DTRAIN_COMPRESSION_TOPK);
         field_seen *seen, *again, *truth;
-        c.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+        c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         c.steps = 6;
         seen = field_train(&c);
         truth = field_truth(&c, oracle_balanced);
@@ -785,15 +787,15 @@ static void test_balanced_variants(void)
 {
     int i;
     for (i = 0; i < 6; i++) {
-        field_case c = usual(i % 2 ? 3 : 4, DTRAIN_TOPK);
+        field_case c = usual(i % 2 ? 3 : 4, DTRAIN_COMPRESSION_TOPK);
         field_seen *seen, *truth;
-        c.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+        c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         c.desc.topk_momentum = i < 3 ? 0.5f : 0;
         c.desc.topk_ratio = i < 2 ? 0.2f : 0.01f;
         c.desc.dense_steps = i == 4 ? 2 : 0;
         c.micro = i == 5 ? 2 : 1;
         c.copying = i % 3;
-        c.desc.reduce_dtype = i == 1 ? DTRAIN_BF16 : i == 4 ? DTRAIN_F16 : 0;
+        c.desc.reduce_dtype = i == 1 ? DTRAIN_DTYPE_BF16 : i == 4 ? DTRAIN_DTYPE_F16 : 0;
         truth = field_truth(&c, oracle_balanced);
         seen = field_train(&c);
         check_equal(&c, seen, truth, true, "balanced, variants");
@@ -808,9 +810,10 @@ static void test_large_shares(void)
 {
     int i;
     for (i = 0; i < 6; i++) {
-        field_case c = usual(4, DTRAIN_TOPK);
+        field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
         field_seen *first, *second;
-        c.desc.sparse_exchange = i < 3 ? DTRAIN_SPARSE_BALANCED : DTRAIN_SPARSE_ALL_GATHER;
+        c.desc.sparse_exchange =
+            i < 3 ? DTRAIN_SPARSE_EXCHANGE_BALANCED : DTRAIN_SPARSE_EXCHANGE_ALL_GATHER;
         c.desc.topk_ratio = i % 3 == 0 ? 0.25f : i % 3 == 1 ? 0.55f : 0.7f;
         c.desc.bucket_bytes = 64;
         first = field_train(&c);
@@ -828,9 +831,9 @@ static void test_large_shares(void)
 /* Every element is sent when the share is everything: what was kept before, too. */
 static void test_balanced_everything(void)
 {
-    field_case c = usual(4, DTRAIN_TOPK);
+    field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
     field_seen *seen;
-    c.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     c.desc.topk_ratio = 1;
     seen = field_train(&c);
     check_conserved(&c, seen, "balanced, all elements");
@@ -951,7 +954,7 @@ static void test_powersgd(void)
     int i, rank;
     for (i = 0; i < 5; i++)
         for (rank = 1; rank <= 4; rank *= 2) {
-            field_case c = usual(sizes[i], DTRAIN_POWERSGD);
+            field_case c = usual(sizes[i], DTRAIN_COMPRESSION_POWERSGD);
             char what[60];
             c.desc.powersgd_rank = (uint32_t)rank;
             c.mode = i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS;
@@ -966,7 +969,7 @@ static void test_powersgd(void)
 
 static void test_powersgd_same_bits(void)
 {
-    field_case c = usual(3, DTRAIN_POWERSGD);
+    field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
     field_seen *base = field_train(&c);
     size_t i;
     for (i = 0; i < 5; i++) {
@@ -989,7 +992,7 @@ static void test_powersgd_reproduces_low_rank(void)
 {
     int rank;
     for (rank = 2; rank <= 4; rank += 2) {
-        field_case c = usual(4, DTRAIN_POWERSGD);
+        field_case c = usual(4, DTRAIN_COMPRESSION_POWERSGD);
         field_seen *truth, *seen;
         int p, step;
         int64_t i;
@@ -1021,7 +1024,7 @@ static void test_powersgd_wakes_up(void)
 {
     int i;
     for (i = 0; i < 2; i++) {
-        field_case c = usual(3, DTRAIN_POWERSGD);
+        field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
         field_seen *truth, *seen;
         int p, step;
         int64_t k;
@@ -1053,7 +1056,7 @@ static void test_powersgd_wakes_up(void)
 /* More columns than a matrix has rows save nothing: it travels whole, by plain bits. */
 static void test_powersgd_saves_nothing(void)
 {
-    field_case c = usual(3, DTRAIN_POWERSGD);
+    field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
     field_seen *seen;
     c.desc.powersgd_rank = 64;
     seen = check_powersgd(&c, 0, "rank 64");
@@ -1063,7 +1066,7 @@ static void test_powersgd_saves_nothing(void)
 
 static void test_powersgd_without_feedback(void)
 {
-    field_case c = usual(2, DTRAIN_POWERSGD);
+    field_case c = usual(2, DTRAIN_COMPRESSION_POWERSGD);
     field_seen *seen;
     c.desc.no_error_feedback = true;
     c.steps = 1; /* nothing is kept: the first step is that of the oracle */
@@ -1080,7 +1083,7 @@ static float node_part(const field_case *c, int p, int first, int step, int64_t 
     float part = field_own(c, p, first, step, i);
     int r;
     for (r = first + 1; r < first + node; r++) part += field_own(c, p, r, step, i);
-    return c->desc.reduce_dtype == DTRAIN_F16 ? part * (1 / (float)node) : part;
+    return c->desc.reduce_dtype == DTRAIN_DTYPE_F16 ? part * (1 / (float)node) : part;
 }
 
 /* Parts are rounded for the way between nodes alone and added up in the order of nodes; what arrives is
@@ -1089,7 +1092,7 @@ static void oracle_nodes(const field_case *c, field_seen *t, int p, int step)
 {
     const int64_t count = field_count(p), at = field_at(p);
     const int node = (int)c->desc.node_size, nodes = c->ranks / node;
-    const bool means = c->desc.reduce_dtype == DTRAIN_F16;
+    const bool means = c->desc.reduce_dtype == DTRAIN_DTYPE_F16;
     const uint32_t dtype = nodes > 1 ? c->desc.reduce_dtype : 0;
     int64_t i;
     int n;
@@ -1121,7 +1124,7 @@ static void check_nodes(const field_case *c, const char *what)
 
 static void test_cast(void)
 {
-    static const uint32_t dtypes[] = {DTRAIN_BF16, DTRAIN_F16};
+    static const uint32_t dtypes[] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     int i, ranks;
     for (ranks = 2; ranks <= 8; ranks += 3)
         for (i = 0; i < 2; i++) {
@@ -1139,7 +1142,7 @@ static void test_cast(void)
 
 static void test_nodes(void)
 {
-    static const uint32_t dtypes[] = {0, DTRAIN_BF16, DTRAIN_F16};
+    static const uint32_t dtypes[] = {0, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     int i, ranks, node;
     for (ranks = 2; ranks <= 8; ranks *= 2)
         for (node = 1; node <= ranks; node *= 2)
@@ -1166,10 +1169,10 @@ static void test_one_node(void)
     field_case c = usual(4, DTRAIN_COMPRESSION_NONE);
     c.desc.hierarchical = true;
     c.desc.node_size = 4;
-    c.desc.reduce_dtype = DTRAIN_BF16;
+    c.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
     check_nodes(&c, "one node, bf16");
     c.desc.reduce_dtype = 0;
-    c.desc.compression = DTRAIN_TOPK;
+    c.desc.compression = DTRAIN_COMPRESSION_TOPK;
     check_nodes(&c, "one node, top-k");
 }
 
@@ -1199,11 +1202,11 @@ static void test_groups(void)
 {
     int i;
     for (i = 0; i < 4; i++) {
-        field_case c = usual(4, i < 2 ? DTRAIN_TOPK : DTRAIN_COMPRESSION_NONE);
+        field_case c = usual(4, i < 2 ? DTRAIN_COMPRESSION_TOPK : DTRAIN_COMPRESSION_NONE);
         c.group = true;
         c.mode = i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS;
         if (i >= 2) c.desc.hierarchical = true, c.desc.node_size = 2;
-        if (i == 3) c.desc.reduce_dtype = DTRAIN_BF16;
+        if (i == 3) c.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
         if (i < 2) check_topk(&c, "top-k in a group");
         else check_nodes(&c, "nodes in a group");
     }
@@ -1221,7 +1224,7 @@ static void test_nodes_of_other_sizes(void)
         c.desc.bucket_bytes = 64;
         c.shuffle = true;
         check_nodes(&c, "six ranks, small buckets");
-        c.desc.reduce_dtype = node == 2 ? DTRAIN_BF16 : DTRAIN_F16;
+        c.desc.reduce_dtype = node == 2 ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F16;
         check_nodes(&c, "six ranks, 16 bits");
     }
 }
@@ -1235,7 +1238,7 @@ static void test_nodes_in_range(void)
         field_case c = usual(8, DTRAIN_COMPRESSION_NONE);
         field_seen *seen;
         c.factor = 3000;
-        c.desc.reduce_dtype = DTRAIN_F16;
+        c.desc.reduce_dtype = DTRAIN_DTYPE_F16;
         if (i) c.desc.hierarchical = true, c.desc.node_size = 2;
         seen = field_train(&c);
         for (step = 0; step < c.steps; step++) {
@@ -1253,7 +1256,7 @@ static field_seen *topk_nodes_truth(const field_case *c, const field_seen *seen)
 {
     field_seen *t = (field_seen *)ranks_shared(sizeof *t);
     const int node = (int)c->desc.node_size;
-    const bool means = c->desc.reduce_dtype == DTRAIN_F16;
+    const bool means = c->desc.reduce_dtype == DTRAIN_DTYPE_F16;
     const float share = means ? 1 / (float)(c->ranks / node) : 1 / (float)c->ranks;
     float x[2000];
     int64_t places[2000], i, k;
@@ -1308,7 +1311,7 @@ static void test_topk_between_nodes(void)
     static const int sizes[][2] = {{4, 2}, {8, 2}, {8, 4}, {6, 3}, {4, 1}};
     int i;
     for (i = 0; i < 10; i++) {
-        field_case c = usual(sizes[i % 5][0], DTRAIN_TOPK);
+        field_case c = usual(sizes[i % 5][0], DTRAIN_COMPRESSION_TOPK);
         field_seen *seen, *truth;
         c.desc.hierarchical = true;
         c.desc.node_size = (uint32_t)sizes[i % 5][1];
@@ -1316,7 +1319,7 @@ static void test_topk_between_nodes(void)
         c.desc.bucket_bytes = i % 2 ? 3000 : 9000;
         c.desc.no_overlap = i == 3;
         c.desc.dense_steps = i == 4 || i == 7 ? 2 : 0;
-        c.desc.reduce_dtype = i == 2 || i == 6 ? DTRAIN_BF16 : i == 8 ? DTRAIN_F16 : 0;
+        c.desc.reduce_dtype = i == 2 || i == 6 ? DTRAIN_DTYPE_BF16 : i == 8 ? DTRAIN_DTYPE_F16 : 0;
         seen = field_train(&c);
         check_pieces(&c, seen);
         truth = topk_nodes_truth(&c, seen);
@@ -1328,11 +1331,11 @@ static void test_topk_between_nodes(void)
 
 static void test_balanced_between_nodes(void)
 {
-    field_case c = usual(8, DTRAIN_TOPK);
+    field_case c = usual(8, DTRAIN_COMPRESSION_TOPK);
     field_seen *seen;
     c.desc.hierarchical = true;
     c.desc.node_size = 2;
-    c.desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     seen = field_train(&c);
     check_pieces(&c, seen);
     check_ranks_agree(&c, seen, "balanced between nodes");
@@ -1364,8 +1367,8 @@ static int node_matrix_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-static const uint32_t node_kinds[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
-                                      DTRAIN_FULL_SHARD};
+static const uint32_t node_kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                      DTRAIN_STRATEGY_SHARD_GRAD_OP, DTRAIN_STRATEGY_FULL_SHARD};
 
 /* Every kind that can be hierarchical, with and without micro-batches: the bits of the others, and
  * the numbers of one rank on the whole batch. */
@@ -1379,20 +1382,20 @@ static void check_node_kinds(int ranks, int node, uint32_t mode, uint32_t reduce
         strategy_case *c = &m->cases[m->count++];
         c->kind = node_kinds[i / 3];
         c->micro = i % 3 ? 4 : 1;
-        c->accumulation = i % 3 == 1 ? DTRAIN_ACCUMULATE_LAST : DTRAIN_ACCUMULATE_DEFAULT;
+        c->accumulation = i % 3 == 1 ? DTRAIN_ACCUMULATION_LAST : DTRAIN_ACCUMULATION_DEFAULT;
         snprintf(c->group, sizeof c->group, "%s",
-                 i % 3 == 0                              ? "once"
-                 : i % 3 == 1 || c->kind <= DTRAIN_ZERO1 ? "last"
-                                                         : "every");
-        c->optimizer = DTRAIN_ADAMW;
+                 i % 3 == 0                                       ? "once"
+                 : i % 3 == 1 || c->kind <= DTRAIN_STRATEGY_ZERO1 ? "last"
+                                                                  : "every");
+        c->optimizer = DTRAIN_OPTIMIZER_ADAMW;
         c->hierarchical = true;
         c->node_size = (uint32_t)node;
         c->reduce_dtype = reduce_dtype;
         c->no_overlap = i == 4 || i == 10;
     }
     one->count = 1;
-    one->cases[0].kind = DTRAIN_DDP, one->cases[0].micro = 1;
-    one->cases[0].optimizer = DTRAIN_ADAMW;
+    one->cases[0].kind = DTRAIN_STRATEGY_DDP, one->cases[0].micro = 1;
+    one->cases[0].optimizer = DTRAIN_OPTIMIZER_ADAMW;
     ranks_run(ranks, mode, node_matrix_rank, m);
     ranks_run(1, mode, node_matrix_rank, one);
     for (i = 0; i < m->count; i++) {
@@ -1438,8 +1441,8 @@ static void test_node_kinds_6_ranks_of_3(void)
 
 static void test_node_kinds_bf16(void)
 {
-    check_node_kinds(4, 2, DTRAIN_LAUNCH_THREADS, DTRAIN_BF16, 4e-3);
-    check_node_kinds(4, 2, DTRAIN_LAUNCH_THREADS, DTRAIN_F16, 1e-3);
+    check_node_kinds(4, 2, DTRAIN_LAUNCH_THREADS, DTRAIN_DTYPE_BF16, 4e-3);
+    check_node_kinds(4, 2, DTRAIN_LAUNCH_THREADS, DTRAIN_DTYPE_F16, 1e-3);
 }
 
 /* Whole gradients and one slow link: 2 (R-1)/R of 1/G between nodes is what the wire carries there. */
@@ -1523,8 +1526,9 @@ static dtrain_strategy_desc squares_desc(uint32_t compression)
 enum { METHODS = 6 };
 static dtrain_strategy_desc method_desc(int method)
 {
-    dtrain_strategy_desc desc = squares_desc(method == 2 ? DTRAIN_POWERSGD : DTRAIN_TOPK);
-    if (method == 1 || method == 5) desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+    dtrain_strategy_desc desc =
+        squares_desc(method == 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
+    if (method == 1 || method == 5) desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     if (method == 3) desc.compression = DTRAIN_COMPRESSION_NONE;
     desc.hierarchical = method >= 3;
     desc.node_size = method >= 3 ? 2 : 0;
@@ -1628,21 +1632,22 @@ static void refuse_numbers(dtrain_world *world)
     dtrain_strategy_desc desc;
     int i;
     for (i = 0; i < 5; i++) {
-        desc = squares_desc(DTRAIN_TOPK), desc.topk_ratio = ratios[i];
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.topk_ratio = ratios[i];
         refused(try_create(world, &desc), "ratio", "topk_ratio", "");
-        desc = squares_desc(DTRAIN_TOPK), desc.warmup_ratio = ratios[i], desc.warmup_steps = 5;
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.warmup_ratio = ratios[i],
+        desc.warmup_steps = 5;
         refused(try_create(world, &desc), "warm-up", "warmup_ratio", "");
     }
     for (i = 0; i < 4; i++) {
-        desc = squares_desc(DTRAIN_TOPK), desc.topk_momentum = momenta[i];
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.topk_momentum = momenta[i];
         refused(try_create(world, &desc), "momentum", "topk_momentum", "");
     }
-    desc = squares_desc(DTRAIN_POWERSGD), desc.powersgd_rank = 65;
+    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.powersgd_rank = 65;
     refused(try_create(world, &desc), "rank", "powersgd_rank", "65");
     for (i = 0; i < 5; i++) { /* fields of top-k without top-k */
-        desc = squares_desc(i % 2 ? DTRAIN_POWERSGD : DTRAIN_COMPRESSION_NONE);
+        desc = squares_desc(i % 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_NONE);
         if (i < 2) desc.topk_momentum = 0.5f;
-        else if (i < 4) desc.sparse_exchange = DTRAIN_SPARSE_BALANCED;
+        else if (i < 4) desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         else desc.no_error_feedback = true;
         refused(try_create(world, &desc), "not top-k",
                 i < 2   ? "topk_momentum"
@@ -1650,15 +1655,16 @@ static void refuse_numbers(dtrain_world *world)
                         : "no_error_feedback",
                 "compression");
     }
-    desc = squares_desc(DTRAIN_TOPK), desc.topk_momentum = 0.5f, desc.no_error_feedback = true;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.topk_momentum = 0.5f,
+    desc.no_error_feedback = true;
     refused(try_create(world, &desc), "velocity of nothing", "topk_momentum", "no_error_feedback");
-    desc = squares_desc(DTRAIN_TOPK), desc.warmup_steps = 3, desc.warmup_ratio = 0.001f;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.warmup_steps = 3, desc.warmup_ratio = 0.001f;
     refused(try_create(world, &desc), "warm-up that rises", "warmup_ratio", "topk_ratio");
-    desc = squares_desc(DTRAIN_TOPK), desc.dense_below = -1;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.dense_below = -1;
     refused(try_create(world, &desc), "dense_below", "dense_below", "-1");
     desc = squares_desc(3);
     refused(try_create(world, &desc), "compression 3", "compression", "3");
-    desc = squares_desc(DTRAIN_TOPK), desc.sparse_exchange = 2;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.sparse_exchange = 2;
     refused(try_create(world, &desc), "exchange 2", "sparse_exchange", "2");
 }
 
@@ -1668,20 +1674,20 @@ static int refuse_rank(dtrain_world *world, void *user)
     uint32_t kind;
     int i;
     (void)user;
-    for (kind = DTRAIN_ZERO1; kind <= DTRAIN_HYBRID_SHARD; kind++)
-        for (i = DTRAIN_TOPK; i <= DTRAIN_POWERSGD; i++) {
+    for (kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++)
+        for (i = DTRAIN_COMPRESSION_TOPK; i <= DTRAIN_COMPRESSION_POWERSGD; i++) {
             desc = squares_desc((uint32_t)i), desc.kind = kind;
-            desc.node_size = kind == DTRAIN_HYBRID_SHARD ? 2 : 0;
+            desc.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
             refused(try_create(world, &desc), "compression of shards", "compression",
                     strategy_kind_name(kind));
         }
-    for (i = DTRAIN_TOPK; i <= DTRAIN_POWERSGD; i++) {
+    for (i = DTRAIN_COMPRESSION_TOPK; i <= DTRAIN_COMPRESSION_POWERSGD; i++) {
         desc = squares_desc((uint32_t)i), desc.kind = DTRAIN_STRATEGY_AUTO;
         refused(try_create(world, &desc), "AUTO", "AUTO", "");
-        desc = squares_desc((uint32_t)i), desc.accumulation = DTRAIN_ACCUMULATE_EVERY;
+        desc = squares_desc((uint32_t)i), desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
         refused(try_create(world, &desc), "every micro-batch", "ACCUMULATE_EVERY", "compression");
     }
-    for (kind = DTRAIN_ZERO3; kind <= DTRAIN_HYBRID_SHARD; kind++) {
+    for (kind = DTRAIN_STRATEGY_ZERO3; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
         desc = dtrain_strategy_defaults(), desc.kind = kind, desc.hierarchical = true;
         desc.node_size = 2;
         refused(try_create(world, &desc), "hierarchical", "hierarchical", strategy_kind_name(kind));
@@ -1690,12 +1696,12 @@ static int refuse_rank(dtrain_world *world, void *user)
         desc = dtrain_strategy_defaults(), desc.hierarchical = true, desc.node_size = (uint32_t)i;
         refused(try_create(world, &desc), "node_size", "node_size", i == 3 ? "3" : "8");
     }
-    desc = squares_desc(DTRAIN_POWERSGD), desc.hierarchical = true, desc.node_size = 2;
+    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.hierarchical = true, desc.node_size = 2;
     refused(try_create(world, &desc), "PowerSGD + nodes", "PowerSGD", "hierarchical");
-    desc = squares_desc(DTRAIN_POWERSGD), desc.reduce_dtype = DTRAIN_BF16;
+    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.reduce_dtype = DTRAIN_DTYPE_BF16;
     refused(try_create(world, &desc), "PowerSGD + bf16", "PowerSGD", "reduce_dtype");
     refuse_numbers(world);
-    desc = squares_desc(DTRAIN_TOPK);
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK);
     RANKS_TRY(try_create(world, &desc)); /* the communicator is as good as before */
     return 0;
 }
@@ -1709,7 +1715,7 @@ static void test_refused_settings(void)
 static dtrain_tensor *no_loss(dtrain_tape *tape, void *user)
 {
     (void)user;
-    return dtrain_tape_input(tape, DTRAIN_F32, 0, NULL, NULL, false);
+    return dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 0, NULL, NULL, false);
 }
 
 /* Residuals are of the scale of the steps they come from: none may change under them. */
@@ -1719,7 +1725,8 @@ static int scaling_rank(dtrain_world *world, void *user)
     (void)user;
     for (i = 0; i < 3; i++) {
         const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
-        dtrain_strategy_desc desc = squares_desc(i == 1 ? DTRAIN_POWERSGD : DTRAIN_TOPK);
+        dtrain_strategy_desc desc =
+            squares_desc(i == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
         dtrain_trainer_desc trainer_desc;
         dtrain_trainer *trainer = NULL;
         dtrain_optimizer *optimizer;
@@ -1731,7 +1738,7 @@ static int scaling_rank(dtrain_world *world, void *user)
         memset(&trainer_desc, 0, sizeof trainer_desc);
         trainer_desc.strategy = s, trainer_desc.optimizer = optimizer, trainer_desc.loss = no_loss;
         if (i < 2) trainer_desc.tape_flags = DTRAIN_TAPE_F16;
-        else trainer_desc.loss_scaling = dtrain_scaler_defaults();
+        else trainer_desc.loss_scaling = dtrain_loss_scaler_defaults();
         refused(dtrain_trainer_create(world, &trainer_desc, &trainer), "loss scaling",
                 i < 2 ? "DTRAIN_TAPE_F16" : "loss_scaling", "compresses");
         CHECK(trainer == NULL);
@@ -1754,12 +1761,12 @@ enum { DISPUTES = 13 };
 
 static const char *dispute_desc(dtrain_strategy_desc *desc, int which)
 {
-    *desc = squares_desc(which == 8 ? DTRAIN_POWERSGD : DTRAIN_TOPK);
+    *desc = squares_desc(which == 8 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
     switch (which) {
     case 0: desc->topk_ratio = 0.02f; return "topk_ratio";
     case 1: desc->compression = DTRAIN_COMPRESSION_NONE; return "compression";
-    case 2: desc->compression = DTRAIN_POWERSGD; return "compression";
-    case 3: desc->sparse_exchange = DTRAIN_SPARSE_BALANCED; return "sparse_exchange";
+    case 2: desc->compression = DTRAIN_COMPRESSION_POWERSGD; return "compression";
+    case 3: desc->sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED; return "sparse_exchange";
     case 4: desc->dense_steps = 7; return "dense_steps";
     case 5: desc->warmup_steps = 3; return "warmup_steps";
     case 6: desc->dense_below = 17; return "dense_below";
@@ -1781,7 +1788,7 @@ static int dispute_rank(dtrain_world *world, void *user)
         const char *field = dispute_desc(&desc, which);
         dtrain_result result;
         if (dtrain_world_rank(world) != which % 4) {
-            desc = squares_desc(which == 8 ? DTRAIN_POWERSGD : DTRAIN_TOPK);
+            desc = squares_desc(which == 8 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
             if (which == 12) desc.hierarchical = true, desc.node_size = 2;
             if (which == 10) desc.warmup_steps = 4;
         } else if (which == 10) desc.warmup_steps = 4;
@@ -1893,7 +1900,7 @@ static int stateless_rank(dtrain_world *world, void *user)
     size_t count = 7;
     int kind;
     (void)user;
-    for (kind = DTRAIN_DDP; kind <= DTRAIN_ZERO1; kind++) {
+    for (kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO1; kind++) {
         squares_init(m);
         desc.kind = (uint32_t)kind;
         RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
@@ -1938,7 +1945,7 @@ static int steady_rank(dtrain_world *world, void *user)
     long calls = 0;
     int step, p;
     squares_init(m);
-    desc.warmup_steps = desc.compression == DTRAIN_TOPK ? 2 : 0;
+    desc.warmup_steps = desc.compression == DTRAIN_COMPRESSION_TOPK ? 2 : 0;
     RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 6; step++) {
         RANKS_TRY(squares_step(m, s, dtrain_world_rank(world), step));
@@ -2200,7 +2207,7 @@ static int missing_rank(dtrain_world *world, void *user)
     dtrain_result result;
     int step, p;
     squares_init(m);
-    desc.missing_gradient = DTRAIN_MISSING_ERROR;
+    desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 2; step++) RANKS_TRY(squares_step(m, s, rank, step));
     for (p = SQUARES - 1; p >= (rank == 2 ? 1 : 0); p--)
@@ -2263,8 +2270,8 @@ static int many_rank(dtrain_world *world, void *user)
     for (k = 0; k < count; k++)
         memcpy(kept + (states[k].param - m->params) * SQUARE + states[k].offset, states[k].residual,
                (size_t)states[k].count * sizeof *kept);
-    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), kept, kept, SQUARES * SQUARE, DTRAIN_F32,
-                                DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), kept, kept, SQUARES * SQUARE,
+                                DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     for (i = 0; i < SQUARES * SQUARE && rank == 0 && desc.compression; i++) {
         double came = 0;
         for (step = 0; step < 2; step++)
@@ -2410,8 +2417,8 @@ static int lesson_rank(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_optimizer_step(job.optimizer, 0.005f, 1));
     }
     mean = (float)(loss / 30);
-    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &mean, &mean, 1, DTRAIN_F32, DTRAIN_MEAN,
-                                NULL));
+    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &mean, &mean, 1, DTRAIN_DTYPE_F32,
+                                DTRAIN_REDUCE_MEAN, NULL));
     if (job.rank == 0) run->loss = (double)mean;
     strategy_job_destroy(&job);
     return 0;

@@ -170,8 +170,8 @@ static dtrain_result train_step(dtrain_world *world, model *m, dtrain_strategy *
         DTRAIN__TRY(dtrain_strategy_finish(ddp));
     }
     *loss = (float)(sum / (share * c->accumulation));
-    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
-                             NULL);
+    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_MEAN, NULL);
 }
 
 static void report(outcome *out, const model *m)
@@ -201,14 +201,14 @@ static int train_main(dtrain_world *world, void *user)
     const config *c = &r->settings;
     dtrain_strategy_desc desc = ddp_desc(c);
     dtrain_optimizer_desc hyper =
-        c->optimizer == DTRAIN_ADAMW ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
+        c->optimizer == DTRAIN_OPTIMIZER_ADAMW ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
     dtrain_strategy *ddp = NULL;
     dtrain_optimizer *optimizer = NULL;
     int step, rank = dtrain_world_rank(world);
     float loss;
     uint64_t hash;
     model *m = (model *)malloc(sizeof *m);
-    if (c->optimizer != DTRAIN_ADAMW) hyper.momentum = 0.9f;
+    if (c->optimizer != DTRAIN_OPTIMIZER_ADAMW) hyper.momentum = 0.9f;
     hyper.weight_decay = 0.05f;
     model_init(m, c, rank);
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
@@ -240,7 +240,7 @@ static config usual(int ranks)
     c.steps = 4;
     c.accumulation = 1;
     c.mode = DTRAIN_LAUNCH_THREADS;
-    c.optimizer = DTRAIN_SGD;
+    c.optimizer = DTRAIN_OPTIMIZER_SGD;
     return c;
 }
 
@@ -399,8 +399,8 @@ static void bits_with(uint32_t optimizer)
     }
 }
 
-static void test_same_bits(void) { bits_with(DTRAIN_SGD); }
-static void test_same_bits_adamw(void) { bits_with(DTRAIN_ADAMW); }
+static void test_same_bits(void) { bits_with(DTRAIN_OPTIMIZER_SGD); }
+static void test_same_bits_adamw(void) { bits_with(DTRAIN_OPTIMIZER_ADAMW); }
 
 /* Ready orders that differ from rank to rank: launch order is bucket order. The tied pair's two
  * contributions are added in another order, so the oracle shuffles the same way with one big bucket. */
@@ -667,7 +667,7 @@ static int one_bad_main(dtrain_world *world, void *user)
     model_init(m, &c, 0);
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, NULL, bad ? NULL : &ddp) ==
           DTRAIN_ERROR_ARGUMENT);
-    desc.kind = bad ? 77 : DTRAIN_DDP;
+    desc.kind = bad ? 77 : DTRAIN_STRATEGY_DDP;
     CHECK(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "77 is not a dtrain_strategy_kind"), "%s",
               dtrain_last_error());
@@ -867,7 +867,7 @@ static int missing_error_main(dtrain_world *world, void *user)
     dtrain_strategy *ddp;
     int rank = dtrain_world_rank(world), step;
     (void)user;
-    desc.missing_gradient = DTRAIN_MISSING_ERROR;
+    desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     desc.bucket_bytes = desc.first_bucket_bytes = 64;
     many_params(p, names, values, grads, rank != 1);
     RANKS_TRY(dtrain_strategy_create(world, p, MANY, &desc, &ddp));
@@ -1029,7 +1029,8 @@ static int failed_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, &desc, &ddp));
     RANKS_TRY(backward(m, ddp, false, 0));
     if (dtrain_world_rank(world) == 1) /* a collective that the others do not make */
-        dtrain_all_reduce(dtrain_world_comm(world), &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, NULL);
+        dtrain_all_reduce(dtrain_world_comm(world), &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                          NULL);
     else dtrain_barrier(dtrain_world_comm(world));
     first = dtrain_strategy_finish(ddp);
     CHECK_MSG(first == DTRAIN_ERROR_MISMATCH, "%s", dtrain_result_name(first));

@@ -145,8 +145,8 @@ static void test_rounding(void)
     CHECK(dtrain_f32_to_f16(-1e-30f) == 0x8000);
     CHECK(dtrain_is_finite(FLT_MAX) && !dtrain_is_finite(dtrain__f32_from_bits(0xff800000u)) &&
           !dtrain_is_finite(dtrain__f32_from_bits(0x7f800001u)));
-    CHECK(dtrain_dtype_bytes(DTRAIN_BF16) == 2 && dtrain_dtype_bytes((dtrain_dtype)99) == 0);
-    CHECK(!strcmp(dtrain_dtype_name(DTRAIN_I64), "i64") &&
+    CHECK(dtrain_dtype_bytes(DTRAIN_DTYPE_BF16) == 2 && dtrain_dtype_bytes((dtrain_dtype)99) == 0);
+    CHECK(!strcmp(dtrain_dtype_name(DTRAIN_DTYPE_I64), "i64") &&
           !strcmp(dtrain_dtype_name((dtrain_dtype)9), "?"));
 }
 
@@ -233,15 +233,15 @@ static void test_add_axpby(void)
         for (int t = 1; t <= THREADS; t++) {
             dtrain_device *d = devices[t];
             float *out = floats(n), *z = floats(n);
-            const dtrain_add_args add = {n, x, y, out, DTRAIN_F32, DTRAIN_F32};
-            const dtrain_axpby_args scale = {n, false, 1.5f, 9, x, z, false, DTRAIN_F32};
+            const dtrain_add_args add = {n, x, y, out, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
+            const dtrain_axpby_args scale = {n, false, 1.5f, 9, x, z, false, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->add(d, &add) && close_to(out, sum, n, 1e-6));
             CHECK(!d->ops->axpby(d, &scale) && close_to(z, scaled, n, 1e-6));
             memcpy(z, y, (size_t)n * 4);
-            const dtrain_axpby_args mix = {n, true, 1.5f, -0.25f, x, z, false, DTRAIN_F32};
+            const dtrain_axpby_args mix = {n, true, 1.5f, -0.25f, x, z, false, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->axpby(d, &mix) && close_to(z, mixed, n, 1e-6));
             memcpy(z, y, (size_t)n * 4);
-            const dtrain_add_args in_place = {n, x, z, z, DTRAIN_F32, DTRAIN_F32};
+            const dtrain_add_args in_place = {n, x, z, z, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->add(d, &in_place) && same(z, out, n));
             free(out);
             free(z);
@@ -253,7 +253,7 @@ static void test_add_axpby(void)
 static void test_convert(void)
 {
     const int64_t n = 65536 + 13;
-    static const dtrain_dtype halves[2] = {DTRAIN_BF16, DTRAIN_F16};
+    static const dtrain_dtype halves[2] = {DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     float *x = floats(n), *f = floats(n);
     uint16_t *h = (uint16_t *)grab((size_t)n * 2), *g = (uint16_t *)grab((size_t)n * 2);
     for (int64_t i = 0; i < n; i++) {
@@ -267,14 +267,14 @@ static void test_convert(void)
         for (int t = 1; t <= THREADS; t++) {
             const dtrain_dtype half = halves[which];
             dtrain_device *d = devices[t];
-            const dtrain_convert_args down = {n, x, h, DTRAIN_F32, half};
+            const dtrain_convert_args down = {n, x, h, DTRAIN_DTYPE_F32, half};
             bool ok = true;
             CHECK(!d->ops->convert(d, &down));
             for (int64_t i = 0; i < n; i++)
                 ok = ok && h[i] == (which ? dtrain_f32_to_f16(x[i]) : dtrain_f32_to_bf16(x[i]));
             CHECK(ok);
             for (int64_t i = 0; i < n; i++) g[i] = (uint16_t)i;
-            const dtrain_convert_args up = {n, g, f, half, DTRAIN_F32};
+            const dtrain_convert_args up = {n, g, f, half, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->convert(d, &up));
             for (int64_t i = 0; i < n; i++) {
                 const float want = which ? dtrain_f16_to_f32(g[i]) : dtrain_bf16_to_f32(g[i]);
@@ -288,7 +288,7 @@ static void test_convert(void)
                 ok = ok && h[i] == (which ? dtrain_f32_to_bf16(f[i]) : dtrain_f32_to_f16(f[i]));
             CHECK(ok);
         }
-    const dtrain_convert_args wrong = {n, x, h, DTRAIN_F32, DTRAIN_I32};
+    const dtrain_convert_args wrong = {n, x, h, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_I32};
     CHECK(devices[1]->ops->convert(devices[1], &wrong) == DTRAIN_ERROR_UNSUPPORTED);
     free(x), free(f), free(h), free(g);
 }
@@ -308,7 +308,7 @@ static void test_sum(void)
         for (int squares = 0; squares < 2; squares++)
             for (int t = 1; t <= THREADS; t++) {
                 const dtrain_sum_args a = {n, squares != 0,     false, 0.5,
-                                           x, &got[squares][t], NULL,  DTRAIN_F32};
+                                           x, &got[squares][t], NULL,  DTRAIN_DTYPE_F32};
                 CHECK(!devices[t]->ops->sum(devices[t], &a));
                 CHECK(fabs(got[squares][t] - 0.5 * want[squares]) <= 1e-11 * (1 + (double)n));
                 CHECK(got[squares][t] == got[squares][1]);
@@ -316,7 +316,7 @@ static void test_sum(void)
         if (n > 4095) {
             x[n - 1] = dtrain__f32_from_bits(0x7f800000u);
             double out;
-            const dtrain_sum_args a = {n, true, false, 1, x, &out, NULL, DTRAIN_F32};
+            const dtrain_sum_args a = {n, true, false, 1, x, &out, NULL, DTRAIN_DTYPE_F32};
             CHECK(!devices[2]->ops->sum(devices[2], &a) && !dtrain_is_finite((float)out));
         }
         free(x);
@@ -340,7 +340,7 @@ static void test_dropout(void)
         CHECK(n < 3000 || fabs((double)kept / (double)n - 0.7) < 0.05);
         for (int t = 1; t <= THREADS; t++) {
             float *y = floats(n);
-            dtrain_dropout_args a = {n, 0.3f, false, 5, 6, x, y, NULL, DTRAIN_F32};
+            dtrain_dropout_args a = {n, 0.3f, false, 5, 6, x, y, NULL, DTRAIN_DTYPE_F32};
             CHECK(!devices[t]->ops->dropout(devices[t], &a) && close_to(y, want, n, 1e-6));
             if (t == 1) memcpy(first, y, (size_t)n * 4);
             CHECK(same(first, y, n));
@@ -452,15 +452,15 @@ static double gelu(double x)
 }
 static double act(uint32_t kind, double x)
 {
-    return kind == DTRAIN_ACT_GELU ? gelu(x) : kind && x < 0 ? 0 : x;
+    return kind == DTRAIN_ACTIVATION_GELU ? gelu(x) : kind && x < 0 ? 0 : x;
 }
 static double slope(uint32_t kind, double x)
 {
-    if (kind == DTRAIN_ACT_GELU) {
+    if (kind == DTRAIN_ACTIVATION_GELU) {
         const double h = 1e-5;
         return (gelu(x + h) - gelu(x - h)) / (2 * h);
     }
-    return kind == DTRAIN_ACT_RELU && x <= 0 ? 0 : 1;
+    return kind == DTRAIN_ACTIVATION_RELU && x <= 0 ? 0 : 1;
 }
 
 static void activation_case(uint32_t kind, int64_t rows, int64_t n)
@@ -476,8 +476,9 @@ static void activation_case(uint32_t kind, int64_t rows, int64_t n)
     }
     double *d_in = doubles(rows * n), *bias = doubles(n), *both = doubles(n);
     for (int64_t i = 0; i < rows * n; i++) {
-        const double s =
-            kind == DTRAIN_ACT_GELU && fabs((double)x[i]) > 20 ? x[i] > 0 : slope(kind, x[i]);
+        const double s = kind == DTRAIN_ACTIVATION_GELU && fabs((double)x[i]) > 20
+                             ? x[i] > 0
+                             : slope(kind, x[i]);
         d_in[i] = d_out[i] * s;
         bias[i % n] += d_in[i];
     }
@@ -486,7 +487,8 @@ static void activation_case(uint32_t kind, int64_t rows, int64_t n)
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *d = devices[t];
         float *y = floats(rows * n), *b = floats(n);
-        dtrain_activation_backward_args a = {kind, false, rows, n, x, d_out, y, b, DTRAIN_F32};
+        dtrain_activation_backward_args a = {kind, false,           rows, n, x, d_out, y,
+                                             b,    DTRAIN_DTYPE_F32};
         CHECK(!d->ops->activation_backward(d, &a));
         CHECK(close_to(y, d_in, rows * n, 2e-6) && close_to(b, bias, n, 2e-5));
         if (t == 1) memcpy(first, b, (size_t)n * 4);
@@ -515,22 +517,22 @@ static void test_activation(void)
 
 static float half_at(const void *x, dtrain_dtype type, int64_t i)
 {
-    if (type == DTRAIN_F32) return ((const float *)x)[i];
-    return type == DTRAIN_BF16 ? dtrain_bf16_to_f32(((const uint16_t *)x)[i])
-                               : dtrain_f16_to_f32(((const uint16_t *)x)[i]);
+    if (type == DTRAIN_DTYPE_F32) return ((const float *)x)[i];
+    return type == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(((const uint16_t *)x)[i])
+                                     : dtrain_f16_to_f32(((const uint16_t *)x)[i]);
 }
 
 static void *as_type(const float *x, int64_t n, dtrain_dtype type)
 {
     void *y = grab((size_t)n * 4);
-    const dtrain_convert_args a = {n, x, y, DTRAIN_F32, type};
+    const dtrain_convert_args a = {n, x, y, DTRAIN_DTYPE_F32, type};
     devices[1]->ops->convert(devices[1], &a);
     return y;
 }
 
 static void test_gemm_wrapper(void)
 {
-    static const dtrain_dtype types[3] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+    static const dtrain_dtype types[3] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     for (uint32_t run = 0; run < 36; run++) {
         const int64_t m = 33, n = 65, k = 17, lda = 40, ldb = 70, ldc = 71;
         const uint32_t flags = run & 3, kind = run / 4 % 3;
@@ -556,7 +558,9 @@ static void test_gemm_wrapper(void)
         for (int64_t i = 0; i < m; i++)
             for (int64_t j = 0; j < n; j++) {
                 const int64_t at = i * ldc + j;
-                const double e = tc == DTRAIN_F32 ? 1e-5 : tc == DTRAIN_F16 ? 1e-3 : 8e-3;
+                const double e = tc == DTRAIN_DTYPE_F32   ? 1e-5
+                                 : tc == DTRAIN_DTYPE_F16 ? 1e-3
+                                                          : 8e-3;
                 ok = ok && fabs(half_at(c, tc, at) - want[at]) <= e * (1 + fabs(want[at]));
                 ok = ok && fabs(half_at(aux, tc, at) - before[at]) <= e * (1 + fabs(before[at]));
             }
@@ -624,12 +628,25 @@ static void layernorm_case(int64_t rows, int64_t n)
         dtrain_device *d = devices[t];
         float *fy = floats(count), *fm = floats(rows), *fr = floats(rows);
         float *gx = floats(count), *gw = floats(n), *gb = floats(n);
-        dtrain_layernorm_args a = {rows, n,  1e-5f, x,    w,          b,         fy,
-                                   fm,   fr, NULL,  NULL, DTRAIN_F32, DTRAIN_F32};
+        dtrain_layernorm_args a = {
+            rows, n, 1e-5f, x, w, b, fy, fm, fr, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
         CHECK(!d->ops->layernorm(d, &a) && close_to(fy, y, count, 1e-5));
         CHECK(close_to(fm, mean, rows, 1e-6) && close_to(fr, rstd, rows, 2e-5));
-        dtrain_layernorm_backward_args g = {rows, n,  false, false, x,    w,          fm,        fr,
-                                            d_y,  gx, gw,    gb,    NULL, DTRAIN_F32, DTRAIN_F32};
+        dtrain_layernorm_backward_args g = {rows,
+                                            n,
+                                            false,
+                                            false,
+                                            x,
+                                            w,
+                                            fm,
+                                            fr,
+                                            d_y,
+                                            gx,
+                                            gw,
+                                            gb,
+                                            NULL,
+                                            DTRAIN_DTYPE_F32,
+                                            DTRAIN_DTYPE_F32};
         CHECK(!d->ops->layernorm_backward(d, &g) && close_to(gx, d_x, count, tolerance));
         CHECK(close_to(gw, d_w, n, tolerance) && close_to(gb, d_b, n, 2e-5));
         if (t == 1) {
@@ -682,13 +699,13 @@ static void test_embedding(void)
         for (int t = 1; t <= THREADS; t++) {
             dtrain_device *d = devices[t];
             float *fy = floats(rows * n), *gt = floats(vocab * n), *gp = floats(sequence * n);
-            const dtrain_embedding_args a = {rows, sequence, n,  vocab,     tokens,
-                                             wte,  wpe,      fy, DTRAIN_F32};
+            const dtrain_embedding_args a = {rows, sequence, n,  vocab,           tokens,
+                                             wte,  wpe,      fy, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->embedding(d, &a) && close_to(fy, y, rows * n, 1e-6));
             memset(gt, 0, (size_t)(vocab * n) * 4);
             memset(gp, 0, (size_t)(sequence * n) * 4);
-            const dtrain_embedding_backward_args g = {rows, sequence, n,  vocab,     tokens,
-                                                      d_y,  gt,       gp, DTRAIN_F32};
+            const dtrain_embedding_backward_args g = {rows, sequence, n,  vocab,           tokens,
+                                                      d_y,  gt,       gp, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->embedding_backward(d, &g));
             CHECK(close_to(gt, dt, vocab * n, 1e-5) && close_to(gp, dp, sequence * n, 1e-5));
             if (t == 1) memcpy(first, gt, (size_t)(vocab * n) * 4);
@@ -697,8 +714,8 @@ static void test_embedding(void)
         }
         tokens[rows - 1] = 11;
         float *fy = floats(rows * n);
-        const dtrain_embedding_args bad = {rows, sequence, n,  vocab,     tokens,
-                                           wte,  NULL,     fy, DTRAIN_F32};
+        const dtrain_embedding_args bad = {rows, sequence, n,  vocab,           tokens,
+                                           wte,  NULL,     fy, DTRAIN_DTYPE_F32};
         CHECK(devices[2]->ops->embedding(devices[2], &bad) == DTRAIN_ERROR_DATA);
         CHECK(strstr(dtrain__error_text, "token 11 at row") != NULL);
         free(wte), free(wpe), free(d_y), free(tokens), free(y), free(dt), free(dp), free(first),
@@ -727,10 +744,11 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
         float *fl = floats(rows), *fs = floats(rows), *g = floats(rows * n);
-        const dtrain_cross_entropy_args a = {rows, n, x, target, fl, fs, NULL, 0, DTRAIN_F32};
+        const dtrain_cross_entropy_args a = {rows, n, x, target, fl, fs, NULL, 0, DTRAIN_DTYPE_F32};
         CHECK(!dev->ops->cross_entropy(dev, &a) && close_to(fs, lse, rows, 2e-6));
         CHECK(close_to(fl, loss, rows, 2e-6 * (1 + (double)scale)));
-        dtrain_cross_entropy_backward_args b = {rows, n, 0.25f, x, target, fs, g, NULL, DTRAIN_F32};
+        dtrain_cross_entropy_backward_args b = {rows, n,    0.25f,           x, target, fs,
+                                                g,    NULL, DTRAIN_DTYPE_F32};
         /* lse near 1e4 has an ulp of 1e-3, which is what the softmax of such logits loses */
         CHECK(!dev->ops->cross_entropy_backward(dev, &b) &&
               close_to(g, d, rows * n, 1e-6 + 2e-7 * (double)scale));
@@ -746,7 +764,8 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
         free(fl), free(fs), free(g);
     }
     target[rows - 1] = (int32_t)n;
-    const dtrain_cross_entropy_args bad = {rows, n, x, target, first, first, NULL, 0, DTRAIN_F32};
+    const dtrain_cross_entropy_args bad = {rows,  n,    x, target,          first,
+                                           first, NULL, 0, DTRAIN_DTYPE_F32};
     CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_DATA);
     free(x), free(first), free(target), free(loss), free(lse), free(d);
 }
@@ -760,7 +779,7 @@ static void test_cross_entropy(void)
     float x[9] = {0}, loss, lse;
     const int32_t target = 0;
     x[8] = dtrain__f32_from_bits(0x7fc00000u);
-    const dtrain_cross_entropy_args a = {1, 9, x, &target, &loss, &lse, NULL, 0, DTRAIN_F32};
+    const dtrain_cross_entropy_args a = {1, 9, x, &target, &loss, &lse, NULL, 0, DTRAIN_DTYPE_F32};
     CHECK(!devices[1]->ops->cross_entropy(devices[1], &a) && !dtrain_is_finite(loss));
 }
 
@@ -840,14 +859,14 @@ static void attention_case(shape s, float scale, bool differences)
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
         float *fy = floats(rows * n), *fl = floats(lses), *g = floats(count);
-        const dtrain_attention_args a = {s.batch, s.sequence, s.heads, n,         s.causal,
-                                         qkv,     fy,         fl,      DTRAIN_F32};
+        const dtrain_attention_args a = {s.batch, s.sequence, s.heads,         n, s.causal, qkv,
+                                         fy,      fl,         DTRAIN_DTYPE_F32};
         CHECK(!dev->ops->attention(dev, &a));
         /* scores grow with scale^2 and their rounding with them, before the exponential */
         CHECK(close_to(fy, y, rows * n, 1e-5 * (double)(1 + scale * scale)));
         CHECK(close_to(fl, lse, lses, 2e-6));
-        const dtrain_attention_backward_args b = {s.batch, s.sequence, s.heads, n, s.causal,  qkv,
-                                                  fy,      fl,         d_y,     g, DTRAIN_F32};
+        const dtrain_attention_backward_args b = {
+            s.batch, s.sequence, s.heads, n, s.causal, qkv, fy, fl, d_y, g, DTRAIN_DTYPE_F32};
         CHECK(!dev->ops->attention_backward(dev, &b));
         if (scale < 10) CHECK(close_to(g, d, count, 1e-5 * (double)(1 + scale * scale)));
         else
@@ -879,7 +898,7 @@ static void test_attention(void)
     const shape s = {1, 100, 2, 16, true};
     attention_case(s, 50, false); /* scores near 1e4 */
     float x;
-    const dtrain_attention_args bad = {1, 1, 3, 4, true, &x, &x, &x, DTRAIN_F32};
+    const dtrain_attention_args bad = {1, 1, 3, 4, true, &x, &x, &x, DTRAIN_DTYPE_F32};
     CHECK(devices[1]->ops->attention(devices[1], &bad) == DTRAIN_ERROR_ARGUMENT);
 }
 
@@ -919,9 +938,21 @@ static void test_device_memory(void)
             if (!result) result = d->ops->alloc(d, 200, &b);
             if (!result) {
                 float *f = (float *)b;
-                dtrain_layernorm_backward_args g = {1,      4,      false, false,      f,
-                                                    f,      f,      f,     f,          f + 8,
-                                                    f + 16, f + 24, NULL,  DTRAIN_F32, DTRAIN_F32};
+                dtrain_layernorm_backward_args g = {1,
+                                                    4,
+                                                    false,
+                                                    false,
+                                                    f,
+                                                    f,
+                                                    f,
+                                                    f,
+                                                    f,
+                                                    f + 8,
+                                                    f + 16,
+                                                    f + 24,
+                                                    NULL,
+                                                    DTRAIN_DTYPE_F32,
+                                                    DTRAIN_DTYPE_F32};
                 CHECK(!d->ops->zero(d, b, 200));
                 CHECK(d->allocated_bytes == 300 && d->peak_bytes == 300);
                 result = d->ops->layernorm_backward(d, &g);
@@ -973,8 +1004,8 @@ static void test_plan_device(void)
     CHECK(a && b && c && a != b && b != c && ((uintptr_t)b & 63) == 0 && ((uintptr_t)c & 63) == 0);
     CHECK((uintptr_t)c - (uintptr_t)b >= (size_t)1 << 40);
     CHECK(d->peak_bytes == ((size_t)1 << 40) + 1);
-    const dtrain_sum_args s = {4, false, false, 1, b, &sum, NULL, DTRAIN_F32};
-    const dtrain_add_args add = {4, b, b, c, DTRAIN_F32, DTRAIN_F32};
+    const dtrain_sum_args s = {4, false, false, 1, b, &sum, NULL, DTRAIN_DTYPE_F32};
+    const dtrain_add_args add = {4, b, b, c, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
     CHECK(!d->ops->sum(d, &s) && sum == 1 && !d->ops->add(d, &add) && !d->ops->zero(d, b, 100));
     d->ops->free(d, b, (size_t)1 << 40);
     CHECK(d->allocated_bytes == 1);

@@ -7,7 +7,8 @@
 #include "naive_device.h"
 
 static dtrain_device *cpu, *naive;
-static const dtrain_dtype types[] = {DTRAIN_DTYPE_NONE, DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+static const dtrain_dtype types[] = {DTRAIN_DTYPE_NONE, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16,
+                                     DTRAIN_DTYPE_F16};
 enum { TYPES = 4 };
 
 static void open_devices(void)
@@ -58,9 +59,9 @@ static void release(void)
 /* Both devices have left the same, up to one rounding to the type and `tolerance` before it. */
 static void same(const pair *p, double tolerance, const char *what)
 {
-    const double step = p->dtype == DTRAIN_BF16  ? 1.0 / 128
-                        : p->dtype == DTRAIN_F16 ? 1.0 / 1024
-                                                 : 0;
+    const double step = p->dtype == DTRAIN_DTYPE_BF16  ? 1.0 / 128
+                        : p->dtype == DTRAIN_DTYPE_F16 ? 1.0 / 1024
+                                                       : 0;
     for (int64_t i = 0; i < p->count; i++) {
         const double got = naive_get(p->of[0], p->dtype, i),
                      want = naive_get(p->of[1], p->dtype, i);
@@ -94,11 +95,13 @@ static void gemm_on_both(int64_t m, int64_t n, int64_t k, int a_type, int c_type
     const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
     const bool of_c = flags & DTRAIN_GEMM_BIAS_GRAD_C;
     /* the sums of a C in half precision are those of its rounded elements */
-    const double loose = !of_c || c_type < 2 ? 1e-4 : types[c_type] == DTRAIN_BF16 ? 0.15 : 2e-2;
+    const double loose = !of_c || c_type < 2                  ? 1e-4
+                         : types[c_type] == DTRAIN_DTYPE_BF16 ? 0.15
+                                                              : 2e-2;
     pair *a = noise(m * k, types[a_type], 1), *b = noise(k * n, types[a_type], 1);
-    pair *c = noise(m * n, types[c_type], 1), *bias = noise(n, DTRAIN_F32, 1);
+    pair *c = noise(m * n, types[c_type], 1), *bias = noise(n, DTRAIN_DTYPE_F32, 1);
     pair *aux = noise(m * n, types[c_type], 1);
-    pair *sums = options & 2 ? noise(of_c ? n : m, DTRAIN_F32, 1) : NULL;
+    pair *sums = options & 2 ? noise(of_c ? n : m, DTRAIN_DTYPE_F32, 1) : NULL;
     ON_BOTH(gemm, args,
             {flags,
              activation,
@@ -194,8 +197,8 @@ static void *rank_multiply(void *argument)
         args.a = x->a;
         args.b = x->b;
         args.c = x->c;
-        args.a_dtype = args.b_dtype = DTRAIN_BF16;
-        args.c_dtype = DTRAIN_F32;
+        args.a_dtype = args.b_dtype = DTRAIN_DTYPE_BF16;
+        args.c_dtype = DTRAIN_DTYPE_F32;
         x->wrong += device->ops->gemm(device, &args) != DTRAIN_OK;
         x->wrong += round > 0 && memcmp(before, x->c, sizeof before) != 0;
         memcpy(before, x->c, sizeof before);
@@ -229,7 +232,7 @@ static void test_gemm_arguments(void)
 {
     float x[64] = {0};
     dtrain_gemm_args args = {DTRAIN_GEMM_ACT_BACKWARD,
-                             DTRAIN_ACT_GELU,
+                             DTRAIN_ACTIVATION_GELU,
                              2,
                              2,
                              2,
@@ -241,9 +244,9 @@ static void test_gemm_arguments(void)
                              2,
                              2,
                              2,
-                             DTRAIN_F32,
-                             DTRAIN_F32,
-                             DTRAIN_F32,
+                             DTRAIN_DTYPE_F32,
+                             DTRAIN_DTYPE_F32,
+                             DTRAIN_DTYPE_F32,
                              NULL,
                              NULL,
                              NULL,
@@ -267,7 +270,7 @@ static void test_activation_backward(void)
             for (int options = 0; options < 8; options++) {
                 pair *x = noise(ROWS * N, types[t], 1), *d_out = noise(ROWS * N, types[t], 1);
                 pair *d_in = options & 1 ? d_out : noise(ROWS * N, types[t], 1);
-                pair *bias = options & 2 ? noise(N, DTRAIN_F32, 1) : NULL;
+                pair *bias = options & 2 ? noise(N, DTRAIN_DTYPE_F32, 1) : NULL;
                 ON_BOTH(activation_backward, args,
                         {activation, (options & 4) != 0, ROWS, N, any(x, side), any(d_out, side),
                          any(d_in, side), f32(bias, side), types[t]})
@@ -284,13 +287,14 @@ static void test_layernorm(void)
         for (int yt = 0; yt < TYPES; yt++)
             for (int options = 0; options < 8; options++) {
                 const bool fused = options & 1, add = options & 2, add_params = options & 4;
-                const double loose = types[xt] == DTRAIN_BF16  ? 3e-2
-                                     : types[xt] == DTRAIN_F16 ? 4e-3
-                                                               : 2e-5;
+                const double loose = types[xt] == DTRAIN_DTYPE_BF16  ? 3e-2
+                                     : types[xt] == DTRAIN_DTYPE_F16 ? 4e-3
+                                                                     : 2e-5;
                 pair *x = noise(ROWS * N, types[xt], 2), *y = noise(ROWS * N, types[yt], 1);
-                pair *weight = noise(N, DTRAIN_F32, 1),
-                     *bias = add ? noise(N, DTRAIN_F32, 1) : NULL;
-                pair *mean = noise(ROWS, DTRAIN_F32, 1), *rstd = noise(ROWS, DTRAIN_F32, 1);
+                pair *weight = noise(N, DTRAIN_DTYPE_F32, 1),
+                     *bias = add ? noise(N, DTRAIN_DTYPE_F32, 1) : NULL;
+                pair *mean = noise(ROWS, DTRAIN_DTYPE_F32, 1),
+                     *rstd = noise(ROWS, DTRAIN_DTYPE_F32, 1);
                 pair *residual = fused ? noise(ROWS * N, types[yt], 1) : NULL;
                 pair *sum = fused ? noise(ROWS * N, types[xt], 1) : NULL;
                 ON_BOTH(layernorm, args,
@@ -302,7 +306,8 @@ static void test_layernorm(void)
                 same(rstd, 2e-5, "rstd");
                 if (fused) same(sum, 0, "sum");
                 pair *d_y = noise(ROWS * N, types[yt], 1), *d_x = noise(ROWS * N, types[xt], 1);
-                pair *d_weight = noise(N, DTRAIN_F32, 1), *d_bias = noise(N, DTRAIN_F32, 1);
+                pair *d_weight = noise(N, DTRAIN_DTYPE_F32, 1),
+                     *d_bias = noise(N, DTRAIN_DTYPE_F32, 1);
                 pair *copy = fused ? noise(ROWS * N, types[yt], 1) : NULL;
                 for (int side = 0; side < 2; side++) /* the same statistics for both */
                     memcpy(f32(mean, side), f32(mean, 1), ROWS * 4),
@@ -317,8 +322,19 @@ static void test_layernorm(void)
                 if (fused) same(copy, loose, "d_residual");
                 release();
             }
-    dtrain_layernorm_args half = {1,    1,    0,     &half, NULL,       NULL,      NULL,
-                                  NULL, NULL, &half, NULL,  DTRAIN_F32, DTRAIN_F32};
+    dtrain_layernorm_args half = {1,
+                                  1,
+                                  0,
+                                  &half,
+                                  NULL,
+                                  NULL,
+                                  NULL,
+                                  NULL,
+                                  NULL,
+                                  &half,
+                                  NULL,
+                                  DTRAIN_DTYPE_F32,
+                                  DTRAIN_DTYPE_F32};
     CHECK(cpu->ops->layernorm(cpu, &half) == DTRAIN_ERROR_ARGUMENT);
 }
 
@@ -329,8 +345,8 @@ static void test_embedding(void)
     for (int i = 0; i < ROWS; i++) tokens[i] = i * 5 % VOCAB;
     for (int t = 0; t < TYPES; t++)
         for (int options = 0; options < 2; options++) {
-            pair *wte = noise(VOCAB * N, DTRAIN_F32, 1), *y = noise(ROWS * N, types[t], 1);
-            pair *wpe = options ? noise(SEQUENCE * N, DTRAIN_F32, 1) : NULL;
+            pair *wte = noise(VOCAB * N, DTRAIN_DTYPE_F32, 1), *y = noise(ROWS * N, types[t], 1);
+            pair *wpe = options ? noise(SEQUENCE * N, DTRAIN_DTYPE_F32, 1) : NULL;
             ON_BOTH(embedding, args,
                     {ROWS, SEQUENCE, N, VOCAB, tokens, f32(wte, side), f32(wpe, side), any(y, side),
                      types[t]})
@@ -338,8 +354,8 @@ static void test_embedding(void)
             ON_BOTH(embedding_backward, back,
                     {ROWS, SEQUENCE, N, VOCAB, tokens, any(y, side), f32(wte, side), f32(wpe, side),
                      types[t]})
-            same(wte, types[t] > DTRAIN_F32 ? 2e-2 : 1e-5, "d_wte");
-            if (wpe) same(wpe, types[t] > DTRAIN_F32 ? 2e-2 : 1e-5, "d_wpe");
+            same(wte, types[t] > DTRAIN_DTYPE_F32 ? 2e-2 : 1e-5, "d_wte");
+            if (wpe) same(wpe, types[t] > DTRAIN_DTYPE_F32 ? 2e-2 : 1e-5, "d_wpe");
             release();
         }
 }
@@ -351,7 +367,7 @@ static void test_attention(void)
         for (int causal = 0; causal < 2; causal++) {
             pair *qkv = noise(BATCH * T * 3 * N, types[t], 1),
                  *y = noise(BATCH * T * N, types[t], 1);
-            pair *lse = noise(BATCH * HEADS * T, DTRAIN_F32, 1),
+            pair *lse = noise(BATCH * HEADS * T, DTRAIN_DTYPE_F32, 1),
                  *d_y = noise(BATCH * T * N, types[t], 1);
             pair *d_qkv = noise(BATCH * T * 3 * N, types[t], 1);
             ON_BOTH(attention, args,
@@ -359,7 +375,8 @@ static void test_attention(void)
                      types[t]})
             same(y, 2e-5, "attention");
             same(lse, 2e-5, "log-sum-exp");
-            memcpy(any(y, 0), any(y, 1), (size_t)(y->count * (types[t] > DTRAIN_F32 ? 2 : 4)));
+            memcpy(any(y, 0), any(y, 1),
+                   (size_t)(y->count * (types[t] > DTRAIN_DTYPE_F32 ? 2 : 4)));
             ON_BOTH(attention_backward, back,
                     {BATCH, T, HEADS, N, causal != 0, any(qkv, side), any(y, side), f32(lse, side),
                      any(d_y, side), any(d_qkv, side), types[t]})
@@ -375,8 +392,8 @@ static void test_cross_entropy(void)
     for (int i = 0; i < ROWS; i++) targets[i] = i == 4 ? -1 : i * 11 % N;
     for (int t = 0; t < TYPES; t++)
         for (int options = 0; options < 4; options++) {
-            pair *logits = noise(ROWS * N, types[t], 3), *loss = noise(ROWS, DTRAIN_F32, 1);
-            pair *lse = noise(ROWS, DTRAIN_F32, 1), *upstream = noise(1, DTRAIN_F32, 1);
+            pair *logits = noise(ROWS * N, types[t], 3), *loss = noise(ROWS, DTRAIN_DTYPE_F32, 1);
+            pair *lse = noise(ROWS, DTRAIN_DTYPE_F32, 1), *upstream = noise(1, DTRAIN_DTYPE_F32, 1);
             pair *d = options & 1 ? logits : noise(ROWS * N, types[t], 1);
             const bool fused = options & 2;
             ON_BOTH(cross_entropy, args,
@@ -466,11 +483,13 @@ static void test_optimizers(void)
     enum { N = 517, SMALL = 3 };
     for (int low_type = 1; low_type < TYPES; low_type++)
         for (int options = 0; options < 8; options++) {
-            pair *value = noise(N, DTRAIN_F32, 1), *grad = noise(N, DTRAIN_F32, 1);
-            pair *m = noise(N, DTRAIN_F32, 0.1), *v = noise(N, DTRAIN_F32, 0),
+            pair *value = noise(N, DTRAIN_DTYPE_F32, 1), *grad = noise(N, DTRAIN_DTYPE_F32, 1);
+            pair *m = noise(N, DTRAIN_DTYPE_F32, 0.1), *v = noise(N, DTRAIN_DTYPE_F32, 0),
                  *low = noise(N, types[low_type], 1);
-            pair *one = noise(SMALL, DTRAIN_F32, 1), *one_grad = noise(SMALL, DTRAIN_F32, 1);
-            pair *one_m = noise(SMALL, DTRAIN_F32, 0), *one_v = noise(SMALL, DTRAIN_F32, 0);
+            pair *one = noise(SMALL, DTRAIN_DTYPE_F32, 1),
+                 *one_grad = noise(SMALL, DTRAIN_DTYPE_F32, 1);
+            pair *one_m = noise(SMALL, DTRAIN_DTYPE_F32, 0),
+                 *one_v = noise(SMALL, DTRAIN_DTYPE_F32, 0);
             dtrain_step_scalars now = {0, 0.02f, 0.3f, 0.2f, 2, options & 4 ? 1u : 0, 0};
             const dtrain_step_scalars *scalars = options & 2 ? &now : NULL;
             for (int side = 0; side < 2; side++) {
@@ -501,7 +520,7 @@ static void test_stochastic_rounding(void)
 {
     enum { N = 64, DRAWS = 2000 };
     for (int which = 0; which < 2; which++) {
-        const dtrain_dtype dtype = which ? DTRAIN_F16 : DTRAIN_BF16;
+        const dtrain_dtype dtype = which ? DTRAIN_DTYPE_F16 : DTRAIN_DTYPE_BF16;
         const double step = which ? 1.0 / 1024 : 1.0 / 128;
         float value[N], grad[N] = {0};
         uint16_t low[N];
@@ -522,9 +541,9 @@ static void test_stochastic_rounding(void)
         for (int i = 0; i < N; i++)
             CHECK_CLOSE(mean[i], (double)value[i], 4 * step / sqrt((double)DRAWS));
     }
-    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_BF16, 0xffffffffu) == 0x7f80);
-    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_F16, 0xffffffffu) == 0x7c00);
-    CHECK(dtrain__round_random(1e-6f, DTRAIN_F16, 0xffffffffu) == dtrain_f32_to_f16(1e-6f));
+    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_DTYPE_BF16, 0xffffffffu) == 0x7f80);
+    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_DTYPE_F16, 0xffffffffu) == 0x7c00);
+    CHECK(dtrain__round_random(1e-6f, DTRAIN_DTYPE_F16, 0xffffffffu) == dtrain_f32_to_f16(1e-6f));
 }
 
 static void test_sparse(void)
@@ -535,9 +554,9 @@ static void test_sparse(void)
             const int64_t n = counts[c], k = variant % 3 == 0   ? 1
                                              : variant % 3 == 1 ? n
                                                                 : (n + 9) / 10;
-            pair *x = noise(n, DTRAIN_F32, 1),
-                 *residual = variant < 3 ? noise(n, DTRAIN_F32, 1) : NULL;
-            pair *values = noise(k, DTRAIN_F32, 1), *out = noise(n, DTRAIN_F32, 1);
+            pair *x = noise(n, DTRAIN_DTYPE_F32, 1),
+                 *residual = variant < 3 ? noise(n, DTRAIN_DTYPE_F32, 1) : NULL;
+            pair *values = noise(k, DTRAIN_DTYPE_F32, 1), *out = noise(n, DTRAIN_DTYPE_F32, 1);
             int32_t *indices[2] = {(int32_t *)calloc((size_t)k, 4),
                                    (int32_t *)calloc((size_t)k, 4)};
             for (int side = 0; side < 2 && variant == 5; side++)
@@ -555,7 +574,7 @@ static void test_sparse(void)
             free(indices[0]), free(indices[1]);
             release();
         }
-    pair *q = noise(300 * 6, DTRAIN_F32, 1);
+    pair *q = noise(300 * 6, DTRAIN_DTYPE_F32, 1);
     ON_BOTH(orthogonalize, basis, {300, 6, f32(q, side)})
     same(q, 1e-5, "orthonormal columns");
     release();
@@ -606,8 +625,8 @@ static void test_order(void)
 static void test_wrong_types(void)
 {
     float x[4] = {0};
-    dtrain_add_args add = {4, x, x, x, DTRAIN_I32, DTRAIN_F32};
-    dtrain_finite_args finite = {4, x, DTRAIN_I64, NULL};
+    dtrain_add_args add = {4, x, x, x, DTRAIN_DTYPE_I32, DTRAIN_DTYPE_F32};
+    dtrain_finite_args finite = {4, x, DTRAIN_DTYPE_I64, NULL};
     CHECK(cpu->ops->add(cpu, &add) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(strstr(dtrain_last_error(), "i32") != NULL);
     CHECK(cpu->ops->finite(cpu, &finite) == DTRAIN_ERROR_UNSUPPORTED);

@@ -102,13 +102,16 @@ static dtrain_result busy(dtrain_comm *comm, uint64_t seed, int mixture, float *
         dtrain_work *works[3] = {NULL, NULL, NULL};
         int i;
         switch (mixture ? ranks_random(&state, 7) : 0) {
-        default: result = dtrain_all_reduce(comm, x, x, count, DTRAIN_F32, DTRAIN_MAX, NULL); break;
+        default:
+            result =
+                dtrain_all_reduce(comm, x, x, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
+            break;
         case 1: result = dtrain_barrier(comm); break;
-        case 2: result = dtrain_broadcast(comm, x, count, DTRAIN_F32, n - 1, NULL); break;
+        case 2: result = dtrain_broadcast(comm, x, count, DTRAIN_DTYPE_F32, n - 1, NULL); break;
         case 3:
             for (i = 0; i < 3 && result == DTRAIN_OK; i++)
                 result = dtrain_all_reduce(comm, x + (size_t)i * most, x + (size_t)i * most, count,
-                                           DTRAIN_F32, DTRAIN_MAX, &works[i]);
+                                           DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, &works[i]);
             for (i = 2; i >= 0; i--)
                 if (works[i]) {
                     dtrain_result waited = dtrain_work_wait(works[i]);
@@ -116,9 +119,10 @@ static dtrain_result busy(dtrain_comm *comm, uint64_t seed, int mixture, float *
                 }
             break;
         case 4: /* around the ring */
-            result = dtrain_send(comm, x, count, DTRAIN_F32, (rank + 1) % n, &works[0]);
+            result = dtrain_send(comm, x, count, DTRAIN_DTYPE_F32, (rank + 1) % n, &works[0]);
             if (result == DTRAIN_OK)
-                result = dtrain_recv(comm, x + most, count, DTRAIN_F32, (rank + n - 1) % n, NULL);
+                result =
+                    dtrain_recv(comm, x + most, count, DTRAIN_DTYPE_F32, (rank + n - 1) % n, NULL);
             if (works[0]) {
                 dtrain_result waited = dtrain_work_wait(works[0]);
                 if (result == DTRAIN_OK) result = waited;
@@ -132,7 +136,8 @@ static dtrain_result busy(dtrain_comm *comm, uint64_t seed, int mixture, float *
             break;
         }
         case 6:
-            result = dtrain_all_to_all(comm, x, x + most, count / (size_t)n, DTRAIN_F32, NULL);
+            result =
+                dtrain_all_to_all(comm, x, x + most, count / (size_t)n, DTRAIN_DTYPE_F32, NULL);
             break;
         }
     }
@@ -279,7 +284,7 @@ static int rank_leaves(dtrain_world *world, void *user)
     float x[8] = {0};
     dtrain_result result = DTRAIN_OK;
     for (step = 0; result == DTRAIN_OK && (rank != l->who || step < l->steps); step++)
-        result = dtrain_all_reduce(comm, x, x, 8, DTRAIN_F32, DTRAIN_SUM, NULL);
+        result = dtrain_all_reduce(comm, x, x, 8, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
     if (rank == l->who) l->told->happened = dtrain_seconds();
     tell(l->told, rank, result);
     return rank == l->who ? l->code : 40;
@@ -325,7 +330,7 @@ static int rank_calls_once_more(dtrain_world *world, void *user)
     float x = 1;
     dtrain_result result = DTRAIN_OK;
     for (i = 0; i < 5 + (rank == 1) && result == DTRAIN_OK; i++)
-        result = dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, NULL);
+        result = dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
     tell(s, rank, result);
     return result == DTRAIN_OK ? 0 : 40;
 }
@@ -365,7 +370,7 @@ static int rank_stops(dtrain_world *world, void *user)
             st->told->happened = dtrain_seconds();
             raise(SIGSTOP);
         }
-        result = dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_F32, DTRAIN_MAX, NULL);
+        result = dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
     }
     tell(st->told, rank, result);
     return result == DTRAIN_OK ? 0 : 40;
@@ -463,16 +468,21 @@ static dtrain_result make_demand(dtrain_comm *comm, const demand *d, void *a, vo
                                  dtrain_work **work)
 {
     switch (d->kind) {
-    case DTRAIN_ALL_REDUCE: return dtrain_all_reduce(comm, a, b, d->count, d->dtype, d->op, work);
-    case DTRAIN_REDUCE_SCATTER:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+        return dtrain_all_reduce(comm, a, b, d->count, d->dtype, d->op, work);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
         return dtrain_reduce_scatter(comm, a, b, d->count, d->dtype, d->op, work);
-    case DTRAIN_ALL_GATHER: return dtrain_all_gather(comm, a, b, d->count, d->dtype, work);
-    case DTRAIN_ALL_TO_ALL: return dtrain_all_to_all(comm, a, b, d->count, d->dtype, work);
-    case DTRAIN_BROADCAST: return dtrain_broadcast(comm, a, d->count, d->dtype, d->root, work);
-    case DTRAIN_REDUCE: return dtrain_reduce(comm, a, b, d->count, d->dtype, d->op, d->root, work);
-    case DTRAIN_SEND: return dtrain_send(comm, a, d->count, d->dtype, d->root, work);
-    case DTRAIN_RECV: return dtrain_recv(comm, a, d->count, d->dtype, d->root, work);
-    case DTRAIN_SPLIT: {
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return dtrain_all_gather(comm, a, b, d->count, d->dtype, work);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+        return dtrain_all_to_all(comm, a, b, d->count, d->dtype, work);
+    case DTRAIN_COLLECTIVE_BROADCAST:
+        return dtrain_broadcast(comm, a, d->count, d->dtype, d->root, work);
+    case DTRAIN_COLLECTIVE_REDUCE:
+        return dtrain_reduce(comm, a, b, d->count, d->dtype, d->op, d->root, work);
+    case DTRAIN_COLLECTIVE_SEND: return dtrain_send(comm, a, d->count, d->dtype, d->root, work);
+    case DTRAIN_COLLECTIVE_RECV: return dtrain_recv(comm, a, d->count, d->dtype, d->root, work);
+    case DTRAIN_COLLECTIVE_SPLIT: {
         dtrain_comm *half = NULL;
         return dtrain_comm_split(comm, 0, 0, &half);
     }
@@ -483,18 +493,20 @@ static dtrain_result make_demand(dtrain_comm *comm, const demand *d, void *a, vo
 /* Every later call gives the same error, at once. */
 static int check_stays_failed(dtrain_comm *comm, dtrain_result first)
 {
-    static const uint32_t list[] = {DTRAIN_ALL_REDUCE, DTRAIN_BARRIER, DTRAIN_BROADCAST,
-                                    DTRAIN_SEND,       DTRAIN_SPLIT,   DTRAIN_REDUCE_SCATTER};
+    static const uint32_t list[] = {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_COLLECTIVE_BARRIER,
+                                    DTRAIN_COLLECTIVE_BROADCAST,  DTRAIN_COLLECTIVE_SEND,
+                                    DTRAIN_COLLECTIVE_SPLIT,      DTRAIN_COLLECTIVE_REDUCE_SCATTER};
     float x[64] = {0}, y[64];
     int i;
     double begin = dtrain_seconds();
     for (i = 0; i < 6; i++) {
-        demand d = {0, DTRAIN_F32, DTRAIN_SUM, 8, 0};
+        demand d = {0, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 8, 0};
         dtrain_work *work = NULL;
         dtrain_result later;
         d.kind = list[i];
         d.root = dtrain_comm_rank(comm) ? 0 : 1;
-        later = make_demand(comm, &d, x, y, i % 2 == 0 && d.kind != DTRAIN_SPLIT ? &work : NULL);
+        later = make_demand(comm, &d, x, y,
+                            i % 2 == 0 && d.kind != DTRAIN_COLLECTIVE_SPLIT ? &work : NULL);
         if (later == DTRAIN_OK && work) later = dtrain_work_wait(work);
         CHECK_MSG(later == first, "after %s a call of kind %u gave %s", dtrain_result_name(first),
                   list[i], dtrain_result_name(later));
@@ -521,7 +533,7 @@ static int rank_disputes(dtrain_world *world, void *user)
         b = calloc(1, bytes);
     }
     for (i = 0; i < q->warm_ups; i++)
-        RANKS_TRY(dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_F32, DTRAIN_MAX, NULL));
+        RANKS_TRY(dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL));
     result = make_demand(comm, rank == q->who ? &q->odd : &q->usual, a, b, q->async ? &work : NULL);
     if (result == DTRAIN_OK && work) result = dtrain_work_wait(work);
     tell(q->told, rank, result);
@@ -566,103 +578,103 @@ static void test_mismatch(void)
         const char *words_usual, *words_odd;
     } rows[] = {
         {"order",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0},
-         {DTRAIN_BARRIER, DTRAIN_DTYPE_NONE, DTRAIN_SUM, 0, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_BARRIER, DTRAIN_DTYPE_NONE, DTRAIN_REDUCE_SUM, 0, 0},
          "all",
          "barrier"},
         {"order, large",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100000, 0},
-         {DTRAIN_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100000, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100000, 0},
+         {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100000, 0},
          "reduce",
          "broadcast"},
         {"all-gather or all-reduce",
-         {DTRAIN_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
          "gather",
          "reduce"},
         {"reduce-scatter or reduce",
-         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0},
-         {DTRAIN_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
          "scatter",
          "reduce"},
         {"split or barrier",
-         {DTRAIN_SPLIT, DTRAIN_F32, DTRAIN_SUM, 0, 0},
-         {DTRAIN_BARRIER, DTRAIN_F32, DTRAIN_SUM, 0, 0},
+         {DTRAIN_COLLECTIVE_SPLIT, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 0, 0},
+         {DTRAIN_COLLECTIVE_BARRIER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 0, 0},
          "split",
          "barrier"},
         {"count",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 1000, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 1004, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 1000, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 1004, 0},
          "1000",
          "1004"},
         {"count 0",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 17, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 0, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 17, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 0, 0},
          "17",
          "0"},
         {"count, small and large",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 3, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 200000, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 3, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 200000, 0},
          "3",
          "200000"},
         {"count of slices",
-         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 20001, 0},
-         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 20002, 0},
+         {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 20001, 0},
+         {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 20002, 0},
          "20001",
          "20002"},
         {"count of all-gather",
-         {DTRAIN_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 31, 0},
-         {DTRAIN_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 32, 0},
+         {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 31, 0},
+         {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 32, 0},
          "31",
          "32"},
         {"dtype, same size",
-         {DTRAIN_ALL_REDUCE, DTRAIN_BF16, DTRAIN_SUM, 64, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_F16, DTRAIN_SUM, 64, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_BF16, DTRAIN_REDUCE_SUM, 64, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F16, DTRAIN_REDUCE_SUM, 64, 0},
          "bf16",
          "f16"},
         {"dtype, same bytes",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 64, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_BF16, DTRAIN_SUM, 128, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 64, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_BF16, DTRAIN_REDUCE_SUM, 128, 0},
          "f32",
          "bf16"},
         {"dtype of all-gather",
-         {DTRAIN_ALL_GATHER, DTRAIN_I32, DTRAIN_SUM, 5000, 0},
-         {DTRAIN_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 5000, 0},
+         {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_SUM, 5000, 0},
+         {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 5000, 0},
          "i32",
          "f32"},
         {"operation",
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 64, 0},
-         {DTRAIN_ALL_REDUCE, DTRAIN_F32, DTRAIN_MEAN, 64, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 64, 0},
+         {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, 64, 0},
          "sum",
          "mean"},
         {"operation, large",
-         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_MIN, 50000, 0},
-         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_MAX, 50000, 0},
+         {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MIN, 50000, 0},
+         {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, 50000, 0},
          "min",
          "max"},
         {"root of broadcast",
-         {DTRAIN_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 64, 0},
-         {DTRAIN_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 64, 1},
+         {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 64, 0},
+         {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 64, 1},
          "0",
          "1"},
         {"all-to-all or reduce-scatter",
-         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 100, 0},
-         {DTRAIN_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
+         {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
          "all-to-all",
          "scatter"},
         {"count of all-to-all",
-         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 20001, 0},
-         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 7, 0},
+         {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 20001, 0},
+         {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 7, 0},
          "20001",
          "7"},
         {"dtype of all-to-all",
-         {DTRAIN_ALL_TO_ALL, DTRAIN_I32, DTRAIN_SUM, 12, 0},
-         {DTRAIN_ALL_TO_ALL, DTRAIN_F32, DTRAIN_SUM, 12, 0},
+         {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_SUM, 12, 0},
+         {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 12, 0},
          "i32",
          "f32"},
         {"root of reduce",
-         {DTRAIN_REDUCE, DTRAIN_F32, DTRAIN_SUM, 90000, 1},
-         {DTRAIN_REDUCE, DTRAIN_F32, DTRAIN_SUM, 90000, 0},
+         {DTRAIN_COLLECTIVE_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 90000, 1},
+         {DTRAIN_COLLECTIVE_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 90000, 0},
          "1",
          "0"},
     };
@@ -706,9 +718,12 @@ static void test_mismatched_messages(void)
     static const struct {
         size_t send_count, recv_count;
         dtrain_dtype send_dtype, recv_dtype;
-    } rows[] = {{10, 11, DTRAIN_F32, DTRAIN_F32}, {11, 10, DTRAIN_F32, DTRAIN_F32},
-                {0, 1, DTRAIN_F32, DTRAIN_F32},   {70000, 70001, DTRAIN_F32, DTRAIN_F32},
-                {16, 16, DTRAIN_F32, DTRAIN_I32}, {16, 8, DTRAIN_I32, DTRAIN_I64}};
+    } rows[] = {{10, 11, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32},
+                {11, 10, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32},
+                {0, 1, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32},
+                {70000, 70001, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32},
+                {16, 16, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_I32},
+                {16, 8, DTRAIN_DTYPE_I32, DTRAIN_DTYPE_I64}};
     size_t i;
     uint32_t mode;
     for (i = 0; i < 6; i++)
@@ -716,12 +731,12 @@ static void test_mismatched_messages(void)
             dispute q;
             dtrain_launch_desc desc = ranks_desc(2, mode);
             memset(&q, 0, sizeof q);
-            q.usual.kind = DTRAIN_SEND;
+            q.usual.kind = DTRAIN_COLLECTIVE_SEND;
             q.usual.root = 1;
             q.usual.count = rows[i].send_count;
             q.usual.dtype = rows[i].send_dtype;
             q.who = 1;
-            q.odd.kind = DTRAIN_RECV;
+            q.odd.kind = DTRAIN_COLLECTIVE_RECV;
             q.odd.count = rows[i].recv_count;
             q.odd.dtype = rows[i].recv_dtype;
             q.told = new_story();
@@ -751,7 +766,7 @@ static int rank_fails_with_works(dtrain_world *world, void *user)
     for (i = 0; i < SOME; i++) {
         size_t n = i == 17 && rank == 1 ? 7 : i % 3 ? 9 : large; /* number 17 does not fit */
         result = dtrain_all_reduce(comm, x + (size_t)i * large, x + (size_t)i * large, n,
-                                   DTRAIN_F32, DTRAIN_SUM, &works[i]);
+                                   DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &works[i]);
         if (result != DTRAIN_OK) break;
         count++;
     }
@@ -797,44 +812,62 @@ static dtrain_result wrong_call(dtrain_comm *comm, int row, const char **what)
         return call;      \
     } while (0)
     switch (row) {
-    case 0: WRONG("send NULL", dtrain_all_reduce(comm, NULL, x, 4, DTRAIN_F32, DTRAIN_SUM, NULL));
-    case 1: WRONG("recv NULL", dtrain_all_reduce(comm, x, NULL, 4, DTRAIN_F32, DTRAIN_SUM, NULL));
-    case 2: WRONG("comm NULL", dtrain_all_reduce(NULL, x, x, 4, DTRAIN_F32, DTRAIN_SUM, NULL));
-    case 3: WRONG("dtype 0", dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_SUM, NULL));
-    case 4: WRONG("dtype 99", dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)99, DTRAIN_SUM, NULL));
-    case 5: WRONG("op 0", dtrain_all_reduce(comm, x, x, 4, DTRAIN_F32, (dtrain_reduce_op)0, NULL));
-    case 6: WRONG("op 6", dtrain_all_reduce(comm, x, x, 4, DTRAIN_F32, (dtrain_reduce_op)6, NULL));
+    case 0:
+        WRONG("send NULL",
+              dtrain_all_reduce(comm, NULL, x, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+    case 1:
+        WRONG("recv NULL",
+              dtrain_all_reduce(comm, x, NULL, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+    case 2:
+        WRONG("comm NULL",
+              dtrain_all_reduce(NULL, x, x, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+    case 3:
+        WRONG("dtype 0",
+              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_REDUCE_SUM, NULL));
+    case 4:
+        WRONG("dtype 99",
+              dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)99, DTRAIN_REDUCE_SUM, NULL));
+    case 5:
+        WRONG("op 0",
+              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_F32, (dtrain_reduce_op)0, NULL));
+    case 6:
+        WRONG("op 6",
+              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_F32, (dtrain_reduce_op)6, NULL));
     case 7:
-        WRONG("mean of integers", dtrain_all_reduce(comm, x, x, 4, DTRAIN_I32, DTRAIN_MEAN, NULL));
+        WRONG("mean of integers",
+              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MEAN, NULL));
     case 8:
         WRONG("shifted overlap",
-              dtrain_all_reduce(comm, x, x + 1, 4, DTRAIN_F32, DTRAIN_SUM, NULL));
+              dtrain_all_reduce(comm, x, x + 1, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     case 9:
         WRONG("count overflows",
-              dtrain_all_reduce(comm, x, x, SIZE_MAX, DTRAIN_F32, DTRAIN_SUM, NULL));
+              dtrain_all_reduce(comm, x, x, SIZE_MAX, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     case 10:
-        WRONG("bytes overflow",
-              dtrain_all_reduce(comm, x, x, SIZE_MAX / 4 + 2, DTRAIN_F32, DTRAIN_SUM, NULL));
+        WRONG("bytes overflow", dtrain_all_reduce(comm, x, x, SIZE_MAX / 4 + 2, DTRAIN_DTYPE_F32,
+                                                  DTRAIN_REDUCE_SUM, NULL));
     case 11:
         WRONG("slices overflow", dtrain_reduce_scatter(comm, x, x + me, SIZE_MAX / 4 - 1,
-                                                       DTRAIN_F32, DTRAIN_SUM, NULL));
+                                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     case 12:
         WRONG("gather overflows",
-              dtrain_all_gather(comm, x, x, SIZE_MAX / 8 + 1, DTRAIN_F32, NULL));
+              dtrain_all_gather(comm, x, x, SIZE_MAX / 8 + 1, DTRAIN_DTYPE_F32, NULL));
     case 13:
-        WRONG("other slice",
-              dtrain_reduce_scatter(comm, x, x + 4 * (1 - me), 4, DTRAIN_F32, DTRAIN_SUM, NULL));
+        WRONG("other slice", dtrain_reduce_scatter(comm, x, x + 4 * (1 - me), 4, DTRAIN_DTYPE_F32,
+                                                   DTRAIN_REDUCE_SUM, NULL));
     case 14:
-        WRONG("other slice", dtrain_all_gather(comm, x + 4 * (1 - me), x, 4, DTRAIN_F32, NULL));
-    case 15: WRONG("root -1", dtrain_broadcast(comm, x, 4, DTRAIN_F32, -1, NULL));
-    case 16: WRONG("root 2 of 2", dtrain_broadcast(comm, x, 4, DTRAIN_F32, 2, NULL));
-    case 17: WRONG("root 2 of 2", dtrain_reduce(comm, x, x, 4, DTRAIN_F32, DTRAIN_SUM, 2, NULL));
-    case 18: WRONG("peer is oneself", dtrain_send(comm, x, 4, DTRAIN_F32, me, NULL));
-    case 19: WRONG("peer is oneself", dtrain_recv(comm, x, 4, DTRAIN_F32, me, NULL));
-    case 20: WRONG("peer 2 of 2", dtrain_send(comm, x, 4, DTRAIN_F32, 2, NULL));
-    case 21: WRONG("peer -1", dtrain_recv(comm, x, 4, DTRAIN_F32, -1, NULL));
-    case 22: WRONG("buffer NULL", dtrain_broadcast(comm, NULL, 4, DTRAIN_F32, 0, NULL));
-    case 23: WRONG("buffer NULL", dtrain_send(comm, NULL, 4, DTRAIN_F32, 1 - me, NULL));
+        WRONG("other slice",
+              dtrain_all_gather(comm, x + 4 * (1 - me), x, 4, DTRAIN_DTYPE_F32, NULL));
+    case 15: WRONG("root -1", dtrain_broadcast(comm, x, 4, DTRAIN_DTYPE_F32, -1, NULL));
+    case 16: WRONG("root 2 of 2", dtrain_broadcast(comm, x, 4, DTRAIN_DTYPE_F32, 2, NULL));
+    case 17:
+        WRONG("root 2 of 2",
+              dtrain_reduce(comm, x, x, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 2, NULL));
+    case 18: WRONG("peer is oneself", dtrain_send(comm, x, 4, DTRAIN_DTYPE_F32, me, NULL));
+    case 19: WRONG("peer is oneself", dtrain_recv(comm, x, 4, DTRAIN_DTYPE_F32, me, NULL));
+    case 20: WRONG("peer 2 of 2", dtrain_send(comm, x, 4, DTRAIN_DTYPE_F32, 2, NULL));
+    case 21: WRONG("peer -1", dtrain_recv(comm, x, 4, DTRAIN_DTYPE_F32, -1, NULL));
+    case 22: WRONG("buffer NULL", dtrain_broadcast(comm, NULL, 4, DTRAIN_DTYPE_F32, 0, NULL));
+    case 23: WRONG("buffer NULL", dtrain_send(comm, NULL, 4, DTRAIN_DTYPE_F32, 1 - me, NULL));
     case 24: WRONG("barrier of nobody", dtrain_barrier(NULL));
     case 25: WRONG("split of nobody", dtrain_comm_split(NULL, 0, 0, &out));
     case 26: WRONG("split to nowhere", dtrain_comm_split(comm, 0, 0, NULL));
@@ -842,14 +875,16 @@ static dtrain_result wrong_call(dtrain_comm *comm, int row, const char **what)
     case 28: WRONG("alloc to nowhere", dtrain_comm_alloc(comm, 64, NULL));
     case 29:
         WRONG("async, dtype 0",
-              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_SUM, &work));
+              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_REDUCE_SUM, &work));
     case 30: WRONG("test of nothing", dtrain_work_test(NULL, NULL));
-    case 31: WRONG("all-to-all in place", dtrain_all_to_all(comm, x, x, 2, DTRAIN_F32, NULL));
-    case 32: WRONG("all-to-all, overlap", dtrain_all_to_all(comm, x, x + 3, 2, DTRAIN_F32, NULL));
-    case 33: WRONG("all-to-all of NULL", dtrain_all_to_all(comm, NULL, x, 2, DTRAIN_F32, NULL));
+    case 31: WRONG("all-to-all in place", dtrain_all_to_all(comm, x, x, 2, DTRAIN_DTYPE_F32, NULL));
+    case 32:
+        WRONG("all-to-all, overlap", dtrain_all_to_all(comm, x, x + 3, 2, DTRAIN_DTYPE_F32, NULL));
+    case 33:
+        WRONG("all-to-all of NULL", dtrain_all_to_all(comm, NULL, x, 2, DTRAIN_DTYPE_F32, NULL));
     case 34:
         WRONG("all-to-all overflows",
-              dtrain_all_to_all(comm, x, x + 4, SIZE_MAX / 8 + 1, DTRAIN_F32, NULL));
+              dtrain_all_to_all(comm, x, x + 4, SIZE_MAX / 8 + 1, DTRAIN_DTYPE_F32, NULL));
     default: return DTRAIN_RESULT_FORCE_INT;
     }
 #undef WRONG
@@ -916,13 +951,13 @@ static int rank_destroys_early(dtrain_world *world, void *user)
     (void)user;
     RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &pair));
     if (dtrain_world_rank(world) == 0) {
-        RANKS_TRY(dtrain_all_reduce(pair, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work));
+        RANKS_TRY(dtrain_all_reduce(pair, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
         CHECK(dtrain_comm_destroy(pair) == DTRAIN_ERROR_USAGE);
         CHECK(strlen(dtrain_last_error()) > 20);
         RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
     } else {
         RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
-        RANKS_TRY(dtrain_all_reduce(pair, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work));
+        RANKS_TRY(dtrain_all_reduce(pair, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
     }
     RANKS_TRY(dtrain_work_wait(work));
     CHECK(x == 2);
@@ -947,7 +982,7 @@ static int rank_forgets(dtrain_world *world, void *user)
     (void)user;
     RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &pair));
     RANKS_TRY(dtrain_comm_alloc(pair, 100000, &memory));
-    RANKS_TRY(dtrain_all_reduce(pair, mine, mine, 4, DTRAIN_F32, DTRAIN_SUM, &work));
+    RANKS_TRY(dtrain_all_reduce(pair, mine, mine, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
     return 0;
 }
 static void test_forgotten_things(void)
@@ -993,7 +1028,7 @@ static int rank_in_a_storm(dtrain_world *world, void *user)
     for (i = 0; i < 150; i++) {
         size_t now = i % 10 ? 100 : count;
         for (k = 0; k < now; k++) x[k] = (float)(rank + 1);
-        RANKS_TRY(dtrain_all_reduce(comm, x, x, now, DTRAIN_F32, DTRAIN_SUM, NULL));
+        RANKS_TRY(dtrain_all_reduce(comm, x, x, now, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
         for (k = 0; k < now; k++)
             if (x[k] != (float)(n * (n + 1) / 2))
                 return !CHECK_MSG(0, "x[%zu] = %g", k, (double)x[k]);
@@ -1034,16 +1069,17 @@ static int rank_forks(dtrain_world *world, void *user)
             int code = 0;
             alarm(5);
             if (dtrain_barrier(comm) == DTRAIN_OK) code |= 1;
-            if (dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, NULL) == DTRAIN_OK)
+            if (dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) ==
+                DTRAIN_OK)
                 code |= 2;
-            if (dtrain_send(comm, &x, 1, DTRAIN_F32, 0, &work) == DTRAIN_OK) code |= 4;
+            if (dtrain_send(comm, &x, 1, DTRAIN_DTYPE_F32, 0, &work) == DTRAIN_OK) code |= 4;
             if (strlen(dtrain_last_error()) < 20) code |= 8;
             _exit(code);
         }
         CHECK_MSG(test_wait(child, 6, &status) && WIFEXITED(status) && WEXITSTATUS(status) == 0,
                   "the forked child ended with status %x", (unsigned)status);
     }
-    RANKS_TRY(dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     CHECK_MSG(x == (float)dtrain_world_size(world), "x = %g", (double)x);
     return 0;
 }
@@ -1059,8 +1095,8 @@ static int rank_needs_memory(dtrain_world *world, void *user)
     (void)user;
     if (dtrain_comm_alloc(comm, bytes, &memory) != DTRAIN_OK) return 40;
     memset(memory, 1, bytes);
-    if (dtrain_all_reduce(comm, memory, memory, bytes / 4, DTRAIN_I32, DTRAIN_MAX, NULL) !=
-        DTRAIN_OK)
+    if (dtrain_all_reduce(comm, memory, memory, bytes / 4, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX,
+                          NULL) != DTRAIN_OK)
         return 41;
     dtrain_comm_free(comm, memory, bytes);
     return 0;

@@ -84,15 +84,15 @@ static void close_pools(void)
 
 static float get(const void *data, dtrain_dtype dtype, int64_t i)
 {
-    if (dtype == DTRAIN_F32) return ((const float *)data)[i];
+    if (dtype == DTRAIN_DTYPE_F32) return ((const float *)data)[i];
     uint16_t half = ((const uint16_t *)data)[i];
-    return dtype == DTRAIN_BF16 ? dtrain_bf16_to_f32(half) : dtrain_f16_to_f32(half);
+    return dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(half) : dtrain_f16_to_f32(half);
 }
 
 static void put(void *data, dtrain_dtype dtype, int64_t i, float value)
 {
-    if (dtype == DTRAIN_F32) ((float *)data)[i] = value;
-    else if (dtype == DTRAIN_BF16) ((uint16_t *)data)[i] = dtrain_f32_to_bf16(value);
+    if (dtype == DTRAIN_DTYPE_F32) ((float *)data)[i] = value;
+    else if (dtype == DTRAIN_DTYPE_BF16) ((uint16_t *)data)[i] = dtrain_f32_to_bf16(value);
     else ((uint16_t *)data)[i] = dtrain_f32_to_f16(value);
 }
 
@@ -131,7 +131,7 @@ static void problem_fill(problem *x)
     g->ldc = g->n + pad;
     g->a = x->a = matrix(ta ? g->k : g->m, ta ? g->m : g->k, g->lda, g->a_dtype, 0);
     g->b = x->b = matrix(tb ? g->n : g->k, tb ? g->k : g->n, g->ldb, g->b_dtype, 0);
-    if (x->use_bias) g->bias = x->bias = (float *)matrix(1, g->n, g->n, DTRAIN_F32, 0);
+    if (x->use_bias) g->bias = x->bias = (float *)matrix(1, g->n, g->n, DTRAIN_DTYPE_F32, 0);
     x->before = matrix(g->m, g->n, g->ldc, g->c_dtype, g->beta == 0);
 }
 
@@ -139,7 +139,7 @@ static void problem_fill(problem *x)
  * bf16. */
 static problem problem_make(int m, int n, int k, int halves)
 {
-    static const dtrain_dtype types[3] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+    static const dtrain_dtype types[3] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     static const float alphas[4] = {1, 1, -0.5f, 0}, betas[4] = {0, 0, 1, 0.75f};
     problem x;
     dtrain_gemm_args *g = &x.args;
@@ -209,14 +209,14 @@ static double gelu_slope(double x)
 
 static double activated(uint32_t activation, double x)
 {
-    if (activation == DTRAIN_ACT_RELU) return x > 0 ? x : 0;
-    return activation == DTRAIN_ACT_GELU ? gelu(x) : x;
+    if (activation == DTRAIN_ACTIVATION_RELU) return x > 0 ? x : 0;
+    return activation == DTRAIN_ACTIVATION_GELU ? gelu(x) : x;
 }
 
 /* Half a unit in the last place of a stored number, relative. */
 static double storage_error(dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_F32 ? 0 : dtype == DTRAIN_BF16 ? 0x1p-8 : 0x1p-11;
+    return dtype == DTRAIN_DTYPE_F32 ? 0 : dtype == DTRAIN_DTYPE_BF16 ? 0x1p-8 : 0x1p-11;
 }
 
 /* Wrong elements of C and aux; of large products every 41st is looked at. */
@@ -347,7 +347,7 @@ static void test_blocks(void)
 /* Each combination of transposes, operand types, result type and activation. */
 static void test_every_kind(void)
 {
-    static const dtrain_dtype types[3] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
+    static const dtrain_dtype types[3] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
     open_pools();
     for (int kind = 0; kind < 4 * 3 * 3 * 3 * 3; kind++) {
         for (int i = 0; i < isa_count; i++) {
@@ -422,7 +422,7 @@ static problem thin_problem(int m, int n, int k, uint32_t flags)
     g->k = k;
     g->flags = flags;
     g->alpha = 1;
-    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_F32;
+    g->a_dtype = g->b_dtype = g->c_dtype = DTRAIN_DTYPE_F32;
     problem_fill(&x);
     return x;
 }
@@ -498,7 +498,7 @@ static void test_not_a_number(void)
     g.b = b;
     g.c = c;
     g.bias = bias;
-    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_F32;
+    g.a_dtype = g.b_dtype = g.c_dtype = DTRAIN_DTYPE_F32;
     for (int i = 0; i < M * K; i++) a[i] = i / K == 4 ? NAN : 1;
     for (int i = 0; i < K * N; i++) b[i] = 1;
     for (int j = 0; j < N; j++) bias[j] = (float)j;
@@ -571,8 +571,8 @@ static void test_workspace(void)
     problem x = problem_make(90, 80, 800, 0);
     x.use_aux = 0;
     dtrain_gemm_args g = x.args;
-    g.c = malloc(matrix_bytes(g.m, g.n, g.ldc, DTRAIN_F32));
-    memcpy(g.c, x.before, matrix_bytes(g.m, g.n, g.ldc, DTRAIN_F32));
+    g.c = malloc(matrix_bytes(g.m, g.n, g.ldc, DTRAIN_DTYPE_F32));
+    memcpy(g.c, x.before, matrix_bytes(g.m, g.n, g.ldc, DTRAIN_DTYPE_F32));
     CHECK(dtrain__gemm(NULL, &ws, &g) == ENOMEM);
     free(g.c);
     for (int round = 0; round < 3; round++) free(compute(&x, NULL, &ws, 0, &aux));
@@ -581,7 +581,7 @@ static void test_workspace(void)
     CHECK_MSG(m.calls == 3, "%d allocations after four threads", m.calls);
     problem_free(&x);
     x.args.alpha = 1;
-    x.args.c_dtype = DTRAIN_BF16;
+    x.args.c_dtype = DTRAIN_DTYPE_BF16;
     problem_fill(&x);
     for (int round = 0; round < 3; round++) free(compute(&x, NULL, &ws, 3, &aux));
     CHECK_MSG(m.calls == 4, "%d allocations after a bf16 C", m.calls);

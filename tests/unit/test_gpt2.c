@@ -56,12 +56,12 @@ static void gpt2_init(gpt2 *model, bool alias)
 static dtrain_tensor *gpt2_block(dtrain_tape *tape, dtrain_param *p, dtrain_tensor *x)
 {
     dtrain_tensor *h = dtrain_layernorm(tape, x, &p[0], &p[1]);
-    h = dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACT_NONE);
-    h = dtrain_attention(tape, h, GOLDEN_POSITIONS, GOLDEN_HEADS, DTRAIN_CAUSAL);
-    x = dtrain_add(tape, x, dtrain_linear(tape, h, &p[4], &p[5], DTRAIN_ACT_NONE));
+    h = dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE);
+    h = dtrain_attention(tape, h, GOLDEN_POSITIONS, GOLDEN_HEADS, DTRAIN_ATTENTION_CAUSAL);
+    x = dtrain_add(tape, x, dtrain_linear(tape, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE));
     h = dtrain_layernorm(tape, x, &p[6], &p[7]);
-    h = dtrain_linear(tape, h, &p[8], &p[9], DTRAIN_ACT_GELU);
-    return dtrain_add(tape, x, dtrain_linear(tape, h, &p[10], &p[11], DTRAIN_ACT_NONE));
+    h = dtrain_linear(tape, h, &p[8], &p[9], DTRAIN_ACTIVATION_GELU);
+    return dtrain_add(tape, x, dtrain_linear(tape, h, &p[10], &p[11], DTRAIN_ACTIVATION_NONE));
 }
 
 /* Mean loss of `batch` sequences from the first given on. */
@@ -72,9 +72,9 @@ static dtrain_tensor *gpt2_loss(dtrain_tape *tape, gpt2 *model, int64_t first, i
     shape[0] = batch;
     shape[1] = GOLDEN_POSITIONS;
     dtrain_tape_unit(tape, 0);
-    dtrain_tensor *inputs = dtrain_tape_input(tape, DTRAIN_I32, 2, shape,
+    dtrain_tensor *inputs = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape,
                                               golden_inputs + first * GOLDEN_POSITIONS, false);
-    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 2, shape,
+    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape,
                                                golden_targets + first * GOLDEN_POSITIONS, false);
     dtrain_tensor *x = dtrain_embedding(tape, inputs, &p[0], &p[1]);
     for (int layer = 0; layer < GOLDEN_LAYERS; layer++) {
@@ -84,7 +84,7 @@ static dtrain_tensor *gpt2_loss(dtrain_tape *tape, gpt2 *model, int64_t first, i
     dtrain_tape_unit(tape, 1 + GOLDEN_LAYERS);
     x = dtrain_layernorm(tape, x, &final[0], &final[1]);
     model->logits =
-        dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACT_NONE);
+        dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(tape, model->logits, targets);
 }
 
@@ -194,7 +194,7 @@ static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     gpt2_init(model, r->alias);
     desc.no_overlap = r->no_overlap;
-    desc.missing_gradient = DTRAIN_MISSING_ERROR;
+    desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     if (r->bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes = r->bucket_bytes;
     if (dtrain_world_rank(world) != 0) /* rank 0's values must win */
         for (int i = 0; i < GOLDEN_PARAM_COUNT; i++) model->memory[0][i] = -1;
@@ -221,8 +221,8 @@ static dtrain_result ddp_gradients(dtrain_world *world, dtrain_strategy *ddp, dt
     DTRAIN__TRY(dtrain_tape_backward(tape, mean, scale));
     DTRAIN__TRY(dtrain_strategy_finish(ddp));
     *loss *= scale;
-    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_F32, DTRAIN_MEAN,
-                             NULL);
+    return dtrain_all_reduce(dtrain_world_comm(world), loss, loss, 1, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_MEAN, NULL);
 }
 
 static dtrain_result ddp_train(dtrain_world *world, const run *r, gpt2 *model)
@@ -386,7 +386,7 @@ static int stranger_main(dtrain_world *world, void *user)
     stranger.name = "stranger";
     int64_t shape[2];
     shape[0] = 1, shape[1] = GOLDEN_POSITIONS;
-    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, golden_inputs, false);
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, golden_inputs, false);
     CHECK(!dtrain_embedding(tape, x, &model->params[0], &stranger));
     CHECK(dtrain_tape_error(tape) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "stranger belongs to no strategy") != NULL);

@@ -274,8 +274,10 @@ static int rank_uses_all(dtrain_world *world, void *user)
     if (dtrain_comm_alloc(comm, 100000, &memory) != DTRAIN_OK) return 1;
     shared = (float *)memory;
     for (i = 0; i < 500; i++) shared[i] = 1;
-    if (dtrain_all_reduce(comm, x, x, 500, DTRAIN_F32, DTRAIN_SUM, &work) != DTRAIN_OK) return 2;
-    if (dtrain_all_reduce(comm, shared, shared, 500, DTRAIN_F32, DTRAIN_SUM, NULL) != DTRAIN_OK)
+    if (dtrain_all_reduce(comm, x, x, 500, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work) != DTRAIN_OK)
+        return 2;
+    if (dtrain_all_reduce(comm, shared, shared, 500, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) !=
+        DTRAIN_OK)
         return 3;
     if (dtrain_work_wait(work) != DTRAIN_OK) return 4;
     if (dtrain_comm_split(comm, dtrain_world_rank(world) % 2, 0, &half) != DTRAIN_OK) return 5;
@@ -876,20 +878,20 @@ static void test_64_ranks(void)
  * the slowest rank has read it. */
 static int rank_exchanges(dtrain_world *world, void *user)
 {
-    static const size_t sizes[] = {0, 1, 7, 8, 129, DTRAIN_EXCHANGE_BYTES};
+    static const size_t sizes[] = {0, 1, 7, 8, 129, DTRAIN_WORLD_ALL_GATHER_BYTES};
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
-    unsigned char mine[DTRAIN_EXCHANGE_BYTES], *all;
+    unsigned char mine[DTRAIN_WORLD_ALL_GATHER_BYTES], *all;
     uint64_t seed = (uint64_t)rank + 1;
     int round, i, wrong = 0;
     (void)user;
-    all = (unsigned char *)malloc((size_t)size * DTRAIN_EXCHANGE_BYTES);
+    all = (unsigned char *)malloc((size_t)size * DTRAIN_WORLD_ALL_GATHER_BYTES);
     for (round = 0; round < 300; round++) {
         const size_t bytes = sizes[round % 6];
         size_t k;
         for (k = 0; k < bytes; k++)
             mine[k] = (unsigned char)ranks_mix((uint64_t)(round * 64 + rank) << 16 | k);
         if (ranks_random(&seed, 16) == 0) ranks_sleep_us(500);
-        RANKS_TRY(dtrain_world_exchange(world, bytes ? mine : NULL, bytes, bytes ? all : NULL));
+        RANKS_TRY(dtrain_world_all_gather(world, bytes ? mine : NULL, bytes, bytes ? all : NULL));
         for (i = 0; i < size; i++)
             for (k = 0; k < bytes; k++)
                 wrong += all[(size_t)i * bytes + k] !=
@@ -899,7 +901,7 @@ static int rank_exchanges(dtrain_world *world, void *user)
     CHECK_MSG(wrong == 0, "rank %d read %d wrong bytes", rank, wrong);
     CHECK(dtrain_world_local_rank(world) == rank && dtrain_world_local_size(world) == size);
     CHECK(dtrain_world_node(world) == 0 && dtrain_world_node_count(world) == 1);
-    CHECK(dtrain_world_look(world) == DTRAIN_OK);
+    CHECK(dtrain_world_poll(world) == DTRAIN_OK);
     return 0;
 }
 
@@ -934,24 +936,24 @@ static int rank_in_trouble(dtrain_world *world, void *user)
     char mine[32] = "", all[32 * 3];
     dtrain_result result = DTRAIN_OK, expected = DTRAIN_ERROR_PEER;
     const double start = test_seconds();
-    RANKS_TRY(dtrain_world_exchange(world, mine, 32, all));
+    RANKS_TRY(dtrain_world_all_gather(world, mine, 32, all));
     if (rank == 1) {
-        if (what == DIFFERENT_BYTES) (void)dtrain_world_exchange(world, mine, 31, all);
+        if (what == DIFFERENT_BYTES) (void)dtrain_world_all_gather(world, mine, 31, all);
         if (what == MISSING) ranks_sleep_us(800000);
         if (what == LEAVES || what == LEAVES_TO_LOOK) return 0;
         if (what == DIES || what == DIES_TO_LOOK) raise(SIGKILL);
         if (what < REPORTS) return 0;
-        dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "the test device is lost");
-        dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "a second report");
-        CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER && says("device is lost"));
+        dtrain_world_abort(world, DTRAIN_ERROR_SYSTEM, "the test device is lost");
+        dtrain_world_abort(world, DTRAIN_ERROR_SYSTEM, "a second report");
+        CHECK(dtrain_world_poll(world) == DTRAIN_ERROR_PEER && says("device is lost"));
         ranks_sleep_us(300000);
         return 0;
     }
     if (what == REPORTS_TO_COMM) result = dtrain_barrier(dtrain_world_comm(world));
-    else if (what < REPORTS_TO_COMM) result = dtrain_world_exchange(world, mine, 32, all);
+    else if (what < REPORTS_TO_COMM) result = dtrain_world_all_gather(world, mine, 32, all);
     else
         while (result == DTRAIN_OK && test_seconds() < start + 10)
-            result = dtrain_world_look(world);
+            result = dtrain_world_poll(world);
     if (what == DIFFERENT_BYTES && result == DTRAIN_ERROR_MISMATCH) expected = result;
     if (what == MISSING && result == DTRAIN_ERROR_TIMEOUT) expected = result; /* whoever is first */
     CHECK_MSG(result == expected && says_rank(1), "trouble %d: %s: %s", (int)what,
@@ -986,7 +988,7 @@ static int rank_reports_second(dtrain_world *world, void *user)
     char mine = 0, all[2];
     (void)user;
     if (dtrain_world_rank(world) == 1) dtrain__store(&report->state, 1);
-    RANKS_TRY(dtrain_world_exchange(world, &mine, 1, all));
+    RANKS_TRY(dtrain_world_all_gather(world, &mine, 1, all));
     if (dtrain_world_rank(world) == 1) {
         ranks_sleep_us(20000);
         report->rank = 1;
@@ -995,8 +997,8 @@ static int rank_reports_second(dtrain_world *world, void *user)
         dtrain__store(&report->state, 2);
         return 0;
     }
-    dtrain_world_report(world, DTRAIN_ERROR_TIMEOUT, "the second report");
-    CHECK(dtrain_world_look(world) == DTRAIN_ERROR_PEER && says("the first report"));
+    dtrain_world_abort(world, DTRAIN_ERROR_TIMEOUT, "the second report");
+    CHECK(dtrain_world_poll(world) == DTRAIN_ERROR_PEER && says("the first report"));
     return 0;
 }
 
@@ -1010,16 +1012,16 @@ static void test_reports_together(void)
 
 static int rank_misuses_exchange(dtrain_world *world, void *user)
 {
-    static char big[DTRAIN_EXCHANGE_BYTES + 1];
+    static char big[DTRAIN_WORLD_ALL_GATHER_BYTES + 1];
     (void)user;
-    CHECK(dtrain_world_exchange(world, big, sizeof big, big) == DTRAIN_ERROR_ARGUMENT &&
+    CHECK(dtrain_world_all_gather(world, big, sizeof big, big) == DTRAIN_ERROR_ARGUMENT &&
           says("4097"));
-    CHECK(dtrain_world_exchange(world, NULL, 1, big) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_world_exchange(world, big, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_world_exchange(NULL, big, 1, big) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_world_look(NULL) == DTRAIN_ERROR_ARGUMENT);
-    dtrain_world_report(NULL, DTRAIN_ERROR_SYSTEM, "nobody");
-    CHECK(dtrain_world_look(world) == DTRAIN_OK);
+    CHECK(dtrain_world_all_gather(world, NULL, 1, big) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_world_all_gather(world, big, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_world_all_gather(NULL, big, 1, big) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_world_poll(NULL) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_world_abort(NULL, DTRAIN_ERROR_SYSTEM, "nobody");
+    CHECK(dtrain_world_poll(world) == DTRAIN_OK);
     CHECK(dtrain_world_local_rank(NULL) == -1 && dtrain_world_node(NULL) == -1);
     return 0;
 }

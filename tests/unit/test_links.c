@@ -10,9 +10,10 @@
 
 enum { MODES = 2, SLACK_NS = 64 /* each booking is rounded up to the next nanosecond */ };
 
-static const uint32_t kinds[] = {DTRAIN_ALL_REDUCE, DTRAIN_REDUCE_SCATTER, DTRAIN_ALL_GATHER,
-                                 DTRAIN_BROADCAST,  DTRAIN_REDUCE,         DTRAIN_ALL_TO_ALL,
-                                 DTRAIN_BARRIER};
+static const uint32_t kinds[] = {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_COLLECTIVE_REDUCE_SCATTER,
+                                 DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN_COLLECTIVE_BROADCAST,
+                                 DTRAIN_COLLECTIVE_REDUCE,     DTRAIN_COLLECTIVE_ALL_TO_ALL,
+                                 DTRAIN_COLLECTIVE_BARRIER};
 enum { KINDS = sizeof kinds / sizeof *kinds };
 
 static dtrain_launch_desc links_desc(int ranks, int node_ranks, uint32_t mode, double gigabits,
@@ -51,17 +52,19 @@ static const dtrain__local_work *local_work(const dtrain_work *work)
 static dtrain_result call(dtrain_comm *comm, uint32_t kind, const float *send, float *recv,
                           size_t count, int root, dtrain_work **work)
 {
-    const dtrain_dtype dtype = DTRAIN_F32;
+    const dtrain_dtype dtype = DTRAIN_DTYPE_F32;
     switch (kind) {
-    case DTRAIN_ALL_REDUCE:
-        return dtrain_all_reduce(comm, send, recv, count, dtype, DTRAIN_SUM, work);
-    case DTRAIN_REDUCE_SCATTER:
-        return dtrain_reduce_scatter(comm, send, recv, count, dtype, DTRAIN_MEAN, work);
-    case DTRAIN_ALL_GATHER: return dtrain_all_gather(comm, send, recv, count, dtype, work);
-    case DTRAIN_ALL_TO_ALL: return dtrain_all_to_all(comm, send, recv, count, dtype, work);
-    case DTRAIN_BROADCAST: return dtrain_broadcast(comm, recv, count, dtype, root, work);
-    case DTRAIN_REDUCE:
-        return dtrain_reduce(comm, send, recv, count, dtype, DTRAIN_SUM, root, work);
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+        return dtrain_all_reduce(comm, send, recv, count, dtype, DTRAIN_REDUCE_SUM, work);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+        return dtrain_reduce_scatter(comm, send, recv, count, dtype, DTRAIN_REDUCE_MEAN, work);
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return dtrain_all_gather(comm, send, recv, count, dtype, work);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+        return dtrain_all_to_all(comm, send, recv, count, dtype, work);
+    case DTRAIN_COLLECTIVE_BROADCAST: return dtrain_broadcast(comm, recv, count, dtype, root, work);
+    case DTRAIN_COLLECTIVE_REDUCE:
+        return dtrain_reduce(comm, send, recv, count, dtype, DTRAIN_REDUCE_SUM, root, work);
     default: return dtrain_barrier(comm);
     }
 }
@@ -141,9 +144,10 @@ static int bits_of(dtrain_comm *comm, float *send, float *recv, size_t room, uin
         }
     for (c = 0; c < sizeof counts / sizeof *counts && size > 1; c++) {
         dtrain_work *work[2];
-        RANKS_TRY(dtrain_send(comm, send, counts[c], DTRAIN_F32, (rank + 1) % size, &work[0]));
         RANKS_TRY(
-            dtrain_recv(comm, recv, counts[c], DTRAIN_F32, (rank + size - 1) % size, &work[1]));
+            dtrain_send(comm, send, counts[c], DTRAIN_DTYPE_F32, (rank + 1) % size, &work[0]));
+        RANKS_TRY(dtrain_recv(comm, recv, counts[c], DTRAIN_DTYPE_F32, (rank + size - 1) % size,
+                              &work[1]));
         RANKS_TRY(dtrain_work_wait(work[0]));
         RANKS_TRY(dtrain_work_wait(work[1]));
         hash_in(hash, recv, counts[c]);
@@ -198,11 +202,11 @@ static void test_bits_threads(void) { bits_in(DTRAIN_LAUNCH_THREADS); }
 static double pair_bytes(uint32_t kind, int i, int j, int n, int root, double bytes, int small)
 {
     switch (kind) {
-    case DTRAIN_ALL_REDUCE: return small ? bytes : 2 * bytes / n;
-    case DTRAIN_REDUCE:
+    case DTRAIN_COLLECTIVE_ALL_REDUCE: return small ? bytes : 2 * bytes / n;
+    case DTRAIN_COLLECTIVE_REDUCE:
         if (small) return j == root ? bytes : 0;
         return (1 + (j == root)) * bytes / n;
-    case DTRAIN_BARRIER: return 0;
+    case DTRAIN_COLLECTIVE_BARRIER: return 0;
     default: return (void)i, bytes; /* of a slice or a piece, as the call counts */
     }
 }
@@ -210,8 +214,9 @@ static double pair_bytes(uint32_t kind, int i, int j, int n, int root, double by
 static int rounds_of(uint32_t kind, int nodes, int small)
 {
     int rounds = 0;
-    if (kind == DTRAIN_ALL_REDUCE || kind == DTRAIN_REDUCE) return small ? 1 : 2;
-    if (kind != DTRAIN_BARRIER) return 1;
+    if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE || kind == DTRAIN_COLLECTIVE_REDUCE)
+        return small ? 1 : 2;
+    if (kind != DTRAIN_COLLECTIVE_BARRIER) return 1;
     while (nodes > 1 << rounds) rounds++;
     return rounds;
 }
@@ -220,7 +225,8 @@ static int rounds_of(uint32_t kind, int nodes, int small)
 static double formula_ns(uint32_t kind, int n, int each, int root, size_t count, double gigabits,
                          double latency)
 {
-    const int pieces = kind == DTRAIN_REDUCE_SCATTER || kind == DTRAIN_ALL_TO_ALL ? n : 1;
+    const int pieces =
+        kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER || kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? n : 1;
     const size_t whole = count * 4 * (size_t)pieces;
     const int small = whole <= 4096 && whole * (size_t)n <= 32768, nodes = n / each;
     double out[64] = {0}, in[64] = {0}, most = 0;
@@ -230,7 +236,7 @@ static double formula_ns(uint32_t kind, int n, int each, int root, size_t count,
         for (j = 0; j < n; j++) {
             double bytes = pair_bytes(kind, i, j, n, root, 4.0 * (double)count, small);
             if (i / each == j / each) continue;
-            if (kind == DTRAIN_BROADCAST && (i != root || j % each))
+            if (kind == DTRAIN_COLLECTIVE_BROADCAST && (i != root || j % each))
                 continue; /* to a node's first rank */
             out[i / each] += bytes;
             in[j / each] += bytes;
@@ -252,7 +258,7 @@ static dtrain_result all_stamps(dtrain_world *world, const dtrain_work *work, st
     memset(latest, 0, sizeof *latest);
     mine.start = local->started_ns;
     mine.due = local->due_ns;
-    DTRAIN__TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     for (i = 0; i < dtrain_world_size(world); i++) {
         if (all[i].start > latest->start) latest->start = all[i].start;
         if (all[i].due > latest->due) latest->due = all[i].due;
@@ -302,7 +308,7 @@ static int rank_formula(dtrain_world *world, void *user)
         double begin = test_seconds();
         RANKS_TRY(dtrain_barrier(comm));
         CHECK(1e9 * (test_seconds() - begin) >=
-              formula_ns(DTRAIN_BARRIER, n, each, -1, 0, gigabits, latency));
+              formula_ns(DTRAIN_COLLECTIVE_BARRIER, n, each, -1, 0, gigabits, latency));
     }
     dtrain_comm_free(comm, memory, 2 * 25000 * 8 * 4);
     return 0;
@@ -326,7 +332,7 @@ static int rank_queue(dtrain_world *world, void *user)
 {
     enum { COUNT = 200000 };
     const int rank = dtrain_world_rank(world);
-    const double expected = formula_ns(DTRAIN_ALL_REDUCE, 2, 1, -1, COUNT, 1, 50),
+    const double expected = formula_ns(DTRAIN_COLLECTIVE_ALL_REDUCE, 2, 1, -1, COUNT, 1, 50),
                  bytes_ns = 8.0 * COUNT * 4;
     dtrain_comm *comm = dtrain_world_comm(world), *pair;
     dtrain_work *work[2];
@@ -339,7 +345,8 @@ static int rank_queue(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_comm_alloc(comm, 2 * COUNT * 4, &memory));
     for (i = 0; i < 2; i++) {
         float *buffer = (float *)memory + i * COUNT;
-        RANKS_TRY(dtrain_all_reduce(pair, buffer, buffer, COUNT, DTRAIN_F32, DTRAIN_SUM, &work[i]));
+        RANKS_TRY(dtrain_all_reduce(pair, buffer, buffer, COUNT, DTRAIN_DTYPE_F32,
+                                    DTRAIN_REDUCE_SUM, &work[i]));
         local[i] = local_work(work[i]);
     }
     ranks_sleep_us(20000); /* longer than the transfers: nobody looks, and they end all the same */
@@ -348,7 +355,7 @@ static int rank_queue(dtrain_world *world, void *user)
     CHECK(local[0]->due_ns && local[1]->due_ns >= local[0]->due_ns + (uint64_t)bytes_ns);
     mine.start = local[0]->started_ns;
     mine.due = local[0]->due_ns;
-    RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, at));
+    RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, at));
     for (i = rank / 2 * 2; i < rank / 2 * 2 + 2; i++)
         if (at[i].start > mine.start) mine.start = at[i].start;
     check_due(&mine, expected, "first of two");
@@ -372,8 +379,8 @@ static int rank_order(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_barrier(comm));
         if (dtrain_world_rank(world) == round % 2) ranks_sleep_us(100);
         for (i = 0; i < AT_ONCE; i++)
-            RANKS_TRY(dtrain_all_reduce(comm, &memory[i], &memory[i], 1, DTRAIN_F32, DTRAIN_SUM,
-                                        &work[i]));
+            RANKS_TRY(dtrain_all_reduce(comm, &memory[i], &memory[i], 1, DTRAIN_DTYPE_F32,
+                                        DTRAIN_REDUCE_SUM, &work[i]));
         for (i = 0; i < AT_ONCE; i++) RANKS_TRY(dtrain_work_wait(work[i]));
         for (i = 1; i < AT_ONCE; i++)
             late += local_work(work[i])->due_ns <= local_work(work[i - 1])->due_ns;
@@ -394,7 +401,8 @@ static int rank_inside(dtrain_world *world, void *user)
     float value[2] = {1, 2};
     (void)user;
     RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), dtrain_world_node(world), rank, &inside));
-    RANKS_TRY(dtrain_all_reduce(inside, value, value, 2, DTRAIN_F32, DTRAIN_SUM, &work));
+    RANKS_TRY(
+        dtrain_all_reduce(inside, value, value, 2, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
     RANKS_TRY(dtrain_work_wait(work));
     CHECK(local_work(work)->due_ns == 0);
     CHECK(local_work(work)->stage == 1);
@@ -426,14 +434,14 @@ static int rank_messages(dtrain_world *world, void *user)
         double begin, took;
         RANKS_TRY(dtrain_barrier(comm));
         begin = test_seconds();
-        if (rank == 0) RANKS_TRY(dtrain_send(comm, buffer, counts[c], DTRAIN_F32, 1, &work));
-        else RANKS_TRY(dtrain_recv(comm, buffer, counts[c], DTRAIN_F32, 0, &work));
+        if (rank == 0) RANKS_TRY(dtrain_send(comm, buffer, counts[c], DTRAIN_DTYPE_F32, 1, &work));
+        else RANKS_TRY(dtrain_recv(comm, buffer, counts[c], DTRAIN_DTYPE_F32, 0, &work));
         RANKS_TRY(dtrain_work_wait(work));
         took = 1e9 * (test_seconds() - begin);
         mine = local_work(work)->started_ns;
-        RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, starts));
+        RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, starts));
         mine = local_work(work)->due_ns;
-        RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, dues));
+        RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, dues));
         if (rank == 1)
             CHECK_MSG(took >= link_ns + latency_ns || starts[0] < starts[1], "%.0f ns", took);
         if (rank == 0 &&
@@ -489,7 +497,8 @@ static int rank_sleeps(dtrain_world *world, void *user)
         sleeps = thread_sleeps();
         cpu = thread_cpu();
         wall = test_seconds();
-        RANKS_TRY(dtrain_all_reduce(comm, memory, memory, COUNT, DTRAIN_F32, DTRAIN_SUM, NULL));
+        RANKS_TRY(dtrain_all_reduce(comm, memory, memory, COUNT, DTRAIN_DTYPE_F32,
+                                    DTRAIN_REDUCE_SUM, NULL));
         wall = test_seconds() - wall;
         cpu = thread_cpu() - cpu;
         sleeps = thread_sleeps() - sleeps;
@@ -500,7 +509,7 @@ static int rank_sleeps(dtrain_world *world, void *user)
         slept = sleeps >= 20 && (cpu < 0.5 * wall || RANKS_SANITIZED);
         CHECK_MSG(slept || i + 1 < TRIES, "slept %ld times in %.4f s, %.4f s of processor", sleeps,
                   wall, cpu);
-        RANKS_TRY(dtrain_world_exchange(world, &slept, sizeof slept, all));
+        RANKS_TRY(dtrain_world_all_gather(world, &slept, sizeof slept, all));
         if (all[0] && all[1]) break;
     }
     return 0;
@@ -518,9 +527,10 @@ static int rank_too_slow(dtrain_world *world, void *user)
     dtrain_result result;
     RANKS_TRY(dtrain_barrier(comm)); /* all are there: what takes time is the link */
     if (!message)
-        result = dtrain_all_reduce(comm, memory, memory, 1000000, DTRAIN_F32, DTRAIN_SUM, NULL);
-    else if (rank) result = dtrain_recv(comm, memory, 1000000, DTRAIN_F32, 0, NULL);
-    else result = dtrain_send(comm, memory, 1000000, DTRAIN_F32, 1, NULL);
+        result = dtrain_all_reduce(comm, memory, memory, 1000000, DTRAIN_DTYPE_F32,
+                                   DTRAIN_REDUCE_SUM, NULL);
+    else if (rank) result = dtrain_recv(comm, memory, 1000000, DTRAIN_DTYPE_F32, 0, NULL);
+    else result = dtrain_send(comm, memory, 1000000, DTRAIN_DTYPE_F32, 1, NULL);
     CHECK_MSG(result == DTRAIN_ERROR_TIMEOUT, "%s", dtrain_result_name(result));
     if (!message)
         CHECK_MSG(strstr(dtrain_last_error(), "s more; raise timeout_ms") != NULL, "%s",
@@ -546,8 +556,8 @@ static int rank_dies(dtrain_world *world, void *user)
     float *memory = (float *)calloc(1000000, sizeof *memory);
     dtrain_work *work;
     bool done = false;
-    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), memory, memory, 1000000, DTRAIN_F32,
-                                DTRAIN_SUM, &work));
+    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), memory, memory, 1000000, DTRAIN_DTYPE_F32,
+                                DTRAIN_REDUCE_SUM, &work));
     while (rank == 1 && !local_work(work)->due_ns)
         RANKS_TRY(dtrain_work_test(work, &done)); /* until it waits for nothing but the link */
     if (rank == 1) raise(SIGKILL);
@@ -635,8 +645,8 @@ static int rank_joined(dtrain_world *world, void *user)
     const int rank = dtrain_world_rank(world);
     float one = 1;
     double begin = test_seconds();
-    RANKS_TRY(
-        dtrain_all_reduce(dtrain_world_comm(world), &one, &one, 1, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &one, &one, 1, DTRAIN_DTYPE_F32,
+                                DTRAIN_REDUCE_SUM, NULL));
     CHECK(test_seconds() - begin >= 0.01 && one == 4);
     all->good[rank] = dtrain_world_node(world) == rank / 2 && dtrain_world_node_count(world) == 2 &&
                       dtrain_world_local_rank(world) == rank % 2 &&

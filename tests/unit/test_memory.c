@@ -58,18 +58,18 @@ static dtrain_tensor *loss(dtrain_tape *tape, void *user)
     model *m = (model *)user;
     int64_t shape[2] = {0, 1};
     shape[0] = m->batch;
-    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, m->tokens, false);
-    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, m->tokens, false);
+    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, m->tokens, false);
     dtrain_tape_unit(tape, 0);
     dtrain_tensor *x = dtrain_embedding(tape, tokens, &m->params[0], NULL);
     for (int b = 0; b < BLOCKS; b++) {
         dtrain_param *p = &m->params[4 * b + 1];
         dtrain_tape_unit(tape, (uint32_t)b + 1);
-        dtrain_tensor *h = dtrain_linear(tape, x, &p[0], &p[1], DTRAIN_ACT_GELU);
-        x = dtrain_add(tape, x, dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACT_NONE));
+        dtrain_tensor *h = dtrain_linear(tape, x, &p[0], &p[1], DTRAIN_ACTIVATION_GELU);
+        x = dtrain_add(tape, x, dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE));
     }
     dtrain_tape_unit(tape, BLOCKS + 1);
-    x = dtrain_linear(tape, x, &m->params[PARAMS - 1], NULL, DTRAIN_ACT_NONE);
+    x = dtrain_linear(tape, x, &m->params[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(tape, x, targets);
 }
 
@@ -134,7 +134,7 @@ static dtrain_result plan(dtrain_world *world, const run *r, model *m, uint64_t 
     const dtrain_trainer_desc trainer = trainer_desc(r, m);
     dtrain_memory strategy, activations;
     TRY(dtrain_strategy_plan(m->params, PARAMS, &r->desc, dtrain_world_size(world), &strategy));
-    TRY(dtrain_plan_activations(world, &trainer, &activations));
+    TRY(dtrain_trainer_plan_activations(world, &trainer, &activations));
     *bytes = strategy.total + activations.total;
     return DTRAIN_OK;
 }
@@ -156,7 +156,7 @@ static dtrain_result train(dtrain_world *world, run *r, model *m)
     desc.strategy = strategy;
     desc.optimizer = optimizer;
     if (result == DTRAIN_OK) result = dtrain_trainer_create(world, &desc, &trainer);
-    if (result == DTRAIN_OK) result = dtrain_trainer_plan_memory(trainer, &memory);
+    if (result == DTRAIN_OK) result = dtrain_trainer_plan(trainer, &memory);
     for (int s = 0; s < STEPS && result == DTRAIN_OK; s++)
         result = dtrain_trainer_step(trainer, &record);
     if (result == DTRAIN_OK) {
@@ -212,8 +212,9 @@ static void check_prediction(run *r, int ranks, const char *what)
     run_delete(r);
 }
 
-static const uint32_t kinds[] = {DTRAIN_DDP,        DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
-                                 DTRAIN_FULL_SHARD, DTRAIN_ZERO3, DTRAIN_HYBRID_SHARD};
+static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP,           DTRAIN_STRATEGY_ZERO1,
+                                 DTRAIN_STRATEGY_SHARD_GRAD_OP, DTRAIN_STRATEGY_FULL_SHARD,
+                                 DTRAIN_STRATEGY_ZERO3,         DTRAIN_STRATEGY_HYBRID_SHARD};
 static const char *const names[] = {"DDP",        "ZERO1", "SHARD_GRAD_OP",
                                     "FULL_SHARD", "ZERO3", "HYBRID_SHARD"};
 enum { KINDS = sizeof kinds / sizeof *kinds };
@@ -225,9 +226,10 @@ static void test_prediction(void)
 {
     for (int ranks = 1; ranks <= MOST; ranks++)
         for (int k = 0; k < KINDS; k++) {
-            if (kinds[k] == DTRAIN_HYBRID_SHARD && ranks != 4) continue;
-            run *r = run_create(kinds[k], kinds[k] == DTRAIN_HYBRID_SHARD ? HYBRID_WIDTH : 48, 96);
-            if (kinds[k] == DTRAIN_HYBRID_SHARD) r->desc.node_size = 2;
+            if (kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD && ranks != 4) continue;
+            run *r = run_create(kinds[k],
+                                kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD ? HYBRID_WIDTH : 48, 96);
+            if (kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD) r->desc.node_size = 2;
             check_prediction(r, ranks, names[k]);
         }
 }
@@ -237,17 +239,18 @@ static void test_prediction_of_modes(void)
 {
     for (int k = 0; k < KINDS; k++)
         for (int mode = 0; mode < 3; mode++) {
-            const bool sharded = kinds[k] == DTRAIN_FULL_SHARD || kinds[k] == DTRAIN_ZERO3 ||
-                                 kinds[k] == DTRAIN_HYBRID_SHARD;
-            const bool hybrid = kinds[k] == DTRAIN_HYBRID_SHARD;
+            const bool sharded = kinds[k] == DTRAIN_STRATEGY_FULL_SHARD ||
+                                 kinds[k] == DTRAIN_STRATEGY_ZERO3 ||
+                                 kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD;
+            const bool hybrid = kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD;
             run *r = run_create(kinds[k], hybrid ? HYBRID_WIDTH : 48, 64);
             r->accumulation = mode == 2 ? 1 : 2;
-            if (kinds[k] == DTRAIN_HYBRID_SHARD) r->desc.node_size = 2;
-            if (mode == 1) r->desc.accumulation = DTRAIN_ACCUMULATE_LAST;
+            if (kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD) r->desc.node_size = 2;
+            if (mode == 1) r->desc.accumulation = DTRAIN_ACCUMULATION_LAST;
             if (mode == 2) r->tape_flags = DTRAIN_TAPE_BF16;
             if (mode == 0) r->checkpoint = 1;
-            if (mode == 2 && sharded) r->desc.param_dtype = DTRAIN_BF16;
-            if (mode == 2) r->desc.reduce_dtype = DTRAIN_BF16;
+            if (mode == 2 && sharded) r->desc.param_dtype = DTRAIN_DTYPE_BF16;
+            if (mode == 2) r->desc.reduce_dtype = DTRAIN_DTYPE_BF16;
             check_prediction(r, hybrid ? 4 : 2, names[k]);
         }
 }
@@ -284,22 +287,22 @@ static void launch_limited(int ranks, uint64_t limit, uint32_t mode, dtrain_rank
  * whole it is refused, and nothing is left of the attempt. */
 static void test_model_larger_than_the_limit(void)
 {
-    run *whole = run_create(DTRAIN_DDP, 160, 8);
+    run *whole = run_create(DTRAIN_STRATEGY_DDP, 160, 8);
     ranks_run(4, DTRAIN_LAUNCH_THREADS, train_rank, whole);
     const uint64_t params = whole->info[0].value_bytes, limit = 3 * params + MIB;
     CHECK(whole->predicted[0] > limit);
     for (int k = 0; k < KINDS; k++) {
-        if (kinds[k] == DTRAIN_HYBRID_SHARD) continue;
+        if (kinds[k] == DTRAIN_STRATEGY_HYBRID_SHARD) continue;
         run *r = run_create(kinds[k], 160, 8);
         launch_limited(4, limit, DTRAIN_LAUNCH_THREADS, train_rank, r);
         for (int i = 0; i < 4; i++) {
             CHECK_MSG(r->left[i] < 8192, "%s: %llu bytes are left", names[k],
                       (unsigned long long)r->left[i]);
-            if (kinds[k] == DTRAIN_DDP) {
+            if (kinds[k] == DTRAIN_STRATEGY_DDP) {
                 CHECK_MSG(r->results[i] == DTRAIN_ERROR_MEMORY &&
                               strstr(r->errors[i], "memory limit"),
                           "%s", r->errors[i]);
-            } else if (kinds[k] != DTRAIN_ZERO1) {
+            } else if (kinds[k] != DTRAIN_STRATEGY_ZERO1) {
                 CHECK_MSG(r->results[i] == DTRAIN_OK, "%s: %s", names[k], r->errors[i]);
                 CHECK_MSG(memcmp(&r->losses[i], &whole->losses[i], sizeof(float)) == 0,
                           "%s: loss %g, not %g", names[k], (double)r->losses[i],
@@ -334,7 +337,7 @@ static int comm_rank(dtrain_world *world, void *user)
 static void test_communicator_memory_counts(void)
 {
     for (uint32_t mode = 0; mode < 2; mode++) {
-        run *r = run_create(DTRAIN_DDP, 1, 1);
+        run *r = run_create(DTRAIN_STRATEGY_DDP, 1, 1);
         launch_limited(2, 4 * MIB, mode, comm_rank, r);
         run_delete(r);
     }
@@ -345,7 +348,8 @@ static void test_communicator_memory_counts(void)
 /* As the limit falls, each kind in its turn; below the last, an error that says what is missing. */
 static void test_auto_keeps_to_the_limit(void)
 {
-    static const uint32_t order[] = {DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP, DTRAIN_FULL_SHARD};
+    static const uint32_t order[] = {DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+                                     DTRAIN_STRATEGY_FULL_SHARD};
     model *m = (model *)calloc(1, sizeof *m);
     uint64_t need[3];
     for (int i = 0; i < 3; i++) {
@@ -399,7 +403,7 @@ static int batch_rank(dtrain_world *world, void *user)
     const uint64_t before = in_use(dtrain_world_device(world));
     dtrain_trainer_desc trainer = trainer_desc(r, &m);
     dtrain_strategy_desc strategy = r->desc;
-    dtrain_auto_batch_desc desc;
+    dtrain_plan_batch_desc desc;
     model_init(&m, r->width);
     memset(&desc, 0, sizeof desc);
     if (r->limits[rank]) strategy.memory_limit = r->limits[rank];
@@ -410,7 +414,7 @@ static int batch_rank(dtrain_world *world, void *user)
     desc.param_count = PARAMS;
     desc.strategy = &strategy;
     cap = r->caps[rank];
-    r->results[rank] = dtrain_auto_batch(world, &desc, &r->batches[rank]);
+    r->results[rank] = dtrain_trainer_plan_batch(world, &desc, &r->batches[rank]);
     cap = 0;
     snprintf(r->errors[rank], sizeof r->errors[rank], "%s", dtrain_last_error());
     r->left[rank] = in_use(dtrain_world_device(world)) - before;
@@ -450,7 +454,7 @@ static void test_batch_is_the_largest(void)
         CHECK_MSG(r->predicted[0] <= limit && r->total[0] > limit - slack,
                   "%s: batch %u takes %llu, one more %llu", names[k], r->batches[0],
                   (unsigned long long)r->predicted[0], (unsigned long long)r->total[0]);
-        if (kinds[k] <= DTRAIN_SHARD_GRAD_OP) CHECK(r->batches[0] > last);
+        if (kinds[k] <= DTRAIN_STRATEGY_SHARD_GRAD_OP) CHECK(r->batches[0] > last);
         last = r->batches[0];
         run_delete(r);
     }
@@ -459,7 +463,7 @@ static void test_batch_is_the_largest(void)
 /* The limit of the rank that has least is everybody's, to the byte. */
 static void test_batch_of_the_least_rank(void)
 {
-    run *r = run_create(DTRAIN_FULL_SHARD, 96, 1);
+    run *r = run_create(DTRAIN_STRATEGY_FULL_SHARD, 96, 1);
     for (int i = 0; i < 3; i++) r->limits[i] = (uint64_t)(24 - 4 * (i == 1)) * MIB;
     ranks_run(3, DTRAIN_LAUNCH_PROCESSES, batch_rank, r);
     check_batches(r, 3, "limits that differ");
@@ -481,7 +485,7 @@ static void test_batch_at_most(void)
 /* One rank cannot allocate what was predicted: all take less. */
 static void test_batch_of_a_failing_trial(void)
 {
-    run *r = run_create(DTRAIN_ZERO1, 96, 1);
+    run *r = run_create(DTRAIN_STRATEGY_ZERO1, 96, 1);
     dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_THREADS);
     desc.allocator.alloc = capped_alloc;
     desc.allocator.free = capped_free;
@@ -500,7 +504,7 @@ static void test_batch_of_a_failing_trial(void)
 
 static void test_batch_that_cannot_be(void)
 {
-    for (uint32_t kind = DTRAIN_DDP; kind <= DTRAIN_STRATEGY_AUTO; kind += 6) {
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_AUTO; kind += 6) {
         run *r = run_create(kind, 96, 1);
         r->desc.memory_limit = MIB / 2;
         ranks_run(2, DTRAIN_LAUNCH_THREADS, batch_rank, r);
@@ -518,7 +522,7 @@ static void test_accumulation_for(void)
             for (uint32_t batch = 1; batch <= 12; batch++) {
                 uint32_t micro = 0, accumulation = 0, expected = 0;
                 const dtrain_result result =
-                    dtrain_accumulation_for(global, batch, ranks, &micro, &accumulation);
+                    dtrain_trainer_split_batch(global, batch, ranks, &micro, &accumulation);
                 for (uint32_t b = 1; b <= batch; b++)
                     if (global % ((uint32_t)ranks * b) == 0) expected = b;
                 CHECK((result == DTRAIN_OK) == (expected > 0));
@@ -532,13 +536,13 @@ static void test_accumulation_for(void)
         const char *nearest;
     } cases[] = {{9, 4, " 8"}, {11, 4, " 12"}, {1, 4, " 4"}, {10, 4, " 8"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        CHECK(dtrain_accumulation_for(cases[i].global, 3, cases[i].ranks, &a, &b) ==
+        CHECK(dtrain_trainer_split_batch(cases[i].global, 3, cases[i].ranks, &a, &b) ==
               DTRAIN_ERROR_ARGUMENT);
         CHECK_MSG(strstr(dtrain_last_error(), cases[i].nearest), "%s", dtrain_last_error());
     }
-    CHECK(dtrain_accumulation_for(0, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_accumulation_for(UINT64_C(1) << 40, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_accumulation_for(UINT64_C(1) << 40, 1 << 20, 1, &a, &b) == DTRAIN_OK);
+    CHECK(dtrain_trainer_split_batch(0, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_split_batch(UINT64_C(1) << 40, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_split_batch(UINT64_C(1) << 40, 1 << 20, 1, &a, &b) == DTRAIN_OK);
     CHECK(a == 1 << 20 && b == 1 << 20);
 }
 

@@ -100,7 +100,7 @@ static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_
             double g = (double)p[i].grad[k] * scale, *w = &r->w[i][k], *m = &r->m[i][k],
                    *v = &r->v[i][k];
             if (decays) *w *= 1 - lr * (double)h->weight_decay;
-            if (h->kind == DTRAIN_SGD) {
+            if (h->kind == DTRAIN_OPTIMIZER_SGD) {
                 *m = step == 1 ? g : (double)h->momentum * *m + g;
                 *w -= lr * (h->nesterov ? g + (double)h->momentum * *m : *m);
                 continue;
@@ -140,10 +140,11 @@ static int long_main(dtrain_world *world, void *user)
             r.w[i][k] = (double)(values[i][k] = dtrain_random_normal(1, (uint64_t)i, (uint64_t)k));
     RANKS_TRY(dtrain_strategy_create(world, p, SHARDS, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, hyper, &optimizer));
-    CHECK(dtrain_optimizer_state_bytes(optimizer) == (uint64_t)(hyper->kind == DTRAIN_ADAMW ? 2
-                                                                : hyper->momentum > 0       ? 1
-                                                                                            : 0) *
-                                                         4 * (16 + 16 + 144 + 16));
+    CHECK(dtrain_optimizer_state_bytes(optimizer) ==
+          (uint64_t)(hyper->kind == DTRAIN_OPTIMIZER_ADAMW ? 2
+                     : hyper->momentum > 0                 ? 1
+                                                           : 0) *
+              4 * (16 + 16 + 144 + 16));
     for (step = 1; step <= 60; step++) {
         float lr = 0.02f / (float)step, scale = 0.5f;
         for (i = 0; i < SHARDS; i++)
@@ -216,7 +217,7 @@ static int clip_main(dtrain_world *world, void *user)
             CHECK_CLOSE(scale, (double)limits[i] / (exact + 1e-6), 1e-6);
         else CHECK(scale == 1);
         bits = norm; /* the same on every rank */
-        RANKS_TRY(dtrain_broadcast(dtrain_world_comm(world), &bits, 1, DTRAIN_F32, 0, NULL));
+        RANKS_TRY(dtrain_broadcast(dtrain_world_comm(world), &bits, 1, DTRAIN_DTYPE_F32, 0, NULL));
         CHECK(memcmp(&bits, &norm, sizeof bits) == 0);
     }
     memset(grads, 0, sizeof grads);
@@ -338,12 +339,12 @@ static void test_schedules(void)
 
 static void test_lr_scaling(void)
 {
-    CHECK(dtrain_scale_lr(0.1f, 8, DTRAIN_LR_SCALE_NONE) == 0.1f);
-    CHECK(dtrain_scale_lr(0.1f, 8, DTRAIN_LR_SCALE_LINEAR) == 0.8f);
-    CHECK(dtrain_scale_lr(0.1f, 4, DTRAIN_LR_SCALE_SQRT) == 0.2f);
-    CHECK(dtrain_scale_lr(0.1f, 1, DTRAIN_LR_SCALE_SQRT) == 0.1f);
-    CHECK_CLOSE(dtrain_scale_lr(0.1f, 2, DTRAIN_LR_SCALE_SQRT), 0.1 * sqrt(2.0), 1e-7);
-    CHECK(dtrain_scale_lr(0.1f, 0, DTRAIN_LR_SCALE_LINEAR) == 0.1f);
+    CHECK(dtrain_lr_for_ranks(0.1f, 8, DTRAIN_LR_SCALING_NONE) == 0.1f);
+    CHECK(dtrain_lr_for_ranks(0.1f, 8, DTRAIN_LR_SCALING_LINEAR) == 0.8f);
+    CHECK(dtrain_lr_for_ranks(0.1f, 4, DTRAIN_LR_SCALING_SQRT) == 0.2f);
+    CHECK(dtrain_lr_for_ranks(0.1f, 1, DTRAIN_LR_SCALING_SQRT) == 0.1f);
+    CHECK_CLOSE(dtrain_lr_for_ranks(0.1f, 2, DTRAIN_LR_SCALING_SQRT), 0.1 * sqrt(2.0), 1e-7);
+    CHECK(dtrain_lr_for_ranks(0.1f, 0, DTRAIN_LR_SCALING_LINEAR) == 0.1f);
 }
 
 int main(int argc, char **argv)

@@ -457,18 +457,19 @@ static int rank_uses_world(dtrain_world *world, void *user)
     CHECK(dtrain_world_node(world) == 0 && dtrain_world_node_count(world) == 1);
     CHECK(dtrain_world_threads(world) == 1);
     for (round = 0; round < 50; round++) {
-        RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+        RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
         for (i = 0; i < size; i++) CHECK(all[i] == 7 * i);
         RANKS_TRY(dtrain_barrier(comm));
     }
-    RANKS_TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_F32, DTRAIN_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     CHECK(sum == (float)(size * (size + 1) / 2));
     RANKS_TRY(dtrain_comm_alloc(comm, 1 << 20, (void **)&shared));
     for (i = 0; i < 1 << 18; i++) shared[i] = (float)rank;
-    RANKS_TRY(dtrain_all_reduce(comm, shared, shared, 1 << 18, DTRAIN_F32, DTRAIN_MAX, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, shared, shared, 1 << 18, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX,
+                                NULL));
     CHECK(shared[0] == (float)(size - 1) && shared[(1 << 18) - 1] == (float)(size - 1));
     dtrain_comm_free(comm, shared, 1 << 20);
-    CHECK(dtrain_world_look(world) == DTRAIN_OK);
+    CHECK(dtrain_world_poll(world) == DTRAIN_OK);
     return 0;
 }
 
@@ -900,11 +901,11 @@ static int rank_lives_or_dies(dtrain_world *world, void *user)
             if (d->how == 1) return 7;
             if (d->how == 2) exit(9);
             if (d->how == 3) return 0;
-            dtrain_world_report(world, DTRAIN_ERROR_SYSTEM, "the card fell out");
-            result = dtrain_world_look(world);
+            dtrain_world_abort(world, DTRAIN_ERROR_SYSTEM, "the card fell out");
+            result = dtrain_world_poll(world);
             break;
         }
-        result = d->by_exchange ? dtrain_world_exchange(world, &mine, sizeof mine, all)
+        result = d->by_exchange ? dtrain_world_all_gather(world, &mine, sizeof mine, all)
                                 : dtrain_barrier(dtrain_world_comm(world));
     }
     d->heard[rank] = test_seconds();
@@ -963,7 +964,7 @@ static int rank_0_is_early(dtrain_world *world, void *user)
     if (rank == 0) return 0;
     ranks_sleep_us(300000);
     if (rank == 2) raise(SIGKILL);
-    while (dtrain_world_look(world) == DTRAIN_OK) ranks_sleep_us(1000);
+    while (dtrain_world_poll(world) == DTRAIN_OK) ranks_sleep_us(1000);
     CHECK_MSG(has(dtrain_last_error(), "rank 2"), "%s", dtrain_last_error());
     return 0;
 }
@@ -1042,8 +1043,9 @@ static void apart_run(int size, int (*rank_main)(dtrain_world *, void *), void *
 
 static int rank_exchanges_apart(dtrain_world *world, void *user)
 {
-    static const size_t sizes[] = {0, 1, 8, 100, DTRAIN_EXCHANGE_BYTES};
-    static unsigned char mine[DTRAIN_EXCHANGE_BYTES], all[8 * DTRAIN_EXCHANGE_BYTES];
+    static const size_t sizes[] = {0, 1, 8, 100, DTRAIN_WORLD_ALL_GATHER_BYTES};
+    static unsigned char mine[DTRAIN_WORLD_ALL_GATHER_BYTES],
+        all[8 * DTRAIN_WORLD_ALL_GATHER_BYTES];
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
     uint64_t seed = (uint64_t)rank;
     int round, i, wrong = 0;
@@ -1055,7 +1057,7 @@ static int rank_exchanges_apart(dtrain_world *world, void *user)
         for (k = 0; k < bytes; k++)
             mine[k] = (unsigned char)ranks_mix((uint64_t)(round * 64 + rank) << 16 | k);
         if (ranks_random(&seed, 8) == 0) ranks_sleep_us(2000);
-        RANKS_TRY(dtrain_world_exchange(world, mine, bytes, all));
+        RANKS_TRY(dtrain_world_all_gather(world, mine, bytes, all));
         for (i = 0; i < size; i++)
             for (k = 0; k < bytes; k++)
                 wrong += all[(size_t)i * bytes + k] !=
@@ -1103,16 +1105,17 @@ static int rank_goes_mad(dtrain_world *world, void *user)
     int32_t mine = rank, all[8];
     dtrain_result result = DTRAIN_OK;
     int i;
-    RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+    RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     if (rank != size - 1) {
-        while (result == DTRAIN_OK) result = dtrain_world_exchange(world, &mine, sizeof mine, all);
+        while (result == DTRAIN_OK)
+            result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
         CHECK_MSG(result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_MISMATCH, "%s",
                   dtrain_last_error());
         return 0;
     }
     for (i = 0; i < 200; i++) {
         dtrain__frame frame;
-        char data[DTRAIN_EXCHANGE_BYTES];
+        char data[DTRAIN_WORLD_ALL_GATHER_BYTES];
         size_t k;
         for (k = 0; k < sizeof data; k++) data[k] = (char)ranks_random(&seed, 256);
         memcpy(&frame, data, sizeof frame);
@@ -1141,7 +1144,7 @@ static int rank_lies(dtrain_world *world, void *user)
     dtrain__connection *end = &world->link->ends[0];
     int32_t mine = rank, all[8];
     dtrain_result result = DTRAIN_OK;
-    RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+    RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     if (rank == 2) {
         const dtrain__frame_kind kind = *(dtrain__frame_kind *)user;
         dtrain__frame_put(end, kind, 1, 3, kind == DTRAIN__FATE ? DTRAIN__RETURNED : 2, &mine,
@@ -1150,7 +1153,7 @@ static int rank_lies(dtrain_world *world, void *user)
         ranks_sleep_us(200000);
         return 0;
     }
-    while (result == DTRAIN_OK) result = dtrain_world_exchange(world, &mine, sizeof mine, all);
+    while (result == DTRAIN_OK) result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
     CHECK_MSG(result == DTRAIN_ERROR_PEER && has(dtrain_last_error(), "rank 2 is gone"), "%s",
               dtrain_last_error());
     return 0;
@@ -1200,7 +1203,7 @@ static dtrain_comm_ops bridge_ops;
 static dtrain_result bridge_create(dtrain_world *world, dtrain_comm **out)
 {
     int32_t mine = 3, all[MOST_NAMES];
-    const dtrain_result result = dtrain_world_exchange(world, &mine, sizeof mine, all);
+    const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
     if (result != DTRAIN_OK) return result;
     *out = (dtrain_comm *)calloc(1, sizeof **out);
     (*out)->ops = &bridge_ops;
@@ -1219,11 +1222,11 @@ static int rank_has_hosts(dtrain_world *world, void *user)
     CHECK(dtrain_world_node(world) == rank / 2 && dtrain_world_node_count(world) == 2);
     CHECK(dtrain_world_local_rank(world) == rank % 2 && dtrain_world_local_size(world) == 2);
     for (round = 0; round < 50; round++) {
-        RANKS_TRY(dtrain_world_exchange(world, &mine, sizeof mine, all));
+        RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
         for (i = 0; i < 4; i++) CHECK(all[i] == i * i);
     }
     if (rank == 3) return 6;
-    while (dtrain_world_look(world) == DTRAIN_OK) ranks_sleep_us(1000);
+    while (dtrain_world_poll(world) == DTRAIN_OK) ranks_sleep_us(1000);
     CHECK_MSG(has(dtrain_last_error(), "rank 3 returned 6"), "%s", dtrain_last_error());
     return 0;
 }

@@ -29,19 +29,19 @@ static int same_bits(const void *a, const void *b, size_t bytes)
 static void test_torch_sequences(void)
 {
     for (size_t i = 0; i < sizeof scaler_golden / sizeof *scaler_golden; i++) {
-        dtrain_scaler_desc desc = dtrain_scaler_defaults();
-        dtrain_scaler scaler;
+        dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+        dtrain_loss_scaler scaler;
         uint64_t skipped = 0;
         desc.initial_scale = scaler_golden[i].initial_scale;
         desc.growth_factor = scaler_golden[i].growth_factor;
         desc.backoff_factor = scaler_golden[i].backoff_factor;
         desc.growth_interval = scaler_golden[i].growth_interval;
         desc.minimum_scale = FLT_MIN; /* torch has none */
-        CHECK(dtrain_scaler_init(&scaler, &desc) == DTRAIN_OK);
+        CHECK(dtrain_loss_scaler_init(&scaler, &desc) == DTRAIN_OK);
         for (int k = 0; k < scaler_golden[i].count; k++) {
             const scaler_step *step = &scaler_golden[i].steps[k];
             skipped += step->found_inf ? 1 : 0;
-            CHECK(dtrain_scaler_update(&scaler, step->found_inf != 0) == DTRAIN_OK);
+            CHECK(dtrain_loss_scaler_update(&scaler, step->found_inf != 0) == DTRAIN_OK);
             CHECK_MSG(scaler.scale == step->scale && scaler.good_steps == step->growth_tracker,
                       "%s, step %d: scale %a after %u good steps, torch has %a after %u",
                       scaler_golden[i].name, k, (double)scaler.scale, (unsigned)scaler.good_steps,
@@ -54,12 +54,12 @@ static void test_torch_sequences(void)
 /* The defaults are torch's, and so is where the first growth comes. */
 static void test_defaults(void)
 {
-    dtrain_scaler scaler;
-    CHECK(dtrain_scaler_init(&scaler, NULL) == DTRAIN_OK && scaler.scale == 65536);
-    for (int i = 0; i < 1999; i++) CHECK(dtrain_scaler_update(&scaler, false) == DTRAIN_OK);
+    dtrain_loss_scaler scaler;
+    CHECK(dtrain_loss_scaler_init(&scaler, NULL) == DTRAIN_OK && scaler.scale == 65536);
+    for (int i = 0; i < 1999; i++) CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK);
     CHECK(scaler.scale == 65536);
-    CHECK(dtrain_scaler_update(&scaler, false) == DTRAIN_OK && scaler.scale == 131072);
-    CHECK(dtrain_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 65536);
+    CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK && scaler.scale == 131072);
+    CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 65536);
     CHECK(scaler.skipped_steps == 1);
 }
 
@@ -70,15 +70,15 @@ static void hysteresis_run(uint32_t hysteresis, uint32_t window, uint64_t odds)
     enum { STEPS = 120 };
     uint64_t random = hysteresis * 1000 + window * 10 + odds;
     bool overflow[STEPS];
-    dtrain_scaler_desc desc = dtrain_scaler_defaults();
-    dtrain_scaler scaler;
+    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler scaler;
     desc.hysteresis = hysteresis;
     desc.growth_interval = window;
     desc.minimum_scale = FLT_MIN;
-    CHECK(dtrain_scaler_init(&scaler, &desc) == DTRAIN_OK);
+    CHECK(dtrain_loss_scaler_init(&scaler, &desc) == DTRAIN_OK);
     for (int step = 0; step < STEPS; step++) {
         overflow[step] = ranks_random(&random, odds) == 0;
-        CHECK(dtrain_scaler_update(&scaler, overflow[step]) == DTRAIN_OK);
+        CHECK(dtrain_loss_scaler_update(&scaler, overflow[step]) == DTRAIN_OK);
         double scale = 65536;
         int last = -1, grew = -1; /* the latest overflow, the latest growth */
         for (int i = 0; i <= step; i++) {
@@ -107,82 +107,85 @@ static void test_hysteresis(void)
 
 static void test_collapse(void)
 {
-    dtrain_scaler_desc desc = dtrain_scaler_defaults();
-    dtrain_scaler scaler;
+    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler scaler;
     desc.initial_scale = 8;
     desc.minimum_scale = 2;
-    CHECK(dtrain_scaler_init(&scaler, &desc) == DTRAIN_OK);
-    CHECK(dtrain_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 4);
-    CHECK(dtrain_scaler_update(&scaler, false) == DTRAIN_OK);
-    CHECK(dtrain_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 2);
+    CHECK(dtrain_loss_scaler_init(&scaler, &desc) == DTRAIN_OK);
+    CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 4);
+    CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK);
+    CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_OK && scaler.scale == 2);
     for (int i = 2; i <= 4; i++) {
         char count[32];
         snprintf(count, sizeof count, "in %d steps running", i);
-        CHECK(dtrain_scaler_update(&scaler, true) == DTRAIN_ERROR_NUMERIC && scaler.scale == 2);
+        CHECK(dtrain_loss_scaler_update(&scaler, true) == DTRAIN_ERROR_NUMERIC &&
+              scaler.scale == 2);
         CHECK_MSG(strstr(dtrain_last_error(), count) && strstr(dtrain_last_error(), "bf16"), "%s",
                   dtrain_last_error());
     }
     CHECK(scaler.skipped_steps == 5 && scaler.bad_steps == 4);
-    CHECK(dtrain_scaler_update(&scaler, false) == DTRAIN_OK); /* who goes on may recover */
+    CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_OK); /* who goes on may recover */
     CHECK(scaler.bad_steps == 0 && scaler.good_steps == 1 && scaler.scale == 2);
 }
 
 static void test_state_is_plain_data(void)
 {
-    dtrain_scaler_desc desc = dtrain_scaler_defaults();
-    dtrain_scaler scaler, copy;
+    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler scaler, copy;
     uint64_t random = 3;
     desc.growth_interval = 4;
     desc.hysteresis = 2;
-    CHECK(dtrain_scaler_init(&scaler, &desc) == DTRAIN_OK);
+    CHECK(dtrain_loss_scaler_init(&scaler, &desc) == DTRAIN_OK);
     for (int i = 0; i < 50; i++)
-        CHECK(!dtrain_scaler_update(&scaler, ranks_random(&random, 6) == 0));
+        CHECK(!dtrain_loss_scaler_update(&scaler, ranks_random(&random, 6) == 0));
     memcpy(&copy, &scaler, sizeof copy);
     for (int i = 0; i < 50; i++) {
         bool found = ranks_random(&random, 6) == 0;
-        CHECK(!dtrain_scaler_update(&scaler, found) && !dtrain_scaler_update(&copy, found));
+        CHECK(!dtrain_loss_scaler_update(&scaler, found) &&
+              !dtrain_loss_scaler_update(&copy, found));
     }
     CHECK(same_bits(&scaler, &copy, sizeof copy));
 }
 
-static void check_refused(const dtrain_scaler_desc *desc, const char *why)
+static void check_refused(const dtrain_loss_scaler_desc *desc, const char *why)
 {
-    dtrain_scaler scaler;
-    CHECK(dtrain_scaler_init(&scaler, desc) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_loss_scaler scaler;
+    CHECK(dtrain_loss_scaler_init(&scaler, desc) == DTRAIN_ERROR_ARGUMENT);
     CHECK_MSG(strstr(dtrain_last_error(), why) != NULL, "%s", dtrain_last_error());
-    CHECK(dtrain_scaler_update(&scaler, false) == DTRAIN_ERROR_ARGUMENT);
-    CHECK_MSG(strstr(dtrain_last_error(), "dtrain_scaler_init") != NULL, "%s", dtrain_last_error());
+    CHECK(dtrain_loss_scaler_update(&scaler, false) == DTRAIN_ERROR_ARGUMENT);
+    CHECK_MSG(strstr(dtrain_last_error(), "dtrain_loss_scaler_init") != NULL, "%s",
+              dtrain_last_error());
 }
 
 static void test_arguments(void)
 {
     const float wrong[] = {0, -1, float_of(not_finite[0]), float_of(not_finite[2])};
-    dtrain_scaler_desc desc;
+    dtrain_loss_scaler_desc desc;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        desc = dtrain_scaler_defaults();
+        desc = dtrain_loss_scaler_defaults();
         desc.initial_scale = wrong[i];
         check_refused(&desc, "initial_scale >= minimum_scale");
-        desc = dtrain_scaler_defaults();
+        desc = dtrain_loss_scaler_defaults();
         desc.growth_factor = wrong[i];
         check_refused(&desc, "growth_factor > 1");
-        desc = dtrain_scaler_defaults();
+        desc = dtrain_loss_scaler_defaults();
         desc.backoff_factor = wrong[i];
         check_refused(&desc, "0 < backoff_factor < 1");
-        desc = dtrain_scaler_defaults();
+        desc = dtrain_loss_scaler_defaults();
         desc.minimum_scale = wrong[i];
         check_refused(&desc, "minimum_scale");
     }
-    desc = dtrain_scaler_defaults();
+    desc = dtrain_loss_scaler_defaults();
     desc.growth_factor = desc.backoff_factor = 1;
     check_refused(&desc, "backoff_factor < 1");
-    desc = dtrain_scaler_defaults();
+    desc = dtrain_loss_scaler_defaults();
     desc.growth_interval = 0;
     check_refused(&desc, "growth_interval >= 1");
-    desc = dtrain_scaler_defaults();
+    desc = dtrain_loss_scaler_defaults();
     desc.hysteresis = 0;
     check_refused(&desc, "hysteresis >= 1");
-    CHECK(dtrain_scaler_init(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_scaler_update(NULL, false) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_init(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_update(NULL, false) == DTRAIN_ERROR_ARGUMENT);
 }
 
 /* ---- unscaling, and who sees an overflow ---- */
@@ -220,12 +223,12 @@ static void grads_fill(grads *g, float value)
 static int unscale_main(dtrain_world *world, void *user)
 {
     const float clips[] = {0, 0.5f, 1e6f};
-    dtrain_scaler scaler;
+    dtrain_loss_scaler scaler;
     float norm, scale, plain_norm, plain_scale;
     bool found;
     grads g;
     (void)user;
-    RANKS_TRY(dtrain_scaler_init(&scaler, NULL));
+    RANKS_TRY(dtrain_loss_scaler_init(&scaler, NULL));
     RANKS_TRY(grads_create(world, &g));
     for (int i = 0; i < 3; i++) {
         grads_fill(&g, 0.25f * (float)(1 + dtrain_world_rank(world)));
@@ -233,17 +236,22 @@ static int unscale_main(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_clip_grad_norm(g.ddp, clips[i], &plain_norm, &plain_scale));
         for (int p = 0; p < 2; p++)
             for (int k = 0; k < COUNT; k++) g.grad[p][k] *= 65536;
-        RANKS_TRY(dtrain_scaler_unscale(&scaler, g.ddp, clips[i], &norm, &scale, &found));
+        RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, clips[i], &norm, &scale, &found));
         CHECK(!found && norm == plain_norm && scale * 65536 == plain_scale);
         CHECK((plain_scale < 1) == (i == 1));
     }
-    CHECK(dtrain_scaler_unscale(NULL, g.ddp, 0, &norm, &scale, &found) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_scaler_unscale(&scaler, NULL, 0, &norm, &scale, &found) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_scaler_unscale(&scaler, g.ddp, 0, NULL, &scale, &found) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_unscale(NULL, g.ddp, 0, &norm, &scale, &found) ==
+          DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_unscale(&scaler, NULL, 0, &norm, &scale, &found) ==
+          DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, NULL, &scale, &found) ==
+          DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "norm is NULL") != NULL);
-    CHECK(dtrain_scaler_unscale(&scaler, g.ddp, 0, &norm, NULL, &found) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, NULL, &found) ==
+          DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "grad_scale is NULL") != NULL);
-    CHECK(dtrain_scaler_unscale(&scaler, g.ddp, 0, &norm, &scale, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, &scale, NULL) ==
+          DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "found_inf is NULL") != NULL);
     dtrain_strategy_destroy(g.ddp);
     return 0;
@@ -260,12 +268,12 @@ static void test_unscale(void)
 static int overflow_main(dtrain_world *world, void *user)
 {
     const int last = dtrain_world_size(world) - 1, rank = dtrain_world_rank(world);
-    dtrain_scaler scaler;
+    dtrain_loss_scaler scaler;
     float norm, scale;
     bool found;
     grads g;
     (void)user;
-    RANKS_TRY(dtrain_scaler_init(&scaler, NULL));
+    RANKS_TRY(dtrain_loss_scaler_init(&scaler, NULL));
     RANKS_TRY(grads_create(world, &g));
     for (int step = 0; step < 8; step++) {
         const bool bad = step % 2 == 1;
@@ -273,15 +281,15 @@ static int overflow_main(dtrain_world *world, void *user)
         if (bad && rank == last)
             g.grad[step % 4 / 2][7 * step % COUNT] = float_of(not_finite[step / 2]);
         RANKS_TRY(grads_reduce(&g));
-        RANKS_TRY(dtrain_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
+        RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
         CHECK_MSG(found == bad, "step %d: rank %d finds %d", step, rank, found);
         CHECK(dtrain_is_finite(norm) == !bad && dtrain_is_finite(scale));
-        CHECK(dtrain_scaler_update(&scaler, found) == DTRAIN_OK);
+        CHECK(dtrain_loss_scaler_update(&scaler, found) == DTRAIN_OK);
     }
     CHECK(scaler.skipped_steps == 4 && scaler.scale == 4096);
     grads_fill(&g, FLT_MAX); /* only the sum overflows */
     RANKS_TRY(grads_reduce(&g));
-    RANKS_TRY(dtrain_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
+    RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
     CHECK(found == (last > 0));
     dtrain_strategy_destroy(g.ddp);
     return 0;
@@ -299,13 +307,13 @@ static void test_overflow_of_one_rank(void)
 static int sharded_main(dtrain_world *world, void *user)
 {
     const int ranks = dtrain_world_size(world), rank = dtrain_world_rank(world);
-    dtrain_scaler scaler;
+    dtrain_loss_scaler scaler;
     float norm, scale;
     bool found;
     double expected = COUNT * 9.0;
     float *norms = (float *)user;
     grads g;
-    RANKS_TRY(dtrain_scaler_init(&scaler, NULL));
+    RANKS_TRY(dtrain_loss_scaler_init(&scaler, NULL));
     RANKS_TRY(grads_create(world, &g));
     g.ddp->shard_comm = g.ddp->comm;
     g.ddp->counted[0] = rank == 0; /* "a" is everywhere, each rank has its own "b" */
@@ -319,7 +327,7 @@ static int sharded_main(dtrain_world *world, void *user)
     CHECK_CLOSE(scale, 1 / sqrt(expected), 1e-6);
     norms[rank] = norm;
     if (rank == ranks - 1) g.grad[1][COUNT - 1] = float_of(not_finite[0]);
-    RANKS_TRY(dtrain_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
+    RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
     CHECK(found);
     g.ddp->shard_comm = NULL;
     dtrain_strategy_destroy(g.ddp);
@@ -350,7 +358,7 @@ typedef struct run {
     uint32_t ranks, accumulation, tape_flags, kind;
     int steps, spiky_rank, nan_rank;
     float clip, factor; /* on the loss */
-    dtrain_scaler_desc scaling;
+    dtrain_loss_scaler_desc scaling;
     const char *log;
 
     dtrain_step_record records[RANKS][STEPS];
@@ -398,12 +406,12 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     dtrain_param *p = s->params;
     int64_t shape[2];
     shape[0] = s->batch, shape[1] = 1;
-    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, s->tokens, false);
-    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, s->targets, false);
+    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, s->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, s->targets, false);
     dtrain_tape_unit(tape, 0);
     dtrain_tensor *h = dtrain_embedding(tape, tokens, &p[0], NULL);
-    h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACT_GELU);
-    h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACT_NONE);
+    h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACTIVATION_GELU);
+    h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
     h = dtrain_cross_entropy(tape, h, targets);
     if (s->rank == s->r->spiky_rank) h = dtrain_scale(tape, dtrain_scale(tape, h, 1e-36f), 1e36f);
     if (s->rank == s->r->nan_rank && s->micro > 3)
@@ -500,7 +508,7 @@ static int run_main(dtrain_world *world, void *user)
     adamw.epsilon = 1e-20f; /* gradients of any size move parameters alike */
     fill_params(s.params);
     how.kind = s.r->kind;
-    how.node_size = s.r->kind == DTRAIN_HYBRID_SHARD ? 2 : 0;
+    how.node_size = s.r->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
     RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &how, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
@@ -521,9 +529,9 @@ static void run_well(run *r)
         CHECK_MSG(r->ended[rank] == DTRAIN_OK, "rank %u: %s", (unsigned)rank, r->error[rank]);
 }
 
-static dtrain_scaler_desc scaling_of(float scale, uint32_t interval)
+static dtrain_loss_scaler_desc scaling_of(float scale, uint32_t interval)
 {
-    dtrain_scaler_desc desc = dtrain_scaler_defaults();
+    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
     desc.initial_scale = scale;
     desc.growth_interval = interval;
     return desc;
@@ -585,10 +593,10 @@ static run *check_spiky(uint32_t kind, uint32_t ranks, uint32_t accumulation, ui
 
 static void test_overflow_is_everybodys_skip(void)
 {
-    check_spiky(DTRAIN_DDP, 1, 1, DTRAIN_LAUNCH_THREADS);
-    check_spiky(DTRAIN_DDP, 2, 1, DTRAIN_LAUNCH_THREADS);
-    check_spiky(DTRAIN_DDP, 2, 2, DTRAIN_LAUNCH_PROCESSES);
-    check_spiky(DTRAIN_DDP, 3, 2, DTRAIN_LAUNCH_THREADS);
+    check_spiky(DTRAIN_STRATEGY_DDP, 1, 1, DTRAIN_LAUNCH_THREADS);
+    check_spiky(DTRAIN_STRATEGY_DDP, 2, 1, DTRAIN_LAUNCH_THREADS);
+    check_spiky(DTRAIN_STRATEGY_DDP, 2, 2, DTRAIN_LAUNCH_PROCESSES);
+    check_spiky(DTRAIN_STRATEGY_DDP, 3, 2, DTRAIN_LAUNCH_THREADS);
 }
 
 /* Whoever has the shard that overflows: the verdict is that of DDP. So are the bits, where
@@ -596,11 +604,11 @@ static void test_overflow_is_everybodys_skip(void)
 static void test_overflow_under_every_strategy(void)
 {
     for (uint32_t accumulation = 1; accumulation <= 2; accumulation++) {
-        run *ddp = check_spiky(DTRAIN_DDP, 4, accumulation, DTRAIN_LAUNCH_THREADS);
-        for (uint32_t kind = DTRAIN_ZERO1; kind <= DTRAIN_HYBRID_SHARD; kind++) {
+        run *ddp = check_spiky(DTRAIN_STRATEGY_DDP, 4, accumulation, DTRAIN_LAUNCH_THREADS);
+        for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
             run *r = check_spiky(kind, 4, accumulation, DTRAIN_LAUNCH_THREADS);
-            const bool same_order =
-                kind == DTRAIN_ZERO1 || (accumulation == 1 && kind != DTRAIN_HYBRID_SHARD);
+            const bool same_order = kind == DTRAIN_STRATEGY_ZERO1 ||
+                                    (accumulation == 1 && kind != DTRAIN_STRATEGY_HYBRID_SHARD);
             if (same_order) CHECK(same_bits(r->params[0], ddp->params[0], sizeof r->params[0]));
             for (int step = 0; step < STEPS; step++)
                 CHECK_CLOSE(r->records[0][step].loss, ddp->records[0][step].loss, 1e-5);
@@ -632,7 +640,7 @@ static void test_overflow_of_the_loss(void)
 {
     run *r = run_create(3, 1);
     r->nan_rank = 2;
-    r->scaling = dtrain_scaler_defaults();
+    r->scaling = dtrain_loss_scaler_defaults();
     run_all(r, DTRAIN_LAUNCH_THREADS);
     for (int rank = 0; rank < 3; rank++) {
         CHECK(r->ended[rank] == DTRAIN_ERROR_NUMERIC && r->taken[rank] == 3);
@@ -660,8 +668,8 @@ static int trainer_arguments_main(dtrain_world *world, void *user)
     dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
     desc.loss_scaling.initial_scale = 1024; /* and nothing else */
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_ARGUMENT && !trainer);
-    CHECK(strstr(dtrain_last_error(), "dtrain_scaler_defaults()") != NULL);
-    desc.loss_scaling = dtrain_scaler_defaults();
+    CHECK(strstr(dtrain_last_error(), "dtrain_loss_scaler_defaults()") != NULL);
+    desc.loss_scaling = dtrain_loss_scaler_defaults();
     desc.graph = true;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED && !trainer);
     CHECK_MSG(strstr(dtrain_last_error(), "graph needs no loss scaling") != NULL, "%s",
@@ -689,14 +697,14 @@ static int compression_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
     dtrain_strategy_desc lossy = dtrain_strategy_defaults();
-    dtrain_scaler scaler;
+    dtrain_loss_scaler scaler;
     float norm, factor;
     bool found_inf;
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.batch = 4;
-    for (lossy.compression = DTRAIN_TOPK; lossy.compression <= DTRAIN_POWERSGD;
-         lossy.compression++) {
+    for (lossy.compression = DTRAIN_COMPRESSION_TOPK;
+         lossy.compression <= DTRAIN_COMPRESSION_POWERSGD; lossy.compression++) {
         fill_params(s.params);
         RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &lossy, &strategy));
         RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
@@ -705,7 +713,7 @@ static int compression_main(dtrain_world *world, void *user)
         CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(!trainer && strstr(dtrain_last_error(), "DTRAIN_TAPE_F16 with a strategy that"),
                   "%s", dtrain_last_error());
-        desc.loss_scaling = dtrain_scaler_defaults();
+        desc.loss_scaling = dtrain_loss_scaler_defaults();
         desc.tape_flags = 0;
         CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(!trainer && strstr(dtrain_last_error(), "loss_scaling with a strategy that"),
@@ -715,8 +723,8 @@ static int compression_main(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
         RANKS_TRY(dtrain_trainer_step(trainer, NULL));
         dtrain_trainer_destroy(trainer);
-        RANKS_TRY(dtrain_scaler_init(&scaler, NULL));
-        CHECK(dtrain_scaler_unscale(&scaler, strategy, 0, &norm, &factor, &found_inf) ==
+        RANKS_TRY(dtrain_loss_scaler_init(&scaler, NULL));
+        CHECK(dtrain_loss_scaler_unscale(&scaler, strategy, 0, &norm, &factor, &found_inf) ==
               DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(strstr(dtrain_last_error(), "a loss scale with a strategy that"), "%s",
                   dtrain_last_error());

@@ -47,7 +47,7 @@ static strategy_case *matrix_add(matrix *m, const char *group, uint32_t kind, ui
     c->kind = kind;
     c->micro = micro;
     c->accumulation = accumulation;
-    c->optimizer = DTRAIN_ADAMW;
+    c->optimizer = DTRAIN_OPTIMIZER_ADAMW;
     return c;
 }
 
@@ -81,7 +81,7 @@ static int matrix_joined_case(matrix *joined, const strategy_case *c)
     joined->cases[i].optimizer = c->optimizer;
     joined->cases[i].batch = c->batch;
     joined->cases[i].steps = c->steps;
-    joined->cases[i].kind = DTRAIN_DDP;
+    joined->cases[i].kind = DTRAIN_STRATEGY_DDP;
     joined->cases[i].micro = 1;
     joined->count++;
     return i;
@@ -119,11 +119,15 @@ static void matrix_run(matrix *m)
     matrix_check_joined(m);
 }
 
-static const uint32_t flat_kinds[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP,
-                                      DTRAIN_FULL_SHARD, DTRAIN_ZERO3};
+static const uint32_t flat_kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                      DTRAIN_STRATEGY_SHARD_GRAD_OP, DTRAIN_STRATEGY_FULL_SHARD,
+                                      DTRAIN_STRATEGY_ZERO3};
 enum { FLAT_KINDS = sizeof flat_kinds / sizeof *flat_kinds };
 
-static bool shards_grads(uint32_t kind) { return kind != DTRAIN_DDP && kind != DTRAIN_ZERO1; }
+static bool shards_grads(uint32_t kind)
+{
+    return kind != DTRAIN_STRATEGY_DDP && kind != DTRAIN_STRATEGY_ZERO1;
+}
 
 /* Sums inside nodes come first, so several nodes of several ranks have groups of their own, with a
  * second run of each as company. A node of all ranks adds in rank order like the rest; nodes of one
@@ -134,11 +138,11 @@ static void matrix_add_hybrid(matrix *m, const char *group, uint32_t micro, uint
     int node, copy;
     for (node = 1; node <= m->ranks; node++) {
         const bool flat =
-            node == m->ranks || (node == 1 && accumulation != DTRAIN_ACCUMULATE_EVERY);
+            node == m->ranks || (node == 1 && accumulation != DTRAIN_ACCUMULATION_EVERY);
         if (m->ranks % node || (m->ranks == 8 && node != 2 && node != 8)) continue;
         if (m->ranks > 2 && node == 1) continue;
         for (copy = 0; copy < 2 - flat; copy++) {
-            strategy_case *c = matrix_add(m, "", DTRAIN_HYBRID_SHARD, micro, accumulation);
+            strategy_case *c = matrix_add(m, "", DTRAIN_STRATEGY_HYBRID_SHARD, micro, accumulation);
             char text[sizeof c->group];
             snprintf(text, sizeof text, flat ? "%s" : "%s, nodes of %d", group, node);
             like.kind = c->kind, like.micro = micro, like.accumulation = accumulation;
@@ -159,24 +163,24 @@ static void matrix_add_kinds(matrix *m, const char *what, strategy_case like)
     snprintf(every, sizeof every, "%s, every", what);
     for (i = 0; i < FLAT_KINDS * 3; i++) {
         const uint32_t kind = flat_kinds[i / 3];
-        const uint32_t modes[3] = {DTRAIN_ACCUMULATE_DEFAULT, DTRAIN_ACCUMULATE_LAST,
-                                   DTRAIN_ACCUMULATE_DEFAULT};
+        const uint32_t modes[3] = {DTRAIN_ACCUMULATION_DEFAULT, DTRAIN_ACCUMULATION_LAST,
+                                   DTRAIN_ACCUMULATION_DEFAULT};
         const char *const groups[3] = {once, last, shards_grads(kind) ? every : last};
         strategy_case *c = matrix_add(m, groups[i % 3], kind, i % 3 ? 4 : 1, modes[i % 3]);
         like.kind = c->kind, like.micro = c->micro, like.accumulation = c->accumulation;
         memcpy(like.group, c->group, sizeof like.group);
         *c = like;
     }
-    matrix_add_hybrid(m, once, 1, DTRAIN_ACCUMULATE_DEFAULT, like);
-    matrix_add_hybrid(m, last, 4, DTRAIN_ACCUMULATE_LAST, like);
-    matrix_add_hybrid(m, every, 4, DTRAIN_ACCUMULATE_EVERY, like);
+    matrix_add_hybrid(m, once, 1, DTRAIN_ACCUMULATION_DEFAULT, like);
+    matrix_add_hybrid(m, last, 4, DTRAIN_ACCUMULATION_LAST, like);
+    matrix_add_hybrid(m, every, 4, DTRAIN_ACCUMULATION_EVERY, like);
 }
 
 static strategy_case plain_case(double tolerance)
 {
     strategy_case c;
     memset(&c, 0, sizeof c);
-    c.optimizer = DTRAIN_ADAMW;
+    c.optimizer = DTRAIN_OPTIMIZER_ADAMW;
     c.tolerance = tolerance;
     return c;
 }
@@ -190,14 +194,16 @@ static matrix *matrix_fp32(int ranks, uint32_t mode)
     matrix_add_kinds(m, "adamw", plain_case(2e-6));
     for (i = 0; i < FLAT_KINDS; i++) {
         c = matrix_add(m, "sgd", flat_kinds[i], 1, 0);
-        c->optimizer = DTRAIN_SGD;
+        c->optimizer = DTRAIN_OPTIMIZER_SGD;
         c->tolerance = 2e-6;
     }
     if (ranks == 4) {
-        c = matrix_add(m, "shard every", DTRAIN_HYBRID_SHARD, 4, DTRAIN_ACCUMULATE_SHARD_EVERY);
+        c = matrix_add(m, "shard every", DTRAIN_STRATEGY_HYBRID_SHARD, 4,
+                       DTRAIN_ACCUMULATION_SHARD_EVERY);
         c->node_size = 2;
         c->tolerance = 2e-6;
-        c = matrix_add(m, "shard every", DTRAIN_HYBRID_SHARD, 4, DTRAIN_ACCUMULATE_DEFAULT);
+        c = matrix_add(m, "shard every", DTRAIN_STRATEGY_HYBRID_SHARD, 4,
+                       DTRAIN_ACCUMULATION_DEFAULT);
         c->node_size = 2;
     }
     matrix_run(m);
@@ -247,7 +253,7 @@ static void test_checkpointing(void)
     for (i = 0; i < FLAT_KINDS * 3; i++) {
         strategy_case *c = matrix_add(m, "one micro-batch", flat_kinds[i / 3], 1, 0);
         c->checkpoint_every = (uint32_t)i % 3;
-        c = matrix_add(m, "last", flat_kinds[i / 3], 4, DTRAIN_ACCUMULATE_LAST);
+        c = matrix_add(m, "last", flat_kinds[i / 3], 4, DTRAIN_ACCUMULATION_LAST);
         c->checkpoint_every = (uint32_t)i % 3;
     }
     matrix_run(m);
@@ -258,9 +264,10 @@ static void test_checkpointing(void)
  * before they travel. Everything else loses bits. */
 static void test_bf16_parameters(void)
 {
-    static const uint32_t kinds[] = {DTRAIN_FULL_SHARD, DTRAIN_ZERO3, DTRAIN_HYBRID_SHARD};
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3,
+                                     DTRAIN_STRATEGY_HYBRID_SHARD};
     matrix *m = matrix_create(3, DTRAIN_LAUNCH_PROCESSES);
-    strategy_case *c = matrix_add(m, "matmul", DTRAIN_DDP, 1, 0);
+    strategy_case *c = matrix_add(m, "matmul", DTRAIN_STRATEGY_DDP, 1, 0);
     int i, model;
     c->model = MODEL_MATMUL, c->tape_flags = DTRAIN_TAPE_BF16;
     for (i = 0; i < 6; i++) {
@@ -268,8 +275,8 @@ static void test_bf16_parameters(void)
         c = matrix_add(m, model == MODEL_MATMUL ? "matmul" : "gpt", kinds[i % 3], 1, 0);
         c->model = (uint32_t)model;
         c->tape_flags = DTRAIN_TAPE_BF16;
-        c->param_dtype = DTRAIN_BF16;
-        c->node_size = c->kind == DTRAIN_HYBRID_SHARD ? 3 : 0;
+        c->param_dtype = DTRAIN_DTYPE_BF16;
+        c->node_size = c->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 3 : 0;
         c->tolerance = model == MODEL_GPT ? 2e-2 : 4e-3;
     }
     matrix_run(m);
@@ -282,7 +289,7 @@ static void check_reduce_dtype(uint32_t dtype, double tolerance)
     int i;
     for (i = 0; i < FLAT_KINDS * 2; i++) {
         strategy_case *c = matrix_add(m, i % 2 ? "reduce, last" : "reduce", flat_kinds[i / 2],
-                                      i % 2 ? 4 : 1, i % 2 ? DTRAIN_ACCUMULATE_LAST : 0);
+                                      i % 2 ? 4 : 1, i % 2 ? DTRAIN_ACCUMULATION_LAST : 0);
         c->reduce_dtype = dtype;
         c->tolerance = tolerance;
     }
@@ -293,14 +300,14 @@ static void check_reduce_dtype(uint32_t dtype, double tolerance)
 
 static void test_reduce_dtype(void)
 {
-    check_reduce_dtype(DTRAIN_BF16, 4e-3);
-    check_reduce_dtype(DTRAIN_F16, 1e-3);
+    check_reduce_dtype(DTRAIN_DTYPE_BF16, 4e-3);
+    check_reduce_dtype(DTRAIN_DTYPE_F16, 1e-3);
 }
 
 /* Where units lie between forward and backward, and when they travel, changes no bit. */
 static void test_keeping_units(void)
 {
-    static const uint32_t kinds[] = {DTRAIN_FULL_SHARD, DTRAIN_ZERO3};
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3};
     matrix *m = matrix_create(3, DTRAIN_LAUNCH_PROCESSES);
     int i, r;
     for (i = 0; i < 10; i++) {
@@ -325,7 +332,7 @@ static void test_keeping_units(void)
 /* Two steps with one sample a rank. */
 static void test_64_ranks(void)
 {
-    static const uint32_t kinds[] = {DTRAIN_FULL_SHARD, DTRAIN_ZERO3};
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3};
     matrix *m = matrix_create(64, DTRAIN_LAUNCH_PROCESSES);
     int i;
     for (i = 0; i < 2; i++) {
@@ -373,10 +380,10 @@ static dtrain_result chain_step(chain *m, dtrain_tape *tape, dtrain_strategy *st
     for (i = 0; i < 2 * m->width; i++)
         x[i] = dtrain_random_normal(9, (uint64_t)m->width, (uint64_t)i);
     DTRAIN__TRY(dtrain_tape_begin(tape, 0, 1));
-    h = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, x, false);
+    h = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
     for (i = 0; i < m->units; i++) {
         dtrain_tape_unit(tape, (uint32_t)i);
-        h = dtrain_linear(tape, h, &m->params[i], NULL, DTRAIN_ACT_GELU);
+        h = dtrain_linear(tape, h, &m->params[i], NULL, DTRAIN_ACTIVATION_GELU);
     }
     loss = dtrain_mean(tape, h);
     DTRAIN__TRY(dtrain_tensor_read(tape, loss, loss_value));
@@ -473,10 +480,10 @@ static void chain_run_well(chain_run *run, int ranks)
 /* Parameters, gradients and optimizer state of one rank, as parts of P, 2P in the last. */
 static void ideal_parts(uint32_t kind, double ranks, double node, double parts[3])
 {
-    const double shard = kind == DTRAIN_HYBRID_SHARD ? node : ranks;
-    parts[0] = kind <= DTRAIN_SHARD_GRAD_OP ? 1 : 1 / shard;
-    parts[1] = kind <= DTRAIN_ZERO1 ? 1 : 1 / shard;
-    parts[2] = kind == DTRAIN_DDP ? 2 : 2 / shard;
+    const double shard = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? node : ranks;
+    parts[0] = kind <= DTRAIN_STRATEGY_SHARD_GRAD_OP ? 1 : 1 / shard;
+    parts[1] = kind <= DTRAIN_STRATEGY_ZERO1 ? 1 : 1 / shard;
+    parts[2] = kind == DTRAIN_STRATEGY_DDP ? 2 : 2 / shard;
 }
 
 static void check_memory_table(const chain_run *run, int ranks)
@@ -541,9 +548,9 @@ static void check_plan(const chain_run *run, int ranks)
 static void test_memory(void)
 {
     uint32_t kind;
-    for (kind = DTRAIN_DDP; kind <= DTRAIN_HYBRID_SHARD; kind++) {
+    for (kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
         chain_run *run = chain_run_create(32, 256, kind, 2); /* large against pages, split ranks */
-        if (kind == DTRAIN_HYBRID_SHARD) run->desc.node_size = 2;
+        if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) run->desc.node_size = 2;
         chain_run_well(run, 4);
         check_memory_table(run, 4);
         check_plan(run, 4);
@@ -561,15 +568,15 @@ static void test_bytes(void)
 {
     uint32_t kind;
     int r;
-    for (kind = DTRAIN_DDP; kind <= DTRAIN_HYBRID_SHARD; kind++) {
+    for (kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
         chain_run *run = chain_run_create(CHAIN_MOST, 32, kind, 3);
         const double all = (double)CHAIN_MOST * 32 * 32 * 4, unit = all / CHAIN_MOST;
         double sum = 0, expected = 2 * 3 / 4.0 * all, rough = expected;
-        if (kind == DTRAIN_HYBRID_SHARD) run->desc.node_size = 2;
-        if (kind == DTRAIN_FULL_SHARD || kind == DTRAIN_ZERO3) {
+        if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) run->desc.node_size = 2;
+        if (kind == DTRAIN_STRATEGY_FULL_SHARD || kind == DTRAIN_STRATEGY_ZERO3) {
             expected = 3 / 4.0 * (3 * all - 2 * unit);
             rough = 3 / 4.0 * 3 * all;
-        } else if (kind == DTRAIN_HYBRID_SHARD) {
+        } else if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) {
             expected = 1 / 2.0 * (3 * all - 2 * unit) + 2 / 2.0 * all / 2;
             rough = 1 / 2.0 * 3 * all + 2 / 2.0 * all / 2;
         }
@@ -630,7 +637,8 @@ static chain_run *run_in_9_mib(uint32_t kind)
 
 static void test_larger_than_a_rank(void)
 {
-    static const uint32_t kinds[] = {DTRAIN_FULL_SHARD, DTRAIN_ZERO3, DTRAIN_STRATEGY_AUTO};
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3,
+                                     DTRAIN_STRATEGY_AUTO};
     chain_run *whole;
     float loss = 0;
     int i, r;
@@ -643,12 +651,13 @@ static void test_larger_than_a_rank(void)
                               run->info[r].buffer_bytes + run->optimizer_bytes[r] <
                           (9u << 20),
                       "%s: rank %d uses more than there is", strategy_kind_name(kinds[i]), r);
-            CHECK(run->info[r].desc.kind == (i == 1 ? DTRAIN_ZERO3 : DTRAIN_FULL_SHARD));
+            CHECK(run->info[r].desc.kind ==
+                  (i == 1 ? DTRAIN_STRATEGY_ZERO3 : DTRAIN_STRATEGY_FULL_SHARD));
         }
         if (i) CHECK(run->loss[0] == loss);
         loss = run->loss[0];
     }
-    whole = run_in_9_mib(DTRAIN_DDP);
+    whole = run_in_9_mib(DTRAIN_STRATEGY_DDP);
     for (r = 0; r < 8; r++)
         CHECK_MSG(whole->result[r] == DTRAIN_ERROR_MEMORY && strstr(whole->error[r], "bytes"),
                   "DDP: rank %d: %s", r, whole->error[r]);
@@ -720,8 +729,8 @@ static dtrain_strategy_desc hand_desc(const hand_run *run)
 {
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     desc.kind = run->kind;
-    desc.accumulation = DTRAIN_ACCUMULATE_LAST;
-    desc.node_size = run->kind == DTRAIN_HYBRID_SHARD ? (uint32_t)run->ranks : 0;
+    desc.accumulation = DTRAIN_ACCUMULATION_LAST;
+    desc.node_size = run->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? (uint32_t)run->ranks : 0;
     desc.bucket_bytes = desc.first_bucket_bytes = 64;
     return desc;
 }
@@ -883,8 +892,9 @@ static void test_hooks_by_hand(void)
             run.micro = i & 1 ? 3 : 1;
             run.owned = (i & 2) != 0;
             run.skipped = (uint32_t)i / 4;
-            for (run.kind = DTRAIN_DDP; run.kind <= DTRAIN_HYBRID_SHARD; run.kind++)
-                if (run.owned || run.kind <= DTRAIN_SHARD_GRAD_OP)
+            for (run.kind = DTRAIN_STRATEGY_DDP; run.kind <= DTRAIN_STRATEGY_HYBRID_SHARD;
+                 run.kind++)
+                if (run.owned || run.kind <= DTRAIN_STRATEGY_SHARD_GRAD_OP)
                     ranks_run(run.ranks, DTRAIN_LAUNCH_THREADS, hand_rank, &run);
         }
 }
@@ -918,8 +928,10 @@ static dtrain_result try_create(dtrain_world *world, const dtrain_strategy_desc 
 static int refuse_create_rank(dtrain_world *world, void *user)
 {
     static const uint32_t unknown_unit = 77;
-    static const uint32_t own[] = {DTRAIN_FULL_SHARD, DTRAIN_ZERO3, DTRAIN_HYBRID_SHARD};
-    static const uint32_t whole[] = {DTRAIN_DDP, DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP};
+    static const uint32_t own[] = {DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3,
+                                   DTRAIN_STRATEGY_HYBRID_SHARD};
+    static const uint32_t whole[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                     DTRAIN_STRATEGY_SHARD_GRAD_OP};
     const dtrain_strategy_desc defaults = dtrain_strategy_defaults();
     dtrain_strategy_desc desc;
     float value[20] = {0};
@@ -929,32 +941,34 @@ static int refuse_create_rank(dtrain_world *world, void *user)
         desc = defaults, desc.kind = own[i], desc.node_size = i == 2 ? 2 : 0;
         refused(try_create(world, &desc, value), DTRAIN_ERROR_ARGUMENT, "value given", "first",
                 strategy_kind_name(own[i]));
-        desc = defaults, desc.kind = whole[i], desc.param_dtype = DTRAIN_BF16;
+        desc = defaults, desc.kind = whole[i], desc.param_dtype = DTRAIN_DTYPE_BF16;
         refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "param_dtype",
                 "param_dtype", strategy_kind_name(whole[i]));
     }
-    desc = defaults, desc.kind = DTRAIN_ZERO1, desc.accumulation = DTRAIN_ACCUMULATE_EVERY;
+    desc = defaults, desc.kind = DTRAIN_STRATEGY_ZERO1,
+    desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "ZERO1 + EVERY", "ZERO1",
             "every");
-    for (i = DTRAIN_DDP; i <= DTRAIN_ZERO3; i++) {
-        desc = defaults, desc.kind = (uint32_t)i, desc.accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+    for (i = DTRAIN_STRATEGY_DDP; i <= DTRAIN_STRATEGY_ZERO3; i++) {
+        desc = defaults, desc.kind = (uint32_t)i,
+        desc.accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
         refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "SHARD_EVERY",
                 "SHARD_EVERY", "HYBRID_SHARD");
     }
-    desc = defaults, desc.kind = DTRAIN_HYBRID_SHARD, desc.node_size = 3;
+    desc = defaults, desc.kind = DTRAIN_STRATEGY_HYBRID_SHARD, desc.node_size = 3;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "nodes of 3", "node_size", "3");
     desc.node_size = 8;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "nodes of 8", "node_size", "8");
     for (i = 1; i < 8; i++) {
-        desc = defaults, desc.kind = DTRAIN_FULL_SHARD, desc.offload = (uint32_t)i;
+        desc = defaults, desc.kind = DTRAIN_STRATEGY_FULL_SHARD, desc.offload = (uint32_t)i;
         refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "offload", "offload",
                 "cpu device");
     }
     desc = defaults, desc.kind = DTRAIN_STRATEGY_AUTO;
-    desc.accumulation = DTRAIN_ACCUMULATE_SHARD_EVERY;
+    desc.accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "AUTO, SHARD_EVERY",
             "DTRAIN_STRATEGY_AUTO", "4 ranks");
-    desc = defaults, desc.kind = DTRAIN_FULL_SHARD;
+    desc = defaults, desc.kind = DTRAIN_STRATEGY_FULL_SHARD;
     desc.kept_units = &unknown_unit, desc.kept_unit_count = 1;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kept_units", "kept_units",
             "unit 77");
@@ -963,14 +977,15 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     desc = defaults, desc.accumulation = 4;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "accumulation 4", "accumulation",
             "4");
-    desc = defaults, desc.reduce_dtype = DTRAIN_I32;
+    desc = defaults, desc.reduce_dtype = DTRAIN_DTYPE_I32;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "reduce_dtype i32",
             "reduce_dtype", "i32");
     desc = defaults, desc.offload = 8;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "offload 8", "offload", "8");
-    desc = defaults, desc.kind = dtrain_world_rank(world) ? DTRAIN_ZERO1 : DTRAIN_FULL_SHARD;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds", "DTRAIN_ZERO1",
-            "DTRAIN_FULL_SHARD");
+    desc = defaults,
+    desc.kind = dtrain_world_rank(world) ? DTRAIN_STRATEGY_ZERO1 : DTRAIN_STRATEGY_FULL_SHARD;
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds",
+            "DTRAIN_STRATEGY_ZERO1", "DTRAIN_STRATEGY_FULL_SHARD");
     desc = defaults;
     RANKS_TRY(try_create(world, &desc, value));
     return 0;
@@ -987,7 +1002,7 @@ static int hybrid_of_one_host_rank(dtrain_world *world, void *user)
 {
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     (void)user;
-    desc.kind = DTRAIN_HYBRID_SHARD;
+    desc.kind = DTRAIN_STRATEGY_HYBRID_SHARD;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "hybrid of one host",
             "node_size", "FULL_SHARD");
     return 0;
@@ -1051,7 +1066,7 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
     dtrain_result result;
     int i;
     desc.kind = c->kind;
-    desc.node_size = c->kind == DTRAIN_HYBRID_SHARD ? 2 : 0;
+    desc.node_size = c->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
     for (i = 0; i < 3; i++) {
         params[i] = ranks_param(names[i], NULL, NULL, 5, 3);
         params[i].unit = (uint32_t)i;
@@ -1071,11 +1086,11 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
 static void test_wrong_hooks(void)
 {
     hook_case c;
-    for (c.kind = DTRAIN_SHARD_GRAD_OP; c.kind <= DTRAIN_HYBRID_SHARD; c.kind++)
+    for (c.kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; c.kind <= DTRAIN_STRATEGY_HYBRID_SHARD; c.kind++)
         for (c.wrong = 0; c.wrong < 6; c.wrong++)
-            if (c.kind >= DTRAIN_FULL_SHARD || c.wrong >= 4)
+            if (c.kind >= DTRAIN_STRATEGY_FULL_SHARD || c.wrong >= 4)
                 ranks_run(2, DTRAIN_LAUNCH_THREADS, wrong_hook_rank, &c);
-    for (c.kind = DTRAIN_DDP; c.kind <= DTRAIN_ZERO1; c.kind++)
+    for (c.kind = DTRAIN_STRATEGY_DDP; c.kind <= DTRAIN_STRATEGY_ZERO1; c.kind++)
         for (c.wrong = 4; c.wrong < 6; c.wrong++)
             ranks_run(2, DTRAIN_LAUNCH_THREADS, wrong_hook_rank, &c);
 }
@@ -1103,15 +1118,15 @@ static int wrong_unit_rank(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, params, 3, &desc, &strategy));
     RANKS_TRY(dtrain_tape_create(world, strategy, NULL, &tape));
     RANKS_TRY(dtrain_tape_begin(tape, 0, 1));
-    h = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, x, false);
+    h = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
     if (c->wrong == 1) {
         dtrain_tape_unit(tape, 0);
-        h = dtrain_linear(tape, h, &params[0], NULL, DTRAIN_ACT_NONE);
+        h = dtrain_linear(tape, h, &params[0], NULL, DTRAIN_ACTIVATION_NONE);
         dtrain_tape_unit(tape, 1);
-        h = dtrain_linear(tape, h, &params[1], NULL, DTRAIN_ACT_NONE);
+        h = dtrain_linear(tape, h, &params[1], NULL, DTRAIN_ACTIVATION_NONE);
     }
     /* 0: no unit was marked; 1: unit 1 is gathered, unit 0 was */
-    h = dtrain_linear(tape, h, &params[0], NULL, DTRAIN_ACT_NONE);
+    h = dtrain_linear(tape, h, &params[0], NULL, DTRAIN_ACTIVATION_NONE);
     CHECK(h == NULL);
     refused(dtrain_tape_error(tape), DTRAIN_ERROR_USAGE, strategy_kind_name(c->kind), "\"p0\"",
             "unit 0");
@@ -1123,7 +1138,7 @@ static int wrong_unit_rank(dtrain_world *world, void *user)
 static void test_parameters_outside_their_unit(void)
 {
     hook_case c;
-    for (c.kind = DTRAIN_FULL_SHARD; c.kind <= DTRAIN_ZERO3; c.kind++)
+    for (c.kind = DTRAIN_STRATEGY_FULL_SHARD; c.kind <= DTRAIN_STRATEGY_ZERO3; c.kind++)
         for (c.wrong = 0; c.wrong < 2; c.wrong++)
             ranks_run(2, DTRAIN_LAUNCH_THREADS, wrong_unit_rank, &c);
 }
@@ -1141,8 +1156,8 @@ static int missing_rank(dtrain_world *world, void *user)
     params[0] = ranks_param("one", NULL, NULL, 4, 4);
     params[1] = ranks_param("lost", NULL, NULL, 3, 4);
     desc.kind = c->kind;
-    desc.node_size = c->kind == DTRAIN_HYBRID_SHARD ? 3 : 0;
-    desc.missing_gradient = DTRAIN_MISSING_ERROR;
+    desc.node_size = c->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 3 : 0;
+    desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     RANKS_TRY(dtrain_strategy_create(world, params, 2, &desc, &strategy));
     for (step = 0; step < 3; step++) {
         RANKS_TRY(dtrain_strategy_gather(strategy, 0));
@@ -1165,7 +1180,7 @@ static int missing_rank(dtrain_world *world, void *user)
 static void test_missing_gradient_is_an_error(void)
 {
     hook_case c = {0, 0};
-    for (c.kind = DTRAIN_DDP; c.kind <= DTRAIN_HYBRID_SHARD; c.kind++)
+    for (c.kind = DTRAIN_STRATEGY_DDP; c.kind <= DTRAIN_STRATEGY_HYBRID_SHARD; c.kind++)
         ranks_run(3, DTRAIN_LAUNCH_PROCESSES, missing_rank, &c);
 }
 
@@ -1179,7 +1194,7 @@ static int drift_rank(dtrain_world *world, void *user)
     chain m;
     (void)user;
     chain_init(&m, 3, 8);
-    desc.kind = DTRAIN_HYBRID_SHARD;
+    desc.kind = DTRAIN_STRATEGY_HYBRID_SHARD;
     desc.node_size = 2;
     RANKS_TRY(dtrain_strategy_create(world, m.params, 3, &desc, &strategy));
     RANKS_TRY(dtrain_strategy_verify(strategy, NULL));
@@ -1239,7 +1254,8 @@ static int auto_rank(dtrain_world *world, void *user)
 /* Each kind up to the byte where it stops fitting. */
 static void test_auto(void)
 {
-    static const uint32_t order[] = {DTRAIN_ZERO1, DTRAIN_SHARD_GRAD_OP, DTRAIN_FULL_SHARD, 0};
+    static const uint32_t order[] = {DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+                                     DTRAIN_STRATEGY_FULL_SHARD, 0};
     auto_run run;
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     dtrain_memory plan;
@@ -1260,7 +1276,7 @@ static void test_auto(void)
     ranks_run(4, DTRAIN_LAUNCH_PROCESSES, auto_rank, &run);
     run.count = 1;
     run.limits[0] = (uint64_t)1 << 30;
-    run.expected[0] = DTRAIN_DDP;
+    run.expected[0] = DTRAIN_STRATEGY_DDP;
     ranks_run(1, DTRAIN_LAUNCH_PROCESSES, auto_rank, &run);
 }
 
@@ -1287,7 +1303,7 @@ static int death_rank(dtrain_world *world, void *user)
     int step;
     chain_init(&m, 8, 64);
     desc.kind = d->kind;
-    desc.node_size = d->kind == DTRAIN_HYBRID_SHARD ? 3 : 0;
+    desc.node_size = d->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 3 : 0;
     RANKS_TRY(dtrain_strategy_create(world, m.params, 8, &desc, &strategy));
     start = dtrain_seconds();
     for (step = 0; step < 1000 && result == DTRAIN_OK; step++)
@@ -1309,7 +1325,7 @@ static void test_death_in_a_gather(void)
     d.results = (dtrain_result *)ranks_shared(3 * sizeof *d.results);
     d.texts = (char(*)[1024])ranks_shared(3 * sizeof *d.texts);
     d.seconds = (double *)ranks_shared(3 * sizeof *d.seconds);
-    for (d.kind = DTRAIN_FULL_SHARD; d.kind <= DTRAIN_HYBRID_SHARD; d.kind++) {
+    for (d.kind = DTRAIN_STRATEGY_FULL_SHARD; d.kind <= DTRAIN_STRATEGY_HYBRID_SHARD; d.kind++) {
         dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_PROCESSES);
         int r;
         CHECK(ranks_launch(&desc, death_rank, &d, NULL) == DTRAIN_ERROR_RANK_FAILED);

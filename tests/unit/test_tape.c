@@ -70,7 +70,7 @@ static void add_input(model *m, uint32_t ndim, int64_t a, int64_t b, int64_t c)
 
 static dtrain_tensor *input(dtrain_tape *tape, model *m, int i)
 {
-    m->input[i] = dtrain_tape_input(tape, DTRAIN_F32, m->input_ndim[i], m->input_shape[i],
+    m->input[i] = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, m->input_ndim[i], m->input_shape[i],
                                     m->input_value[i], true);
     return m->input[i];
 }
@@ -81,7 +81,7 @@ static dtrain_tensor *tokens(dtrain_tape *tape, const int32_t *values, int64_t b
     int64_t shape[2];
     shape[0] = batch;
     shape[1] = sequence;
-    return dtrain_tape_input(tape, DTRAIN_I32, 2, shape, values, false);
+    return dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, values, false);
 }
 
 static void model_free(model *m)
@@ -107,7 +107,7 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, model *m)
         m->probe.shape[1] = y->shape[y->ndim - 1];
         m->probe.value = random_values(param_count(&m->probe));
     }
-    return dtrain_sum(tape, dtrain_linear(tape, y, &m->probe, NULL, DTRAIN_ACT_GELU));
+    return dtrain_sum(tape, dtrain_linear(tape, y, &m->probe, NULL, DTRAIN_ACTIVATION_GELU));
 }
 
 static double model_value(dtrain_tape *tape, model *m, uint32_t flags)
@@ -142,7 +142,7 @@ static void compare_slopes(dtrain_tape *tape, model *m, const char *what, float 
         double wide = slope(tape, m, &value[i], 0.02f), narrow = slope(tape, m, &value[i], 0.01f);
         double expected = (4 * narrow - wide) / 3; /* the error of order h^2 drops out */
         double truncation = fabs(wide - narrow);   /* much more than what is left of it */
-        if (m->activation == DTRAIN_ACT_RELU && truncation > 1e-4) {
+        if (m->activation == DTRAIN_ACTIVATION_RELU && truncation > 1e-4) {
             kinks++;
             continue;
         }
@@ -297,7 +297,7 @@ static void test_attention(void)
             model m = model_of("attention", build_attention);
             m.sequence = 3;
             m.other = heads;
-            m.flags = causal ? DTRAIN_CAUSAL : 0;
+            m.flags = causal ? DTRAIN_ATTENTION_CAUSAL : 0;
             add_input(&m, 2, 6, 12, 0);
             check_on_devices(&m);
         }
@@ -319,7 +319,8 @@ static dtrain_tensor *build_dropout(dtrain_tape *tape, model *m)
 }
 static dtrain_tensor *build_mean(dtrain_tape *tape, model *m)
 {
-    dtrain_tensor *h = dtrain_linear(tape, input(tape, m, 0), &m->params[0], NULL, DTRAIN_ACT_GELU);
+    dtrain_tensor *h =
+        dtrain_linear(tape, input(tape, m, 0), &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
     return dtrain_mean(tape, h);
 }
 
@@ -369,8 +370,8 @@ static dtrain_tensor *build_residual(dtrain_tape *tape, model *m)
     dtrain_tensor *x = input(tape, m, 0);
     for (int layer = 0; layer < 2; layer++) { /* the layers share their weights */
         dtrain_tensor *h = dtrain_layernorm(tape, x, &m->params[0], &m->params[1]);
-        h = dtrain_linear(tape, h, &m->params[2], &m->params[3], DTRAIN_ACT_GELU);
-        h = dtrain_linear(tape, h, &m->params[4], &m->params[5], DTRAIN_ACT_NONE);
+        h = dtrain_linear(tape, h, &m->params[2], &m->params[3], DTRAIN_ACTIVATION_GELU);
+        h = dtrain_linear(tape, h, &m->params[4], &m->params[5], DTRAIN_ACTIVATION_NONE);
         x = dtrain_add(tape, x, h);
     }
     return x;
@@ -379,10 +380,10 @@ static dtrain_tensor *build_residual(dtrain_tape *tape, model *m)
 static dtrain_tensor *build_fan(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0), *y = dtrain_add(tape, x, x);
-    dtrain_tensor *a = dtrain_linear(tape, y, &m->params[0], NULL, DTRAIN_ACT_GELU);
+    dtrain_tensor *a = dtrain_linear(tape, y, &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
     dtrain_tensor *b = dtrain_add(tape, y, a); /* both share one gradient */
     dtrain_tensor *c = dtrain_add(tape, b, dtrain_scale(tape, b, 0.5f));
-    dtrain_tensor *d = dtrain_linear(tape, a, &m->params[0], NULL, DTRAIN_ACT_GELU);
+    dtrain_tensor *d = dtrain_linear(tape, a, &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
     return dtrain_add(tape, dtrain_add(tape, c, d), dtrain_add(tape, a, y));
 }
 
@@ -390,8 +391,9 @@ static dtrain_tensor *build_fan(dtrain_tape *tape, model *m)
 static dtrain_tensor *build_overwrite(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
-    dtrain_tensor *qkv = dtrain_linear(tape, x, &m->params[0], NULL, DTRAIN_ACT_NONE); /* (4,12) */
-    dtrain_tensor *y = dtrain_add(tape, dtrain_attention(tape, qkv, 2, 2, DTRAIN_CAUSAL),
+    dtrain_tensor *qkv =
+        dtrain_linear(tape, x, &m->params[0], NULL, DTRAIN_ACTIVATION_NONE); /* (4,12) */
+    dtrain_tensor *y = dtrain_add(tape, dtrain_attention(tape, qkv, 2, 2, DTRAIN_ATTENTION_CAUSAL),
                                   dtrain_attention(tape, qkv, 4, 1, 0));
     dtrain_tensor *t = tokens(tape, m->targets, 1, 4);
     dtrain_tensor *loss =
@@ -404,8 +406,8 @@ static dtrain_tensor *build_overwrite(dtrain_tape *tape, model *m)
 static dtrain_tensor *build_in_place_add(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
-    dtrain_tensor *a = dtrain_linear(tape, x, &m->params[0], NULL, DTRAIN_ACT_GELU);
-    dtrain_tensor *b = dtrain_linear(tape, a, &m->params[0], NULL, DTRAIN_ACT_GELU);
+    dtrain_tensor *a = dtrain_linear(tape, x, &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
+    dtrain_tensor *b = dtrain_linear(tape, a, &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
     return dtrain_cross_entropy(tape, dtrain_add(tape, a, b), tokens(tape, m->targets, 1, 4));
 }
 
@@ -414,7 +416,7 @@ static dtrain_tensor *build_tied(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x =
         dtrain_embedding(tape, tokens(tape, m->tokens, 2, 2), &m->params[0], &m->params[2]);
-    x = dtrain_linear(tape, x, &m->params[1], NULL, DTRAIN_ACT_NONE);
+    x = dtrain_linear(tape, x, &m->params[1], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(tape, x, tokens(tape, m->targets, 2, 2));
 }
 
@@ -522,7 +524,7 @@ static void check_golden(dtrain_tape *tape)
     memcpy(bias, op_layernorm_b, sizeof bias);
     w.value = weight, b.value = bias;
     dtrain_tape_begin(tape, 0, 0);
-    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, op_layernorm_x, false);
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, op_layernorm_x, false);
     CHECK(dtrain_tensor_read(tape, dtrain_layernorm(tape, x, &w, &b), out) == DTRAIN_OK);
     check_floats("layernorm", out, op_layernorm_y, 60, 1e-5);
 
@@ -533,8 +535,9 @@ static void check_golden(dtrain_tape *tape)
             if (targets[i] < 0) targets[i] = -1; /* PyTorch: -100 */
         }
         dtrain_tape_begin(tape, 0, 0);
-        x = dtrain_tape_input(tape, DTRAIN_F32, 2, logit_shape, op_ce_logits, true);
-        dtrain_tensor *t = dtrain_tape_input(tape, DTRAIN_I32, 1, target_shape, targets, false);
+        x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, logit_shape, op_ce_logits, true);
+        dtrain_tensor *t =
+            dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, target_shape, targets, false);
         dtrain_tensor *loss = dtrain_cross_entropy(tape, x, t);
         CHECK(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK);
         CHECK(dtrain_tensor_read(tape, loss, out) == DTRAIN_OK);
@@ -550,8 +553,8 @@ static void check_golden(dtrain_tape *tape)
         qkv[row * 24 + 16 + h * 4 + d] = op_sdpa_v[i];
     }
     dtrain_tape_begin(tape, 0, 0);
-    x = dtrain_tape_input(tape, DTRAIN_F32, 2, qkv_shape, qkv, false);
-    CHECK(dtrain_tensor_read(tape, dtrain_attention(tape, x, 5, 2, DTRAIN_CAUSAL), out) ==
+    x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, qkv_shape, qkv, false);
+    CHECK(dtrain_tensor_read(tape, dtrain_attention(tape, x, 5, 2, DTRAIN_ATTENTION_CAUSAL), out) ==
           DTRAIN_OK);
     for (int i = 0; i < 80; i++) {
         int d = i % 4, t = i / 4 % 5, h = i / 20 % 2, batch = i / 40;
@@ -580,12 +583,13 @@ static dtrain_tensor *build_language(dtrain_tape *tape, model *m)
     dtrain_tensor *x = dtrain_embedding(tape, tokens(tape, m->tokens, 8, 8), &m->params[0], NULL);
     x = dtrain_dropout(tape, x, 0.1f);
     dtrain_tape_unit(tape, 1);
-    dtrain_tensor *h = dtrain_linear(tape, x, &m->params[1], &m->params[2], DTRAIN_ACT_NONE);
-    x = dtrain_add(tape, x, dtrain_attention(tape, h, 8, 2, DTRAIN_CAUSAL));
+    dtrain_tensor *h = dtrain_linear(tape, x, &m->params[1], &m->params[2], DTRAIN_ACTIVATION_NONE);
+    x = dtrain_add(tape, x, dtrain_attention(tape, h, 8, 2, DTRAIN_ATTENTION_CAUSAL));
     dtrain_tape_unit(tape, 2);
     x = dtrain_layernorm(tape, x, &m->params[3], NULL);
     dtrain_tape_unit(tape, 3);
-    m->input[0] = dtrain_linear(tape, x, &m->params[4], NULL, DTRAIN_ACT_NONE); /* the logits */
+    m->input[0] =
+        dtrain_linear(tape, x, &m->params[4], NULL, DTRAIN_ACTIVATION_NONE); /* the logits */
     return dtrain_cross_entropy(tape, m->input[0], tokens(tape, m->targets, 8, 8));
 }
 
@@ -746,12 +750,12 @@ static void test_little_waste(void)
     CHECK(dtrain_device_create(dtrain_plan_device_ops(), &desc, &plan) == DTRAIN_OK);
     CHECK(dtrain_tape_create(NULL, NULL, plan, &tape) == DTRAIN_OK);
     dtrain_tape_begin(tape, 0, 0);
-    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, host, true);
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, host, true);
     values += (double)(rows * 3 * n);
     for (int i = 0; i < 40; i++) {
-        x = dtrain_attention(tape, x, 256, 6, DTRAIN_CAUSAL);
+        x = dtrain_attention(tape, x, 256, 6, DTRAIN_ATTENTION_CAUSAL);
         x = dtrain_layernorm(tape, x, &ln, NULL);
-        x = dtrain_linear(tape, x, &weight, NULL, DTRAIN_ACT_GELU);
+        x = dtrain_linear(tape, x, &weight, NULL, DTRAIN_ACTIVATION_GELU);
         values += (double)(rows * (n + 6 + n + 2 + 3 * n + 3 * n));
     }
     CHECK(dtrain_tape_error(tape) == DTRAIN_OK);
@@ -777,7 +781,8 @@ static void test_gradients_reused(void)
         dtrain_tape_begin(tape, 0, 0);
         dtrain_tensor *x = build_linear(tape, &m);
         for (int i = 0; i < (deep ? 40 : 3); i++)
-            x = dtrain_add(tape, x, dtrain_linear(tape, x, &m.params[0], NULL, DTRAIN_ACT_NONE));
+            x = dtrain_add(tape, x,
+                           dtrain_linear(tape, x, &m.params[0], NULL, DTRAIN_ACTIVATION_NONE));
         CHECK(dtrain_tape_backward(tape, dtrain_mean(tape, x), 1) == DTRAIN_OK);
         dtrain_tape_query(tape, &info);
         bytes[deep] = info.gradient_bytes;
@@ -879,7 +884,7 @@ static void test_dropout(void)
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
     for (int pass = 0; pass < 3; pass++) { /* pass 0 and 1 alike, 2 with another seed */
         dtrain_tape_begin(tape, 0, pass == 2 ? 12 : 11);
-        dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_F32, 1, shape, ones, true);
+        dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, ones, true);
         dtrain_tensor *first = dtrain_dropout(tape, x, 0.3f),
                       *second = dtrain_dropout(tape, x, 0.3f);
         CHECK(dtrain_tensor_read(tape, first, pass == 2 ? c : b) == DTRAIN_OK);
@@ -898,7 +903,7 @@ static void test_dropout(void)
     CHECK(labs(same_b - 11600) < 350); /* 0.7^2 + 0.3^2 = 0.58 of independent masks agree */
     CHECK(labs(same_c - 11600) < 350);
     dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 11);
-    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_F32, 1, shape, ones, true);
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, ones, true);
     CHECK(dtrain_dropout(tape, x, 0.3f) == x && !x->needs_grad);
     free(ones);
     dtrain_tape_destroy(tape);
@@ -985,8 +990,8 @@ static void test_errors(void)
     dtrain_param *w = add_param(&m, "fc_w", 8, 10), *v = add_param(&m, "vec", 16, 0);
     dtrain_param *ok = add_param(&m, "ok", 8, 16);
     const dtrain_result argument = DTRAIN_ERROR_ARGUMENT, usage = DTRAIN_ERROR_USAGE;
-#define X dtrain_tape_input(tape, DTRAIN_F32, 2, shape, data, true)
-#define IDS dtrain_tape_input(tape, DTRAIN_I32, 2, token_shape, ids, false)
+#define X dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, data, true)
+#define IDS dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, token_shape, ids, false)
 
     CHECK(dtrain_tape_create(NULL, NULL, NULL, &tape) == argument && !tape);
     CHECK(dtrain_tape_create(NULL, NULL, device, NULL) == argument);
@@ -997,18 +1002,18 @@ static void test_errors(void)
     CHECK(!X);
     expect_error(tape, usage, "dtrain_tape_input", "call dtrain_tape_begin");
 
-    CHECK(!dtrain_linear(tape, X, w, NULL, DTRAIN_ACT_NONE));
+    CHECK(!dtrain_linear(tape, X, w, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "dtrain_linear: parameter fc_w is (8, 10)",
                  "(6, 16) needs (any, 16)");
-    CHECK(!dtrain_linear(tape, X, v, NULL, DTRAIN_ACT_NONE));
+    CHECK(!dtrain_linear(tape, X, v, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "parameter vec is (16)", "needs (any, 16)");
-    CHECK(!dtrain_linear(tape, X, ok, v, DTRAIN_ACT_NONE));
+    CHECK(!dtrain_linear(tape, X, ok, v, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "parameter vec is (16)", "needs (8)");
-    CHECK(!dtrain_linear(tape, X, NULL, NULL, DTRAIN_ACT_NONE));
+    CHECK(!dtrain_linear(tape, X, NULL, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "dtrain_linear", "parameter 1 is NULL");
     CHECK(!dtrain_linear(tape, X, ok, NULL, (dtrain_activation)3));
     expect_error(tape, argument, "dtrain_linear", "unknown activation 3");
-    CHECK(!dtrain_linear(tape, IDS, ok, NULL, DTRAIN_ACT_NONE));
+    CHECK(!dtrain_linear(tape, IDS, ok, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "input 1 is i32", "expected f32");
     CHECK(!dtrain_layernorm(tape, X, w, NULL));
     expect_error(tape, argument, "dtrain_layernorm: parameter fc_w", "needs (16)");
@@ -1024,7 +1029,7 @@ static void test_errors(void)
     expect_error(tape, argument, "dtrain_attention: qkv (6, 16)", "3 x 2 heads");
     CHECK(!dtrain_attention(tape, X, 3, 2, 8));
     expect_error(tape, argument, "dtrain_attention", "flags 0x8");
-    CHECK(!dtrain_add(tape, X, dtrain_linear(tape, X, ok, NULL, DTRAIN_ACT_NONE)));
+    CHECK(!dtrain_add(tape, X, dtrain_linear(tape, X, ok, NULL, DTRAIN_ACTIVATION_NONE)));
     expect_error(tape, argument, "dtrain_add: (6, 16)", "(6, 8) differ");
     CHECK(!dtrain_add(tape, X, NULL));
     expect_error(tape, argument, "dtrain_add: input 2 is NULL", "expected f32");
@@ -1032,26 +1037,26 @@ static void test_errors(void)
     expect_error(tape, argument, "dtrain_dropout", "is 1, not in [0, 1)");
     CHECK(!dtrain_dropout(tape, X, NAN));
     expect_error(tape, argument, "dtrain_dropout", "not in [0, 1)");
-    CHECK(!dtrain_cross_entropy(tape, X,
-                                dtrain_tape_input(tape, DTRAIN_I32, 1, token_shape, ids, false)));
+    CHECK(!dtrain_cross_entropy(
+        tape, X, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, token_shape, ids, false)));
     expect_error(tape, argument, "logits (6, 16) have 6 rows", "targets are (2)");
-    CHECK(!dtrain_tape_input(tape, DTRAIN_BF16, 2, shape, data, false));
+    CHECK(!dtrain_tape_input(tape, DTRAIN_DTYPE_BF16, 2, shape, data, false));
     expect_error(tape, argument, "dtrain_tape_input", "bf16");
-    CHECK(!dtrain_tape_input(tape, DTRAIN_I32, 2, shape, data, true));
+    CHECK(!dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, data, true));
     expect_error(tape, argument, "dtrain_tape_input", "no gradient");
-    CHECK(!dtrain_tape_input(tape, DTRAIN_F32, 5, shape, data, true));
+    CHECK(!dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 5, shape, data, true));
     expect_error(tape, argument, "dtrain_tape_input", "5 axes");
-    CHECK(!dtrain_tape_input(tape, DTRAIN_F32, 1, zero, data, true));
+    CHECK(!dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, zero, data, true));
     expect_error(tape, argument, "axis 0", "length 0");
-    CHECK(!dtrain_tape_input(tape, DTRAIN_F32, 1, shape, NULL, true));
+    CHECK(!dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, NULL, true));
     expect_error(tape, argument, "dtrain_tape_input", "host is NULL");
-    CHECK(!dtrain_tape_input(tape, DTRAIN_F32, 3, huge, data, true));
+    CHECK(!dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 3, huge, data, true));
     expect_error(tape, DTRAIN_ERROR_MEMORY, "elements", "machine");
     CHECK(dtrain_tape_begin(tape, 6, 0) == argument && !X);
     expect_error(tape, argument, "dtrain_tape_begin", "0x6");
     float *value = ok->value;
     ok->value = NULL;
-    CHECK(!dtrain_linear(tape, X, ok, NULL, DTRAIN_ACT_NONE));
+    CHECK(!dtrain_linear(tape, X, ok, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, usage, "parameter ok", "dtrain_strategy_create");
     ok->value = value;
     ids[5] = 8;
@@ -1060,12 +1065,12 @@ static void test_errors(void)
 
     /* stickiness: the first error stays, whatever comes after it */
     dtrain_tape_begin(tape, 0, 0);
-    dtrain_tensor *y = dtrain_linear(tape, X, w, NULL, DTRAIN_ACT_NONE);
+    dtrain_tensor *y = dtrain_linear(tape, X, w, NULL, DTRAIN_ACTIVATION_NONE);
     y = dtrain_add(tape, dtrain_scale(tape, y, 2), dtrain_dropout(tape, y, 0.5f));
     y = dtrain_sum(tape, dtrain_attention(tape, dtrain_layernorm(tape, y, v, v), 3, 1, 0));
     dtrain_tape_unit(tape, 1);
     CHECK(!y && !X);
-    dtrain_dtype_name(DTRAIN_F32);
+    dtrain_dtype_name(DTRAIN_DTYPE_F32);
     dtrain_tape_begin(NULL, 0, 0); /* another sentence on this thread */
     CHECK(dtrain_tape_backward(tape, y, 1) == argument);
     CHECK(strstr(dtrain_last_error(), "parameter fc_w") != NULL);
@@ -1077,7 +1082,7 @@ static void test_errors(void)
     expect_error(tape, argument, "dtrain_tape_backward", "96 elements");
     CHECK(dtrain_tape_backward(tape, NULL, 1) == argument);
     expect_error(tape, argument, "dtrain_tape_backward", "loss is NULL");
-    dtrain_tensor *plain = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, data, false);
+    dtrain_tensor *plain = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, data, false);
     CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, plain), 1) == usage);
     expect_error(tape, usage, "dtrain_tape_backward", "no trainable parameter");
     dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0);
@@ -1093,7 +1098,7 @@ static void test_errors(void)
 
     /* reading */
     dtrain_tensor *x = X, *unused = X;
-    plain = dtrain_tape_input(tape, DTRAIN_F32, 2, shape, data, false);
+    plain = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, data, false);
     y = dtrain_sum(tape, dtrain_add(tape, x, plain));
     CHECK(dtrain_tensor_read_grad(tape, x, data) == usage);
     CHECK(dtrain_tape_backward(tape, y, 3) == DTRAIN_OK);

@@ -80,15 +80,15 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     dtrain_param *p = s->params;
     int64_t shape[2];
     shape[0] = s->batch, shape[1] = 1;
-    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_I32, 2, shape, s->tokens, false);
-    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_I32, 1, shape, s->targets, false);
+    dtrain_tensor *tokens = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, s->tokens, false);
+    dtrain_tensor *targets = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, s->targets, false);
     dtrain_tape_unit(tape, 0);
     dtrain_tensor *h = dtrain_embedding(tape, tokens, &p[0], NULL);
     dtrain_tape_unit(tape, 1);
-    h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACT_GELU);
+    h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACTIVATION_GELU);
     if (s->r->dropout > 0) h = dtrain_dropout(tape, h, s->r->dropout);
     dtrain_tape_unit(tape, 2);
-    h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACT_NONE);
+    h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
     h = dtrain_cross_entropy(tape, h, targets);
     int64_t step = (s->micro - 1) / s->r->accumulation;
     if (s->rank == s->r->nan_rank && step == s->r->nan_step) h = dtrain_scale(tape, h, NAN);
@@ -125,7 +125,7 @@ static void take_steps(dtrain_trainer *trainer, rank_state *s)
     run *r = s->r;
     for (int step = 0; step < r->steps; step++) {
         dtrain_result result = DTRAIN_OK;
-        if (step == r->plan_at) result = dtrain_trainer_plan_memory(trainer, &r->plan[s->rank]);
+        if (step == r->plan_at) result = dtrain_trainer_plan(trainer, &r->plan[s->rank]);
         if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
         copy_params(s, r->before[s->rank]);
         if (result == DTRAIN_OK) result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
@@ -434,13 +434,13 @@ static int arguments_rank(dtrain_world *world, void *user)
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "only evaluate") != NULL);
-    CHECK(dtrain_trainer_plan_memory(bad, &memory) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_trainer_plan(bad, &memory) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(dtrain_trainer_evaluate(bad, next_batch, &s, 1, &loss) == DTRAIN_OK && loss > 0);
     dtrain_trainer_destroy(bad);
     CHECK(dtrain_trainer_step(NULL, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 0, &loss) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_trainer_plan_memory(trainer, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_plan(trainer, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_step(trainer, NULL) == DTRAIN_OK); /* a record is not needed */
     dtrain_trainer_destroy(NULL);
     dtrain_trainer_destroy(trainer);

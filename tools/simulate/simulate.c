@@ -54,7 +54,7 @@ static const struct settings usual = {
     .model = "gpt2",
     .cluster = "h100",
     .gpus = {8, {8, 16, 32, 64, 128, 256, 512, 1024}},
-    .strategies = {2, {DTRAIN_DDP - 1, DTRAIN_FULL_SHARD - 1}},
+    .strategies = {2, {DTRAIN_STRATEGY_DDP - 1, DTRAIN_STRATEGY_FULL_SHARD - 1}},
     .batches = {1, {4}},
     .precision = 1,
     .accum = 1,
@@ -268,9 +268,10 @@ static dtrain_strategy_desc describe(const row *r, double activations, dtrain_co
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     desc.kind = (uint32_t)(r->strategy + 1);
     desc.comm = comm;
-    desc.param_dtype =
-        desc.kind >= DTRAIN_FULL_SHARD ? (uint32_t)(DTRAIN_F32 + flags.param_dtype) : 0;
-    desc.reduce_dtype = (uint32_t)(DTRAIN_F32 + flags.reduce_dtype);
+    desc.param_dtype = desc.kind >= DTRAIN_STRATEGY_FULL_SHARD
+                           ? (uint32_t)(DTRAIN_DTYPE_F32 + flags.param_dtype)
+                           : 0;
+    desc.reduce_dtype = (uint32_t)(DTRAIN_DTYPE_F32 + flags.reduce_dtype);
     desc.bucket_bytes = (size_t)flags.bucket_mib << 20;
     if (desc.first_bucket_bytes > desc.bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes;
     desc.no_overlap = flags.no_overlap != 0;
@@ -284,7 +285,7 @@ static dtrain_strategy_desc describe(const row *r, double activations, dtrain_co
     desc.optimizer_states = flags.optimizer ? 1 : 2;
     desc.memory_limit = (uint64_t)(sim.machine.memory_gib * 1073741824.0);
     desc.other_bytes = (uint64_t)activations;
-    if (desc.kind == DTRAIN_HYBRID_SHARD || flags.hierarchical)
+    if (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD || flags.hierarchical)
         desc.node_size = (uint32_t)(r->gpus / r->nodes);
     return desc;
 }

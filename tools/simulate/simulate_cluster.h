@@ -56,9 +56,11 @@ static double most(double a, double b) { return a > b ? a : b; }
 /* What a ring moves through the slowest link, in buffers (nccl-tests' bus factors). */
 static double ring_factor(uint32_t kind, int n)
 {
-    if (kind == DTRAIN_ALL_REDUCE) return 2.0 * (n - 1) / n;
-    if (kind == DTRAIN_BROADCAST || kind == DTRAIN_REDUCE || kind == DTRAIN_SEND) return 1;
-    return kind == DTRAIN_BARRIER ? 0 : (double)(n - 1) / n;
+    if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE) return 2.0 * (n - 1) / n;
+    if (kind == DTRAIN_COLLECTIVE_BROADCAST || kind == DTRAIN_COLLECTIVE_REDUCE ||
+        kind == DTRAIN_COLLECTIVE_SEND)
+        return 1;
+    return kind == DTRAIN_COLLECTIVE_BARRIER ? 0 : (double)(n - 1) / n;
 }
 
 /* alpha * steps + beta * bytes: the textbook. */
@@ -66,8 +68,9 @@ static double alpha_beta_seconds(const cluster *c, uint32_t kind, double bytes, 
 {
     const double gbs = g.nodes > 1 ? c->network_gbps / 8 : c->nvlink_gbs;
     double steps = g.size - 1;
-    if (kind == DTRAIN_ALL_REDUCE) steps *= 2;
-    if (kind == DTRAIN_BROADCAST || kind == DTRAIN_REDUCE || kind == DTRAIN_BARRIER)
+    if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE) steps *= 2;
+    if (kind == DTRAIN_COLLECTIVE_BROADCAST || kind == DTRAIN_COLLECTIVE_REDUCE ||
+        kind == DTRAIN_COLLECTIVE_BARRIER)
         steps = ceil(log2(g.size));
     return steps * c->latency_us * 1e-6 + ring_factor(kind, g.size) * bytes / (gbs * 1e9);
 }
@@ -89,10 +92,12 @@ static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g
     double out = local * outside * bytes / g.size;
     cost total = {0, 1e-6 * c->latency_us,
                   ring_factor(kind, g.size) * bytes / (c->nvlink_gbs * 1e9)};
-    if (kind == DTRAIN_ALL_REDUCE) out *= small ? g.size : 2;
-    if (kind == DTRAIN_REDUCE) out = small ? outside * bytes : out + outside * bytes / g.size;
-    if (kind == DTRAIN_BROADCAST) out = bytes * (g.nodes - 1);
-    if ((kind == DTRAIN_ALL_REDUCE || kind == DTRAIN_REDUCE) && !small) total.latency *= 2;
+    if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE) out *= small ? g.size : 2;
+    if (kind == DTRAIN_COLLECTIVE_REDUCE)
+        out = small ? outside * bytes : out + outside * bytes / g.size;
+    if (kind == DTRAIN_COLLECTIVE_BROADCAST) out = bytes * (g.nodes - 1);
+    if ((kind == DTRAIN_COLLECTIVE_ALL_REDUCE || kind == DTRAIN_COLLECTIVE_REDUCE) && !small)
+        total.latency *= 2;
     total.links = sharers * out / (c->network_gbps / 8 * 1e9);
     if (g.nodes == 1) total.links = total.latency = 0;
     return total;
@@ -133,7 +138,7 @@ static double nccl_seconds(const cluster *c, uint32_t kind, double bytes, group 
 {
     const int local = g.size / g.nodes;
     const bool nvlink = c->nvlink_gbs > PCIE_GBS, sockets = c->latency_us >= 30,
-               reduces = kind == DTRAIN_ALL_REDUCE;
+               reduces = kind == DTRAIN_COLLECTIVE_ALL_REDUCE;
     const double line = c->network_gbps / 8 * local / (double)c->gpus_per_node;
     const double network = line * 0.92, inside = local > 1 ? c->nvlink_gbs : 1e30;
     const double ring = g.nodes > 1 ? least(network, inside) : c->nvlink_gbs;
@@ -179,10 +184,10 @@ static cost collective_cost(const cluster *c, uint32_t kind, double bytes, group
 {
     cost total = {0, 0, 0};
     if (g.size == 1) return total;
-    if (kind == DTRAIN_BARRIER) bytes = 4, kind = DTRAIN_ALL_REDUCE;
+    if (kind == DTRAIN_COLLECTIVE_BARRIER) bytes = 4, kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
     if (c->network == NETWORK_EMULATED) return emulated_cost(c, kind, bytes, g);
     if (c->network == NETWORK_ALPHA_BETA) total.links = alpha_beta_seconds(c, kind, bytes, g);
-    else if (kind == DTRAIN_ALL_TO_ALL) total.links = all_to_all_seconds(c, bytes, g);
+    else if (kind == DTRAIN_COLLECTIVE_ALL_TO_ALL) total.links = all_to_all_seconds(c, bytes, g);
     else total.links = nccl_seconds(c, kind, bytes, g);
     return total;
 }
@@ -398,8 +403,9 @@ static void sim_deliver(const dtrain_comm *comm, const dtrain_collective *what)
 {
     const dtrain_device *device = dtrain_world_device(comm->world);
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const int copies = what->kind == DTRAIN_ALL_GATHER ? comm->size : 1;
-    if (!what->send || !what->recv || what->send == what->recv || what->kind == DTRAIN_ALL_TO_ALL)
+    const int copies = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ? comm->size : 1;
+    if (!what->send || !what->recv || what->send == what->recv ||
+        what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL)
         return;
     if (is_virtual(device, what->send) || is_virtual(device, what->recv)) return;
     for (int i = 0; i < copies; i++)
@@ -412,8 +418,9 @@ static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what,
 {
     sim_comm *self = (sim_comm *)(void *)comm;
     sim_work *started = (sim_work *)calloc(1, sizeof *started);
-    const bool sliced = what->kind == DTRAIN_REDUCE_SCATTER || what->kind == DTRAIN_ALL_GATHER ||
-                        what->kind == DTRAIN_ALL_TO_ALL;
+    const bool sliced = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+                        what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                        what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
     const double elements = (double)what->count * (sliced ? comm->size : 1);
     if (!started) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a collective");
     const double bytes = elements * (double)dtrain_dtype_bytes(what->dtype);

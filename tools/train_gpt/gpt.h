@@ -2,7 +2,7 @@
  *
  * For train_gpt.c and other programs of this folder: include it after dtrain.h. Backward is the
  * tape's. The pieces have the types that dtrain's callbacks have: gpt_set_batch and gpt_loss fit
- * dtrain_auto_batch_desc and dtrain_trainer_desc, with a gpt_batch as user. */
+ * dtrain_plan_batch_desc and dtrain_trainer_desc, with a gpt_batch as user. */
 #ifndef GPT_H
 #define GPT_H
 
@@ -150,13 +150,14 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt_config *config
                                         const gpt_block *p, dtrain_tensor **x, dtrain_tensor *h)
 {
     const float drop = config->dropout;
-    h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                    /* (B*T, C) */
-    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACT_NONE);  /* (B*T, 3C) */
-    h = dtrain_attention(t, h, config->seq, config->heads, DTRAIN_CAUSAL); /* (B*T, C) */
-    h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACT_NONE);
+    h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                              /* (B*T, C) */
+    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE);     /* (B*T, 3C) */
+    h = dtrain_attention(t, h, config->seq, config->heads, DTRAIN_ATTENTION_CAUSAL); /* (B*T, C) */
+    h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACTIVATION_NONE);
     h = gpt__norm(t, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
-    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACT_GELU);         /* (B*T, 4C) */
-    h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias, DTRAIN_ACT_NONE); /* (B*T, C) */
+    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACTIVATION_GELU); /* (B*T, 4C) */
+    h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias,
+                      DTRAIN_ACTIVATION_NONE); /* (B*T, C) */
     return dtrain_dropout(t, h, drop);
 }
 
@@ -165,7 +166,8 @@ static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int
                                          int64_t batch)
 {
     const int64_t shape[2] = {batch, m->config.seq};
-    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_I32, 2, shape, tokens, false), *x, *h = NULL;
+    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false), *x,
+                  *h = NULL;
     dtrain_tape_unit(t, 0);
     x = dtrain_dropout(t, dtrain_embedding(t, input, m->wte, m->wpe), m->config.dropout);
     for (long l = 0; l < m->config.layers; l++) {
@@ -174,7 +176,7 @@ static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int
     }
     dtrain_tape_unit(t, (uint32_t)m->config.layers + 1);
     h = gpt__norm(t, &x, h, m->lnf_weight, m->lnf_bias);
-    return dtrain_linear(t, h, m->head, NULL, DTRAIN_ACT_NONE);
+    return dtrain_linear(t, h, m->head, NULL, DTRAIN_ACTIVATION_NONE);
 }
 
 /* ---- loss of a batch ------------------------------------------------------------------------ */
@@ -211,8 +213,8 @@ static inline dtrain_tensor *gpt_loss(dtrain_tape *t, void *user)
     const gpt_batch *b = (const gpt_batch *)user;
     const int64_t rows = b->batch * b->model->config.seq;
     dtrain_tensor *logits = gpt_forward(t, b->model, b->inputs, b->batch);
-    return dtrain_cross_entropy(t, logits,
-                                dtrain_tape_input(t, DTRAIN_I32, 1, &rows, b->targets, false));
+    return dtrain_cross_entropy(
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false));
 }
 
 /* ---- sampling ------------------------------------------------------------------------------- */

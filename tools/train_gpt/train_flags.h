@@ -221,12 +221,12 @@ static int check_compression(void)
         const char *name;
         long needs; /* 0: either */
     } list[] = {
-        {"--topk-ratio", DTRAIN_TOPK},
-        {"--topk-momentum", DTRAIN_TOPK},
-        {"--sparse-exchange", DTRAIN_TOPK},
-        {"--compression-warmup", DTRAIN_TOPK},
-        {"--warmup-ratio", DTRAIN_TOPK},
-        {"--powersgd-rank", DTRAIN_POWERSGD},
+        {"--topk-ratio", DTRAIN_COMPRESSION_TOPK},
+        {"--topk-momentum", DTRAIN_COMPRESSION_TOPK},
+        {"--sparse-exchange", DTRAIN_COMPRESSION_TOPK},
+        {"--compression-warmup", DTRAIN_COMPRESSION_TOPK},
+        {"--warmup-ratio", DTRAIN_COMPRESSION_TOPK},
+        {"--powersgd-rank", DTRAIN_COMPRESSION_POWERSGD},
         {"--dense-steps", 0},
         {"--dense-below", 0},
         {"--no-error-feedback", 0},
@@ -245,7 +245,7 @@ static int check_compression(void)
     if (flags.compression && flags.graph)
         return BAD("--compression and --graph: what is sent changes in the first steps, and a "
                    "recorded step does not");
-    if (flags.compression && flags.strategy != DTRAIN_DDP - 1)
+    if (flags.compression && flags.strategy != DTRAIN_STRATEGY_DDP - 1)
         return BAD("--compression works with --strategy ddp: the others reduce shards");
     return 0;
 }

@@ -91,7 +91,8 @@ typedef struct job {
 /* What the flags ask of the strategy. */
 static dtrain_strategy_desc strategy_desc(void)
 {
-    static const uint32_t types[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16}; /* as in dtypes */
+    static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16,
+                                     DTRAIN_DTYPE_F16}; /* as in dtypes */
     static const uint32_t classes[] = {
         0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
         DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
@@ -153,8 +154,8 @@ static void show_accumulation(const dtrain_strategy_info *info, int ranks)
     printf("accum   gradients are reduced in mode %s; MiB of gradients:",
            accum_modes[info->desc.accumulation]);
     if (create_model(&copy) == DTRAIN_OK)
-        for (desc.accumulation = DTRAIN_ACCUMULATE_LAST;
-             desc.accumulation <= DTRAIN_ACCUMULATE_SHARD_EVERY; desc.accumulation++)
+        for (desc.accumulation = DTRAIN_ACCUMULATION_LAST;
+             desc.accumulation <= DTRAIN_ACCUMULATION_SHARD_EVERY; desc.accumulation++)
             if (dtrain_strategy_plan(copy.params, copy.param_count, &desc, ranks, &memory) ==
                 DTRAIN_OK)
                 printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
@@ -172,10 +173,10 @@ static double dense_bytes(const dtrain_strategy_info *info, int ranks)
 static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
 {
     *text = 0;
-    if (desc->compression == DTRAIN_TOPK)
+    if (desc->compression == DTRAIN_COMPRESSION_TOPK)
         snprintf(text, room, "top-k %g (%s)", (double)desc->topk_ratio,
                  exchanges[desc->sparse_exchange]);
-    if (desc->compression == DTRAIN_POWERSGD)
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
         snprintf(text, room, "PowerSGD rank %u", desc->powersgd_rank);
     if (desc->compression && desc->no_error_feedback)
         snprintf(text + strlen(text), room - strlen(text), " without error feedback");
@@ -331,8 +332,8 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, job *j)
     desc.graph = flags.graph != 0;
     desc.seed = (uint64_t)flags.seed;
     desc.schedule.kind = (uint32_t)flags.schedule;
-    desc.schedule.lr = dtrain_scale_lr((float)flags.lr, dtrain_world_size(world),
-                                       (dtrain_lr_scaling)flags.lr_scaling);
+    desc.schedule.lr = dtrain_lr_for_ranks((float)flags.lr, dtrain_world_size(world),
+                                           (dtrain_lr_scaling)flags.lr_scaling);
     desc.schedule.min_lr = (float)flags.min_lr;
     desc.schedule.warmup_steps = flags.warmup;
     desc.schedule.total_steps = flags.steps;
@@ -354,9 +355,9 @@ static dtrain_result choose_batch(dtrain_world *world, job *j, const dtrain_stra
     dtrain_result result = DTRAIN_OK;
     j->accum = flags.accum ? (uint32_t)flags.accum : 1;
     if (global) /* before a search, so that what cannot be shared is an error at once */
-        TRY(dtrain_accumulation_for(global, batch, ranks, &batch, &j->accum));
+        TRY(dtrain_trainer_split_batch(global, batch, ranks, &batch, &j->accum));
     if (flags.auto_batch) {
-        dtrain_auto_batch_desc desc;
+        dtrain_plan_batch_desc desc;
         memset(&desc, 0, sizeof desc);
         desc.max_batch = batch;
         desc.set_batch = gpt_set_batch;
@@ -364,9 +365,9 @@ static dtrain_result choose_batch(dtrain_world *world, job *j, const dtrain_stra
         desc.params = j->model.params;
         desc.param_count = j->model.param_count;
         desc.strategy = strategy;
-        TRY(dtrain_auto_batch(world, &desc, &batch));
+        TRY(dtrain_trainer_plan_batch(world, &desc, &batch));
     }
-    if (global) TRY(dtrain_accumulation_for(global, batch, ranks, &batch, &j->accum));
+    if (global) TRY(dtrain_trainer_split_batch(global, batch, ranks, &batch, &j->accum));
     TRY(gpt_set_batch(&j->train, batch));
     TRY(gpt_set_batch(&j->held_out, batch));
 cleanup:
@@ -389,7 +390,7 @@ static dtrain_result open_job(dtrain_world *world, job *j)
     TRY(open_source(world, j, &j->train, false));
     TRY(open_source(world, j, &j->held_out, true));
     trainer = trainer_desc(world, j);
-    TRY(dtrain_plan_activations(world, &trainer, &j->memory));
+    TRY(dtrain_trainer_plan_activations(world, &trainer, &j->memory));
     strategy.other_bytes = j->memory.total;
     TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
                                &j->strategy));
@@ -400,7 +401,7 @@ static dtrain_result open_job(dtrain_world *world, job *j)
     TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
-    TRY(dtrain_trainer_plan_memory(j->trainer, &j->memory));
+    TRY(dtrain_trainer_plan(j->trainer, &j->memory));
     metrics.total_steps = flags.steps;
     metrics.progress = stdout;
     metrics.progress_every = flags.steps >= 200 ? (uint32_t)(flags.steps / 20) : 1;
@@ -507,7 +508,7 @@ static int check_memory(bool cpu)
     gpt model;
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     if (desc.kind == DTRAIN_STRATEGY_AUTO)
-        desc.kind = ranks > 1 || flags.offload ? DTRAIN_FULL_SHARD : DTRAIN_DDP;
+        desc.kind = ranks > 1 || flags.offload ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
     if (create_model(&model) == DTRAIN_OK)
         result = dtrain_strategy_plan(model.params, model.param_count, &desc, ranks, &memory);
     gpt_free(&model);

@@ -1,0 +1,146 @@
+/* Communicators
+ *
+ * A communicator is a group of ranks. Every collective is called by all its ranks in the same
+ * order with the same count, dtype, operation and root; the `local` backend compares these on
+ * every call and turns a difference into DTRAIN_ERROR_MISMATCH on all ranks.
+ *
+ * The last argument decides how a call ends: work == NULL blocks until it is done; otherwise it
+ * returns at once and *work (NULL when there is nothing to wait for) must be given to
+ * dtrain_work_wait exactly once. Until then the buffers
+ * belong to the operation. Operations of one communicator are carried out in the order they were
+ * started. The local backend has no progress thread (on a CPU it would steal the cores that
+ * compute): operations advance inside any call on the world's communicators.
+ *
+ * send == recv (in place) is allowed wherever the sizes are equal, and for reduce-scatter and
+ * all-gather when the small buffer is this rank's slice of the large one; other overlap is an
+ * error.
+ * Counts are elements; buffers need no alignment; count 0 is a synchronisation without data. A
+ * buffer lies in host memory or in memory of the world's device; with device memory an operation
+ * starts after the work queued on the compute stream before it, and dtrain_work_wait makes later
+ * work on that stream wait for it.
+ * fp32, bf16 and fp16 sums are accumulated in fp32 in rank order and rounded once, so the bits
+ * depend neither on timing nor on how buffers were cut; integers wrap; min and max of anything and
+ * NaN are NaN.
+ *
+ * After any error, a wrong argument included, the communicator has failed: every later call returns
+ * the same error, and the other ranks get DTRAIN_ERROR_PEER instead of a sum without this rank. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "world/world.h"
+
+typedef struct dtrain_work dtrain_work;
+
+typedef enum dtrain_reduce_op {
+    DTRAIN_REDUCE_SUM = 1,
+    DTRAIN_REDUCE_MEAN =
+        2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
+    DTRAIN_REDUCE_MIN = 3,
+    DTRAIN_REDUCE_MAX = 4,
+    DTRAIN_REDUCE_PROD = 5
+} dtrain_reduce_op;
+
+typedef enum dtrain_collective_kind {
+    DTRAIN_COLLECTIVE_ALL_REDUCE = 1,
+    DTRAIN_COLLECTIVE_REDUCE_SCATTER = 2,
+    DTRAIN_COLLECTIVE_ALL_GATHER = 3,
+    DTRAIN_COLLECTIVE_BROADCAST = 4,
+    DTRAIN_COLLECTIVE_REDUCE = 5,
+    DTRAIN_COLLECTIVE_BARRIER = 6,
+    DTRAIN_COLLECTIVE_SEND = 7,
+    DTRAIN_COLLECTIVE_RECV = 8,
+    DTRAIN_COLLECTIVE_SPLIT = 9,
+    DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
+} dtrain_collective_kind;
+
+/* recv (count) = op over ranks of send (count). */
+DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
+                                           dtrain_work **work);
+/* recv (recv_count) = this rank's slice of the reduction of send (ranks * recv_count). */
+DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
+                                               size_t recv_count, dtrain_dtype dtype,
+                                               dtrain_reduce_op op, dtrain_work **work);
+/* recv (ranks * send_count) = all ranks' send (send_count), in rank order. */
+DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t send_count, dtrain_dtype dtype,
+                                           dtrain_work **work);
+/* recv (ranks * count) = slice `rank` (count) of every rank's send (ranks * count), in rank order.
+ * Not in place. */
+DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
+                                           size_t count, dtrain_dtype dtype, dtrain_work **work);
+/* buffer (count) of every rank = root's. */
+DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
+                                          dtrain_dtype dtype, int root, dtrain_work **work);
+/* recv (count) on root = op over ranks of send (count); recv is ignored on other ranks. */
+DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
+                                       size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
+                                       int root, dtrain_work **work);
+/* Point to point: matched in order for each pair of ranks, apart from the collectives. Counts and
+ * dtypes must agree. peer == own rank is an error. */
+DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
+                                     dtrain_dtype dtype, int peer, dtrain_work **work);
+DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
+                                     dtrain_dtype dtype, int peer, dtrain_work **work);
+/* Returns when every rank has called it. */
+DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm);
+
+/* Waits until the operation is done, reports its result and gives the handle back. NULL is OK. */
+DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work);
+/* Advances the communicator without blocking and says whether the operation is done; the handle
+ * still goes to dtrain_work_wait. */
+DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
+
+/* Ranks with the same color form a new communicator, ordered by key, then by rank here. A negative
+ * color joins none: *out = NULL. Collective over comm. */
+DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key,
+                                           dtrain_comm **out);
+/* Collective in spirit, local in effect: frees this rank's part. The world's communicator is not
+ * destroyed by the host. Work in flight makes it an error. */
+DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm);
+
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
+/* Rank in the world of a rank of this communicator. */
+DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank);
+
+/* Zeroed, 64-byte aligned memory of the world's device that collectives reach without a staging
+ * copy where the backend can (shared memory, registered memory). Local call; freed with the size it
+ * was asked with. Memory is checked against what the machine has left, so that a too large request
+ * is an error and not a killed process. */
+DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out);
+DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
+
+/* What a communicator has done since it was made; differences give a step's share. */
+typedef struct dtrain_comm_info {
+    const char *backend;      /* "local", "staged", "mpi", "nccl" */
+    uint64_t operation_count; /* started */
+    uint64_t payload_bytes;   /* of the buffers handed in */
+    uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
+    uint64_t staged_bytes;    /* copied because a buffer was not from dtrain_comm_alloc */
+    double inside_seconds; /* this thread spent in communicator calls: cannot compute meanwhile */
+    double flight_seconds; /* at least one operation was under way */
+} dtrain_comm_info;
+DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
+
+/* The communicator over MPI, for CPU ranks on several hosts: in a program that is compiled with
+ * DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
+ * being asked for. It moves bytes with MPI and adds in rank order in fp32, so results have the bits
+ * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
+ * all-gather of the results.
+ *
+ * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init is called if
+ * the program has not done it, and then MPI_Finalize when all ranks have returned 0. Any failure
+ * fails all communicators of the world, and MPI is not called again: its launcher may say that a
+ * rank ended without MPI_Finalize, and what was under way may still be written to. SIGPIPE is
+ * ignored in such a world unless the program has a handler: Open MPI writes to sockets of the dead.
+ * Over TCP it may, rarely, not return from a call at all then; mpirun, unless told to keep a job
+ * going without a rank, ends such a process with the job. */
+extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
+
+/* The table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI. Any
+ * other is an error that says what to do. */
+DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);

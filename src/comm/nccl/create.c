@@ -1,0 +1,454 @@
+/* Making and destroying communicators. */
+
+#include "comm/nccl/nccl_internal.h"
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
+                                                          const int *world_ranks, const char *name,
+                                                          dtrain_nccl__comm **out)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)dtrain_nccl__alloc(hub, sizeof *comm);
+    dtrain_result result = DTRAIN_OK;
+    *out = NULL;
+    if (!comm) return DTRAIN_ERROR_MEMORY;
+    comm->hub = hub;
+    comm->base.ops = dtrain_nccl_comm_ops();
+    comm->base.world = hub->world;
+    comm->base.size = size;
+    comm->base.rank = rank;
+    snprintf(comm->name, sizeof comm->name, "%s", name);
+    comm->next = hub->comms;
+    hub->comms = comm;
+    comm->base.world_ranks = (int *)dtrain_nccl__alloc(hub, (size_t)size * sizeof(int));
+    if (!comm->base.world_ranks) result = DTRAIN_ERROR_MEMORY;
+    for (int i = 0; i < size && result == DTRAIN_OK; i++)
+        comm->base.world_ranks[i] = world_ranks ? world_ranks[i] : i;
+    for (unsigned i = 0; i < DTRAIN_NCCL_RING && result == DTRAIN_OK; i++)
+        result = hub->device->ops->event_create(hub->device, false, &comm->ring[i].done);
+    if (result == DTRAIN_OK) *out = comm;
+    else dtrain_nccl__comm_free(comm);
+    return result;
+}
+
+/* A thread that is still inside ncclCommAbort uses the struct: then it is left to that thread. */
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_nccl__comm **link = &hub->comms;
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
+    for (unsigned i = 0; i < DTRAIN_NCCL_RING; i++)
+        if (comm->ring[i].done) hub->device->ops->event_destroy(hub->device, comm->ring[i].done);
+    dtrain_nccl__free(hub, comm->base.world_ranks, (size_t)comm->base.size * sizeof(int));
+    if (!hub->stuck) dtrain_nccl__free(hub, comm, sizeof *comm);
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
+                                                          const ncclUniqueId *id)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    const ncclResult_t result =
+        hub->nccl.CommInitRankConfig(&comm->nccl, comm->base.size, *id, comm->base.rank, &config);
+    return dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommInitRankConfig");
+}
+
+/* Finalize waits for what is in flight, so it is polled; destroy then has nothing to wait for. */
+static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
+        if (m->comm == comm) dtrain_nccl__deregister(m);
+    if (!comm->dead && comm->nccl) {
+        dtrain_nccl__settle(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
+                            "ncclCommFinalize");
+        if (!comm->dead) hub->nccl.CommDestroy(comm->nccl);
+    }
+    dtrain_nccl__comm_free(comm);
+}
+
+/* ---- Splits -----------------------------------------------------------------------------------*/
+
+/* A collective of the host's own memory, for the binding itself. */
+static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
+                                         void *all, size_t ints)
+{
+    dtrain_collective what;
+    dtrain_work *work;
+    memset(&what, 0, sizeof what);
+    what.kind = kind;
+    what.dtype = DTRAIN_DTYPE_I32;
+    what.root = -1;
+    what.count = ints;
+    what.send = mine;
+    what.recv = all;
+    DTRAIN_NCCL_TRY(dtrain_nccl__start(&comm->base, &what, &work));
+    return dtrain_nccl__wait(work);
+}
+
+#if DTRAIN_NCCL_HAS_SPLIT
+/* NCCL writes the new communicator when the parent has settled, or been aborted. */
+static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
+                                               dtrain_nccl__comm *child)
+{
+    dtrain_nccl__hub *hub = parent->hub;
+    ncclComm_t none = NULL;
+    const ncclResult_t result =
+        hub->nccl.CommSplit(parent->nccl, child ? color : NCCL_SPLIT_NOCOLOR,
+                            child ? child->base.rank : 0, child ? &child->nccl : &none, NULL);
+    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, parent->nccl, result, "dtrain_comm_split"));
+    if (!child) return DTRAIN_OK;
+    return dtrain_nccl__settle(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
+}
+#else
+/* The first rank of each color makes an id, and all ids travel over the parent. */
+static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
+                                               dtrain_nccl__comm *child)
+{
+    dtrain_nccl__hub *hub = parent->hub;
+    const size_t size = (size_t)parent->base.size, bytes = size * sizeof(ncclUniqueId);
+    ncclUniqueId mine, *all = (ncclUniqueId *)dtrain_nccl__alloc(hub, bytes);
+    dtrain_result result = all ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    (void)color;
+    memset(&mine, 0, sizeof mine);
+    if (result == DTRAIN_OK && child && child->base.rank == 0) {
+        const ncclResult_t made = hub->nccl.GetUniqueId(&mine);
+        if (made != ncclSuccess)
+            result = dtrain_nccl__refused(hub, parent->nccl, made, "ncclGetUniqueId");
+    }
+    if (result == DTRAIN_OK)
+        result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_ALL_GATHER, &mine, all,
+                                     sizeof mine / sizeof(int32_t));
+    for (size_t i = 0; i < size && result == DTRAIN_OK && child; i++) {
+        if (parent->base.world_ranks[i] != child->base.world_ranks[0]) continue;
+        result = dtrain_nccl__comm_init(child, &all[i]);
+        break;
+    }
+    dtrain_nccl__free(hub, all, bytes);
+    return result;
+}
+#endif
+
+/* The ranks of the parent with this rank's color, by key and then by rank: a stable insertion.
+ * pairs (size, 2) are (color, key); members (size); returns how many. */
+static int dtrain_nccl__members(const dtrain_nccl__comm *parent, const int32_t *pairs, int color,
+                                int *members, int *rank)
+{
+    int count = 0;
+    for (int i = 0; i < parent->base.size; i++) {
+        int at = count;
+        if (pairs[2 * i] != color) continue;
+        for (; at > 0 && pairs[2 * members[at - 1] + 1] > pairs[2 * i + 1]; at--)
+            members[at] = members[at - 1];
+        members[at] = i;
+        count++;
+    }
+    for (int i = 0; i < count; i++) {
+        if (members[i] == parent->base.rank) *rank = i;
+        members[i] = parent->base.world_ranks[members[i]];
+    }
+    return count;
+}
+
+static dtrain_result dtrain_nccl__split_steps(dtrain_nccl__comm *parent, int color, int key,
+                                              int32_t *pairs, int *members,
+                                              dtrain_nccl__comm **child)
+{
+    const int32_t mine[2] = {color < 0 ? -1 : color, key};
+    char name[sizeof parent->name];
+    int rank = 0;
+    DTRAIN_NCCL_TRY(dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_SPLIT, mine, pairs, 2));
+    snprintf(name, sizeof name, "%.40s/%u.%d", parent->name, ++parent->split_count, color);
+    if (color >= 0) {
+        const int size = dtrain_nccl__members(parent, pairs, color, members, &rank);
+        DTRAIN_NCCL_TRY(dtrain_nccl__comm_make(parent->hub, size, rank, members, name, child));
+    }
+    return dtrain_nccl__split_native(parent, color, *child);
+}
+
+static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, dtrain_comm **out)
+{
+    dtrain_nccl__comm *parent = (dtrain_nccl__comm *)base, *child = NULL;
+    dtrain_nccl__hub *hub = parent->hub;
+    const size_t pair_bytes = (size_t)base->size * 2 * sizeof(int32_t);
+    const size_t member_bytes = (size_t)base->size * sizeof(int);
+    *out = NULL;
+    if (parent->dead) return dtrain_nccl__gone(parent);
+    int32_t *pairs = (int32_t *)dtrain_nccl__alloc(hub, pair_bytes);
+    int *members = (int *)dtrain_nccl__alloc(hub, member_bytes);
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    if (pairs && members)
+        result = dtrain_nccl__split_steps(parent, color, key, pairs, members, &child);
+    dtrain_nccl__free(hub, pairs, pair_bytes);
+    dtrain_nccl__free(hub, members, member_bytes);
+    if (result == DTRAIN_OK) {
+        *out = child ? &child->base : NULL;
+        return DTRAIN_OK;
+    }
+    result = dtrain_nccl__fail(hub, result, "dtrain_comm_split: %s",
+                               dtrain_nccl__bare(hub, dtrain_last_error()));
+    if (child) {
+        dtrain_nccl__abort_one(child); /* NCCL may have finished it after the others' abort */
+        dtrain_nccl__await_aborts(hub);
+        dtrain_nccl__comm_free(child);
+    }
+    return result;
+}
+
+/* ---- Meeting ------------------------------------------------------------------------------------
+ *
+ * What can be known to be wrong is found before NCCL is touched: each rank tells the others its
+ * versions, its device and whether it can go on at all. All compute the same verdict from the same
+ * records. Then the first rank makes the id. The second exchange tells of its failure, too.
+ * ----------------------------------------------------------------------------------------------*/
+
+#define DTRAIN_NCCL_HELLO 0x64744e31u /* "dtN1": changes with the struct below */
+
+typedef struct dtrain_nccl__hello {
+    uint32_t magic;
+    int32_t status; /* dtrain_result of this rank's preparations */
+    uint32_t version;
+    int32_t world_rank;
+    char device[48];
+    char error[320];
+} dtrain_nccl__hello;
+
+typedef struct dtrain_nccl__passport {
+    int32_t status;
+    char error[320];
+    ncclUniqueId id; /* the first rank's is used */
+} dtrain_nccl__passport;
+
+#ifdef DTRAIN_NCCL_USE_MPI
+static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
+                                                   void *all)
+{
+    const dtrain_world *world = (const dtrain_world *)user;
+    int ready = 0, rank = -1, size = 0;
+    MPI_Initialized(&ready);
+    if (ready) MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (ready) MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (rank != dtrain_world_rank(world) || size != dtrain_world_size(world))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "DTRAIN_NCCL_USE_MPI: this is rank %d of %d in MPI_COMM_WORLD (-1: call "
+                           "MPI_Init first) but rank %d of %d in the world",
+                           rank, size, dtrain_world_rank(world), dtrain_world_size(world));
+    if (MPI_Allgather((void *)mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE,
+                      MPI_COMM_WORLD) == MPI_SUCCESS)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_PEER, "MPI_Allgather failed while the ranks met");
+}
+#else
+static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
+                                                   void *all)
+{
+    return dtrain_world_all_gather((dtrain_world *)user, mine, bytes, all);
+}
+#endif
+
+static dtrain_result dtrain_nccl__verdict(const dtrain_nccl__hello *all, int count)
+{
+    char first[24], other[24];
+    for (int i = 0; i < count; i++) {
+        if (all[i].magic != DTRAIN_NCCL_HELLO)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "member %d of %d was built with another version of dtrain_nccl.h", i,
+                               count);
+        if (all[i].status != DTRAIN_OK)
+            return dtrain_fail((dtrain_result)all[i].status, "on rank %d: %.*s", all[i].world_rank,
+                               (int)sizeof all[i].error, all[i].error);
+    }
+    for (int i = 1; i < count; i++)
+        if (all[i].version != all[0].version)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "rank %d runs NCCL %s and rank %d NCCL %s: they do not talk to each "
+                               "other; install the same version everywhere",
+                               all[0].world_rank, dtrain_nccl__version_text(all[0].version, first),
+                               all[i].world_rank, dtrain_nccl__version_text(all[i].version, other));
+    for (int i = 1; i < count; i++)
+        for (int j = 0; j < i; j++)
+            if (strncmp(all[i].device, all[j].device, sizeof all[i].device) == 0)
+                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "ranks %d and %d sit on the same device (%.48s), which NCCL "
+                                   "refuses; start as many ranks as there are GPUs, or leave "
+                                   "comm_ops NULL for the local communicator",
+                                   all[j].world_rank, all[i].world_rank, all[i].device);
+    return DTRAIN_OK;
+}
+
+/* `prepared` is this rank's result so far: its sentence goes to all. */
+static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain_nccl_group *group,
+                                             dtrain_result prepared, void *all, int rank,
+                                             ncclUniqueId *id)
+{
+    dtrain_nccl__hello hello;
+    dtrain_nccl__passport passport;
+    dtrain_device_info info;
+    memset(&hello, 0, sizeof hello);
+    memset(&passport, 0, sizeof passport);
+    memset(&info, 0, sizeof info);
+    if (prepared == DTRAIN_OK) prepared = hub->device->ops->query(hub->device, &info);
+    hello.magic = DTRAIN_NCCL_HELLO;
+    hello.status = prepared;
+    hello.version = hub->version;
+    hello.world_rank = dtrain_world_rank(hub->world);
+    snprintf(hello.device, sizeof hello.device, "%s", info.id);
+    if (prepared != DTRAIN_OK)
+        snprintf(hello.error, sizeof hello.error, "%s",
+                 dtrain_nccl__bare(hub, dtrain_last_error()));
+    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &hello, sizeof hello, all));
+    DTRAIN_NCCL_TRY(dtrain_nccl__verdict((const dtrain_nccl__hello *)all, group->rank_count));
+    if (rank == 0) {
+        const ncclResult_t made = hub->nccl.GetUniqueId(&passport.id);
+        passport.status = dtrain_nccl__code(made);
+        snprintf(passport.error, sizeof passport.error, "%s; %s", hub->nccl.GetErrorString(made),
+                 hub->nccl.GetLastError(NULL));
+    }
+    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &passport, sizeof passport, all));
+    memcpy(&passport, all, sizeof passport); /* the first rank's */
+    *id = passport.id;
+    if (passport.status == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain_fail((dtrain_result)passport.status,
+                       "ncclGetUniqueId failed on rank %d: %.320s; is the network interface for "
+                       "NCCL up (NCCL_SOCKET_IFNAME)?",
+                       group->ranks ? group->ranks[0] : 0, passport.error);
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl_group *group,
+                                                     dtrain_result prepared, int rank,
+                                                     ncclUniqueId *id)
+{
+    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__passport)
+                           ? sizeof(dtrain_nccl__hello)
+                           : sizeof(dtrain_nccl__passport);
+    void *all = dtrain_nccl__alloc(hub, one * (size_t)group->rank_count);
+    if (!all) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = dtrain_nccl__meet_steps(hub, group, prepared, all, rank, id);
+    dtrain_nccl__free(hub, all, one * (size_t)group->rank_count);
+    return result;
+}
+
+/* ---- The hub ----------------------------------------------------------------------------------*/
+
+/* What can fail on this rank alone. */
+static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    if (ops->host_memory || !ops->stream_native)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "NCCL needs ranks on GPUs, and the device is \"%s\"; set device_ops to "
+                           "dtrain_cuda_device_ops(), or leave comm_ops NULL",
+                           ops->name);
+    DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
+    DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
+    DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->ready));
+    for (int i = 0; i < 2; i++)
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->pulses[i].event));
+    hub->pulses[1].stream = hub->stream;
+    hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
+    hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
+    return DTRAIN_OK;
+}
+
+static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    hub->closing = true;
+    if (hub->code == DTRAIN_OK) dtrain_nccl__flush(hub);
+    while (hub->comms) dtrain_nccl__comm_close(hub->comms);
+    if (hub->device->waiting_user == hub) {
+        hub->device->while_waiting = NULL;
+        hub->device->waiting_user = NULL;
+    }
+    while (hub->memory) {
+        dtrain_nccl__memory *memory = hub->memory;
+        hub->memory = memory->next;
+        dtrain_nccl__memory_drop(hub, memory);
+    }
+    while (hub->blocks) {
+        dtrain_nccl__block *block = hub->blocks;
+        hub->blocks = block->next;
+        ops->host_free(hub->device, block->host, block->bytes);
+        ops->free(hub->device, block->device, block->bytes);
+        dtrain_nccl__free(hub, block, sizeof *block);
+    }
+    while (hub->pool) {
+        dtrain_nccl__work *work = hub->pool;
+        hub->pool = work->next;
+        dtrain_nccl__free(hub, work, sizeof *work);
+    }
+    for (int i = 0; i < 2; i++)
+        if (hub->pulses[i].event) ops->event_destroy(hub->device, hub->pulses[i].event);
+    if (hub->ready) ops->event_destroy(hub->device, hub->ready);
+    if (hub->stream) ops->stream_destroy(hub->device, hub->stream);
+    if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
+}
+
+/* The world's communicator. After an error on one rank all return one, and nothing is left. */
+static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
+{
+    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_nccl_group everybody = {NULL, 0, dtrain_nccl__default_exchange, NULL};
+    dtrain_nccl__comm *comm = NULL;
+    ncclUniqueId id;
+    *out = NULL;
+    dtrain_nccl__hub *hub = (dtrain_nccl__hub *)allocator->alloc(allocator->user, sizeof *hub);
+    if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for NCCL's books");
+    memset(hub, 0, sizeof *hub);
+    hub->world = world;
+    hub->device = dtrain_world_device(world);
+    hub->allocator = allocator;
+    hub->deadline = 1e-3 * (double)dtrain_world_timeout_ms(world);
+    hub->group_end = &hub->group;
+    everybody.rank_count = dtrain_world_size(world);
+    everybody.exchange_user = world;
+    dtrain_result result = dtrain_nccl__hub_prepare(hub);
+    if (result == DTRAIN_OK)
+        result = dtrain_nccl__comm_make(hub, everybody.rank_count, dtrain_world_rank(world), NULL,
+                                        "world", &comm);
+    result = dtrain_nccl__meet(hub, &everybody, result, dtrain_world_rank(world), &id);
+    if (result == DTRAIN_OK) {
+        hub->device->while_waiting = dtrain_nccl__watch;
+        hub->device->waiting_user = hub;
+        result = dtrain_nccl__comm_init(comm, &id);
+    }
+    if (result != DTRAIN_OK) {
+        dtrain_nccl__hub_close(hub);
+        return result;
+    }
+    *out = &comm->base;
+    return DTRAIN_OK;
+}
+
+/* The first communicator ends with the world, and all others with it. */
+static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_result before = hub->code;
+    const bool dead = comm->dead;
+    if (!comm->next) {
+        dtrain_nccl__hub_close(hub);
+        return DTRAIN_OK;
+    }
+    dtrain_nccl__comm_close(comm);
+    return dead || hub->code == before ? DTRAIN_OK : dtrain_nccl__again(hub);
+}
+
+DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
+                                        true,
+                                        "nccl",
+                                        dtrain_nccl__create,
+                                        dtrain_nccl__start,
+                                        dtrain_nccl__test,
+                                        dtrain_nccl__wait,
+                                        dtrain_nccl__alloc_entry,
+                                        dtrain_nccl__free_entry,
+                                        dtrain_nccl__split,
+                                        dtrain_nccl__fail_entry,
+                                        dtrain_nccl__destroy};
+    return &ops;
+}

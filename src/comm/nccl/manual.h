@@ -1,0 +1,49 @@
+/* dtrain_nccl.h: dtrain's communicator over NCCL (2.15 or newer), for ranks with a GPU each.
+
+   Do this in ONE C or C++ file, before any other include:
+
+       #define DTRAIN_NCCL_IMPLEMENTATION
+       #include "dtrain_nccl.h"
+
+   It may be the file with DTRAIN_IMPLEMENTATION or another one. Then
+
+       dtrain_launch_desc desc = {.rank_count = 8};
+       desc.device_ops = dtrain_cuda_device_ops();
+       desc.comm_ops = dtrain_nccl_comm_ops();
+
+       cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
+          -lcudart -lcublasLt -lm -lpthread -ldl
+
+   libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
+   machines without NCCL too, and says what is missing only when NCCL is needed.
+
+   Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
+       DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
+       DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it
+       DTRAIN_NCCL_USE_MPI    ranks meet over MPI_COMM_WORLD, which must number them as the world
+                              does, instead of over the world's control plane
+
+   What is different from the local communicator
+       Order     Send and receive keep their place among the collectives: two ranks must start
+                 theirs in an order that fits, as with any NCCL program. Sends and receives that
+                 are started one after the other, and waited for later, become one NCCL group: an
+                 exchange cannot deadlock.
+       Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
+                 may differ from the local communicator's and from one number of ranks to another.
+                 DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
+                 first.
+       Buffers   must be aligned to their elements. Those of the host are staged through pinned
+                 memory and waiting for them stops the host: meant for small records and initial
+                 values. Memory from dtrain_comm_alloc is fastest.
+       Mistakes  Operations are not compared across ranks in advance: a difference shows as a
+                 timeout, and the error names the collective on both sides. In an all-to-all, which
+                 is sends and receives, NCCL itself does not look at counts: they must agree.
+
+   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here nothing
+   waits without looking at (1) the world's deadline, (2) NCCL's asynchronous error, (3) the control
+   plane, which knows who died and who gave up: in the calls of comm/comm.h and, through
+   dtrain_device.while_waiting, while the host waits for the GPU. The first failure is published,
+   every NCCL communicator of this rank's world is aborted, which ends kernels that spin, and every
+   later call returns the same error. dtrain_nccl_recreate then makes a communicator of those who
+   are left. Contents of buffers in aborted operations are undefined; a captured graph that contains
+   collectives of an aborted communicator must be destroyed and not launched. */

@@ -1,0 +1,240 @@
+/* What the files of the NCCL communicator share: versions, the structs of a rank, prototypes. */
+
+#pragma once
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+
+#include "comm/nccl/nccl.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <string.h>
+#include <time.h>
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#ifdef DTRAIN_NCCL_USE_MPI
+#include <mpi.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 15, 1)
+#error "dtrain_nccl.h needs the header of NCCL 2.15.1 or newer"
+#endif
+
+#define DTRAIN_NCCL_HAS_SPLIT (NCCL_VERSION_CODE >= NCCL_VERSION(2, 18, 1))
+#define DTRAIN_NCCL_HAS_MEMORY (NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 1))
+
+#if defined(__GNUC__)
+#define DTRAIN_NCCL_PRINTF(at, first) __attribute__((format(printf, at, first)))
+#else
+#define DTRAIN_NCCL_PRINTF(at, first)
+#endif
+
+/* Propagates a failure; the sentence has been left already. */
+#define DTRAIN_NCCL_TRY(call)                                             \
+    do {                                                                  \
+        const dtrain_result dtrain_nccl__status = (call);                 \
+        if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
+    } while (0)
+
+/* A private function that more than one file uses: static where all files are joined in one. */
+#ifndef DTRAIN_NCCL__PRIVATE
+#define DTRAIN_NCCL__PRIVATE __attribute__((visibility("hidden"))) extern
+#endif
+
+/* clang-format off */
+#if DTRAIN_NCCL_HAS_SPLIT
+#define DTRAIN_NCCL_LIST_SPLIT(X) X(CommSplit)
+#else
+#define DTRAIN_NCCL_LIST_SPLIT(X)
+#endif
+#if DTRAIN_NCCL_HAS_MEMORY
+#define DTRAIN_NCCL_LIST_MEMORY(X) X(MemAlloc) X(MemFree) X(CommRegister) X(CommDeregister)
+#else
+#define DTRAIN_NCCL_LIST_MEMORY(X)
+#endif
+#define DTRAIN_NCCL_LIST(X)                                                                 \
+    X(GetVersion) X(GetUniqueId) X(GetErrorString) X(GetLastError)                          \
+    X(CommInitRankConfig) X(CommFinalize) X(CommDestroy) X(CommAbort) X(CommGetAsyncError)  \
+    X(AllReduce) X(Reduce) X(Broadcast) X(ReduceScatter) X(AllGather) X(Send) X(Recv)       \
+    X(GroupStart) X(GroupEnd) DTRAIN_NCCL_LIST_SPLIT(X) DTRAIN_NCCL_LIST_MEMORY(X)
+/* clang-format on */
+
+typedef struct dtrain_nccl__library {
+#define DTRAIN_NCCL_POINTER(name) __typeof__(&nccl##name) name; /* AllReduce is ncclAllReduce */
+    DTRAIN_NCCL_LIST(DTRAIN_NCCL_POINTER)
+#undef DTRAIN_NCCL_POINTER
+} dtrain_nccl__library;
+
+#define DTRAIN_NCCL_RING 64u  /* operations remembered; also events per communicator */
+#define DTRAIN_NCCL_GROUP 32u /* sends and receives in one group; less than the ring */
+
+#define DTRAIN_NCCL_TEXT 1000
+
+typedef struct dtrain_nccl__hub dtrain_nccl__hub;
+
+/* One of the last operations of a communicator. */
+typedef struct dtrain_nccl__record {
+    uint64_t number; /* from 1; collectives and point-to-point are counted apart: a collective has
+                        the same number on every rank */
+    dtrain_collective what;
+    dtrain_event *done;
+    bool launched;
+    bool captured; /* its event belongs to a graph and cannot be queried */
+} dtrain_nccl__record;
+
+typedef struct dtrain_nccl__comm {
+    dtrain_comm base;
+    dtrain_nccl__hub *hub;
+    struct dtrain_nccl__comm *next; /* newest first */
+    ncclComm_t nccl;
+    bool dead; /* failed, aborted or being aborted: what follows is why */
+    dtrain_result code;
+    char text[DTRAIN_NCCL_TEXT];
+    uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
+    uint32_t split_count;
+    char name[64]; /* "world", "world/1.0": the same on all its ranks */
+    uint64_t collectives, point_to_point, operations;
+    dtrain_nccl__record ring[DTRAIN_NCCL_RING];
+} dtrain_nccl__comm;
+
+/* Pinned memory and as much device memory, for an operation with a host buffer. */
+typedef struct dtrain_nccl__block {
+    struct dtrain_nccl__block *next;
+    size_t bytes;
+    void *host, *device;
+} dtrain_nccl__block;
+
+typedef struct dtrain_nccl__work {
+    dtrain_work base;
+    struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
+    dtrain_nccl__record *record;
+    dtrain_collective what; /* as asked for, or the token that stands for an empty one */
+    const void *send;       /* device memory: the caller's or the block's */
+    void *recv;
+    dtrain_nccl__block *block; /* NULL: nothing is staged */
+    void *host_recv;           /* where the block's result goes, or NULL */
+    int32_t token;
+    bool captured; /* part of a graph: nothing runs now, and its event cannot be asked */
+    bool landed;   /* known to be done: no longer counted as in flight */
+} dtrain_nccl__work;
+
+/* What dtrain_comm_alloc handed out. */
+typedef struct dtrain_nccl__memory {
+    struct dtrain_nccl__memory *next;
+    void *pointer, *handle;
+    size_t bytes;
+    dtrain_nccl__comm *comm; /* registered with; NULL: not, or no longer */
+} dtrain_nccl__memory;
+
+/* A mark in a stream, put there again as soon as the stream has passed it: a stream that does not
+ * pass its mark for as long as the deadline is stuck. */
+typedef struct dtrain_nccl__pulse {
+    dtrain_event *event;
+    dtrain_stream *stream;
+    bool recorded;
+    double waited;
+} dtrain_nccl__pulse;
+
+struct dtrain_nccl__hub {
+    dtrain_world *world;
+    dtrain_device *device;
+    const dtrain_allocator *allocator;
+    dtrain_nccl__library nccl;
+    uint32_t version;
+    double deadline;
+    dtrain_stream *stream; /* for communication */
+    cudaStream_t native, compute;
+    dtrain_event *ready;
+    dtrain_nccl__pulse pulses[2]; /* compute, communication */
+    dtrain_nccl__comm *comms;
+    dtrain_nccl__work *pool, *group, **group_end;
+    uint32_t group_count;
+    dtrain_nccl__block *blocks; /* not in use */
+    dtrain_nccl__memory *memory;
+    double watched;     /* when the watcher last looked */
+    bool apart;         /* re-created: the control plane only remembers the dead */
+    bool closing;       /* nobody is interested in failures any more */
+    bool stuck;         /* an abort has not returned: its thread still uses what it was given */
+    dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
+    char text[DTRAIN_NCCL_TEXT];
+};
+
+/* comm/nccl/library.c */
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24]);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__load(dtrain_nccl__library *nccl, uint32_t *version);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result);
+
+/* comm/nccl/rank.c */
+DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes);
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text);
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind);
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
+                                                const dtrain_nccl__record *record, char *text,
+                                                size_t room);
+
+/* comm/nccl/failure.c */
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
+                                                           uint64_t operation);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm);
+DTRAIN_NCCL_PRINTF(3, 4)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
+                                                     const char *format, ...);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                        ncclResult_t result, const char *call);
+
+/* comm/nccl/wait.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                       ncclResult_t result, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl__record *record,
+                                                     const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing);
+
+/* comm/nccl/operations.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
+                                                      const dtrain_collective *what,
+                                                      dtrain_work **out);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result code,
+                                                           const char *text);
+
+/* comm/nccl/memory.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm,
+                                                         dtrain_nccl__memory *memory);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__deregister(dtrain_nccl__memory *memory);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__memory_drop(dtrain_nccl__hub *hub,
+                                                   dtrain_nccl__memory *memory);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, size_t bytes,
+                                                            void **out);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes);
+
+/* comm/nccl/create.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
+                                                          const int *world_ranks, const char *name,
+                                                          dtrain_nccl__comm **out);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
+                                                          const ncclUniqueId *id);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
+                                                     const dtrain_nccl_group *group,
+                                                     dtrain_result prepared, int rank,
+                                                     ncclUniqueId *id);

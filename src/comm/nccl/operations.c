@@ -1,0 +1,467 @@
+/* Operations
+ *
+ * start:  the communication stream waits for the compute stream, host buffers are copied in, NCCL
+ *         is called, results for the host are copied out, an event is recorded behind it all
+ * wait:   the compute stream waits for that event; the host only if a host buffer is involved
+ *
+ * A barrier and a count of 0 are the sum of one integer: NCCL does nothing for empty ones. */
+
+#include "comm/nccl/nccl_internal.h"
+
+/* Multiples of NCCL's favourite alignment. */
+static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool cuts = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+                      what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_RECV) return 0;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank) return 0;
+    return what->count * unit * (cuts ? (size_t)comm->base.size : 1);
+}
+
+static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool root = what->root == comm->base.rank;
+    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
+                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND) return 0;
+    if ((what->kind == DTRAIN_COLLECTIVE_BROADCAST && root) ||
+        (what->kind == DTRAIN_COLLECTIVE_REDUCE && !root))
+        return 0;
+    return what->count * unit * (joins ? (size_t)comm->base.size : 1);
+}
+
+/* ---- Staging ----------------------------------------------------------------------------------*/
+
+/* Blocks are kept until the world ends and grow in powers of two: freeing device memory waits for
+ * kernels, and those may wait for other ranks. */
+static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes,
+                                             dtrain_nccl__block **out)
+{
+    const dtrain_device_ops *ops = hub->device->ops;
+    size_t room = 4096;
+    for (dtrain_nccl__block **link = &hub->blocks; *link; link = &(*link)->next) {
+        if ((*link)->bytes < bytes) continue;
+        *out = *link;
+        *link = (*link)->next;
+        return DTRAIN_OK;
+    }
+    while (room < bytes) room *= 2;
+    dtrain_nccl__block *block = (dtrain_nccl__block *)dtrain_nccl__alloc(hub, sizeof *block);
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->bytes = room;
+    dtrain_result result = ops->host_alloc(hub->device, room, &block->host);
+    if (result == DTRAIN_OK) result = ops->alloc(hub->device, room, &block->device);
+    if (result != DTRAIN_OK) {
+        if (block->host) ops->host_free(hub->device, block->host, room);
+        dtrain_nccl__free(hub, block, sizeof *block);
+        return result;
+    }
+    *out = block;
+    return DTRAIN_OK;
+}
+
+/* Sorted by size: the smallest that fits is found first. */
+static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *block)
+{
+    dtrain_nccl__block **link = &hub->blocks;
+    while (*link && (*link)->bytes < block->bytes) link = &(*link)->next;
+    block->next = *link;
+    *link = block;
+}
+
+/* Decides what is staged, and copies in:  block | send | recv |, or both at once when in place. */
+static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    const dtrain_collective *what = &work->what;
+    const size_t send_bytes = dtrain_nccl__send_bytes(comm, what);
+    const size_t recv_bytes = dtrain_nccl__recv_bytes(comm, what);
+    const bool send_host = send_bytes && !ops->is_device_memory(hub->device, what->send);
+    const bool recv_host = recv_bytes && !ops->is_device_memory(hub->device, what->recv);
+    work->send = what->send;
+    work->recv = what->recv;
+    if (!send_host && !recv_host) return DTRAIN_OK;
+    const size_t recv_at =
+        send_host && what->send != what->recv ? dtrain_nccl__padded(send_bytes) : 0;
+    const size_t end =
+        recv_host && recv_at + recv_bytes > send_bytes ? recv_at + recv_bytes : send_bytes;
+    DTRAIN_NCCL_TRY(dtrain_nccl__take_block(hub, end, &work->block));
+    char *device = (char *)work->block->device;
+    if (send_host) {
+        memcpy(work->block->host, what->send, send_bytes);
+        DTRAIN_NCCL_TRY(ops->copy_async(hub->device, device, work->block->host, send_bytes,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, hub->stream));
+        work->send = device;
+        if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
+            work->recv = device; /* the root's own copy */
+    }
+    if (recv_host) {
+        work->recv = device + recv_at;
+        work->host_recv = what->recv;
+    }
+    comm->base.info.staged_bytes += (send_host ? send_bytes : 0) + (recv_host ? recv_bytes : 0);
+    return DTRAIN_OK;
+}
+
+/* Where in the block the received bytes lie, on the device and on the host alike. */
+static size_t dtrain_nccl__recv_at(const dtrain_nccl__work *work)
+{
+    return (size_t)((char *)work->recv - (char *)work->block->device);
+}
+
+/* After NCCL's call has settled. */
+static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    if (work->host_recv)
+        DTRAIN_NCCL_TRY(ops->copy_async(
+            hub->device, (char *)work->block->host + dtrain_nccl__recv_at(work), work->recv,
+            dtrain_nccl__recv_bytes(comm, &work->what), DTRAIN_COPY_DEVICE_TO_HOST, hub->stream));
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, work->record->done, hub->stream));
+    work->record->launched = true;
+    return DTRAIN_OK;
+}
+
+/* ---- Handles and records ----------------------------------------------------------------------*/
+
+static dtrain_nccl__work *dtrain_nccl__take_work(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_nccl__work *work = hub->pool;
+    if (work) {
+        hub->pool = work->next;
+        memset(work, 0, sizeof *work);
+    } else {
+        work = (dtrain_nccl__work *)dtrain_nccl__alloc(hub, sizeof *work);
+        if (!work) return NULL;
+    }
+    work->base.comm = &comm->base;
+    comm->base.in_flight++;
+    comm->base.outstanding++;
+    return work;
+}
+
+static void dtrain_nccl__mark_landed(dtrain_nccl__work *work)
+{
+    if (!work->landed) work->base.comm->in_flight--;
+    work->landed = true;
+}
+
+static void dtrain_nccl__give_work(dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)work->base.comm)->hub;
+    dtrain_nccl__mark_landed(work);
+    work->base.comm->outstanding--;
+    if (work->block) dtrain_nccl__give_block(hub, work->block);
+    work->next = hub->pool;
+    hub->pool = work;
+}
+
+static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
+                                      const dtrain_collective *what, bool captured)
+{
+    dtrain_nccl__record *record = dtrain_nccl__nth(comm, comm->operations++);
+    record->number =
+        dtrain_nccl__is_point_to_point(what->kind) ? ++comm->point_to_point : ++comm->collectives;
+    record->what = *what;
+    record->launched = false;
+    record->captured = captured;
+    work->captured = captured;
+    work->record = record;
+}
+
+/* ---- Calling NCCL -----------------------------------------------------------------------------*/
+
+static ncclDataType_t dtrain_nccl__type(dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_DTYPE_BF16: return ncclBfloat16;
+    case DTRAIN_DTYPE_F16: return ncclFloat16;
+    case DTRAIN_DTYPE_I32: return ncclInt32;
+    case DTRAIN_DTYPE_I64: return ncclInt64;
+    default: return ncclFloat32;
+    }
+}
+
+static ncclRedOp_t dtrain_nccl__op(uint32_t op)
+{
+    switch (op) {
+    case DTRAIN_REDUCE_MIN: return ncclMin;
+    case DTRAIN_REDUCE_MAX: return ncclMax;
+    case DTRAIN_REDUCE_PROD: return ncclProd;
+    default: return ncclSum; /* of DTRAIN_REDUCE_MEAN too */
+    }
+}
+
+/* A group of a send to and a receive from every rank. The own slice travels in it too: NCCL
+ * makes it a copy on the device, in the order of the stream. */
+static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+{
+    const dtrain_nccl__library *nccl = &comm->hub->nccl;
+    const cudaStream_t stream = comm->hub->native;
+    const ncclDataType_t type = dtrain_nccl__type(work->what.dtype);
+    const size_t count = work->what.count, bytes = count * dtrain_dtype_bytes(work->what.dtype);
+    const char *send = (const char *)work->send;
+    char *recv = (char *)work->recv;
+    ncclResult_t result = ncclSuccess;
+    nccl->GroupStart();
+    for (int r = 0; r < comm->base.size; r++) {
+        const size_t at = (size_t)r * bytes;
+        result = nccl->Send(send + at, count, type, r, comm->nccl, stream);
+        if (result == ncclSuccess || result == ncclInProgress)
+            result = nccl->Recv(recv + at, count, type, r, comm->nccl, stream);
+        if (result != ncclSuccess && result != ncclInProgress) break;
+    }
+    const ncclResult_t end = nccl->GroupEnd();
+    return result == ncclSuccess || result == ncclInProgress ? end : result;
+}
+
+static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+{
+    const dtrain_nccl__library *nccl = &comm->hub->nccl;
+    const cudaStream_t stream = comm->hub->native;
+    const dtrain_collective *what = &work->what;
+    const ncclDataType_t type = dtrain_nccl__type(what->dtype);
+    const ncclRedOp_t op = dtrain_nccl__op(what->op);
+    const size_t count = what->count;
+    const void *send = work->send;
+    void *recv = work->recv;
+    switch (what->kind) {
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+        return nccl->AllReduce(send, recv, count, type, op, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+        return nccl->ReduceScatter(send, recv, count, type, op, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_SPLIT:
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return nccl->AllGather(send, recv, count, type, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_BROADCAST:
+        return nccl->Broadcast(send, recv, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_REDUCE:
+        return nccl->Reduce(send, recv, count, type, op, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL: return dtrain_nccl__all_to_all(comm, work);
+    case DTRAIN_COLLECTIVE_SEND:
+        return nccl->Send(send, count, type, what->root, comm->nccl, stream);
+    case DTRAIN_COLLECTIVE_RECV:
+        return nccl->Recv(recv, count, type, what->root, comm->nccl, stream);
+    default: return ncclInvalidArgument;
+    }
+}
+
+/* Launches the sends and receives that were started and not launched yet, as one NCCL group. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+{
+    dtrain_nccl__work *first = hub->group;
+    ncclResult_t failed = ncclSuccess;
+    ncclComm_t culprit = NULL;
+    if (!first) return DTRAIN_OK;
+    hub->group = NULL;
+    hub->group_end = &hub->group;
+    hub->group_count = 0;
+    hub->nccl.GroupStart();
+    for (dtrain_nccl__work *work = first; work && failed == ncclSuccess; work = work->next) {
+        dtrain_nccl__comm *comm = (dtrain_nccl__comm *)work->base.comm;
+        const ncclResult_t result = dtrain_nccl__call(comm, work);
+        if (result == ncclSuccess || result == ncclInProgress) continue;
+        failed = result;
+        culprit = comm->nccl;
+    }
+    const ncclResult_t end = hub->nccl.GroupEnd();
+    if (failed == ncclSuccess && end != ncclInProgress) failed = end;
+    if (failed != ncclSuccess)
+        return dtrain_nccl__refused(hub, culprit, failed, "a group of sends and receives");
+    for (dtrain_nccl__work *work = first; work; work = work->next)
+        DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, ((dtrain_nccl__comm *)work->base.comm)->nccl, end,
+                                            "a group of sends and receives"));
+    for (dtrain_nccl__work *work = first; work; work = work->next)
+        DTRAIN_NCCL_TRY(dtrain_nccl__close_work((dtrain_nccl__comm *)work->base.comm, work));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    if (dtrain_nccl__is_point_to_point(work->what.kind)) {
+        work->next = NULL;
+        *hub->group_end = work;
+        hub->group_end = &work->next;
+        return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
+    }
+    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, dtrain_nccl__call(comm, work),
+                                        dtrain_nccl__call_name(work->what.kind)));
+    return dtrain_nccl__close_work(comm, work);
+}
+
+/* ---- Starting ---------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
+                                              const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const uintptr_t both = (uintptr_t)what->send | (uintptr_t)what->recv;
+    if (unit && what->count && both % unit)
+        return dtrain_nccl__fail(comm->hub, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: NCCL needs buffers aligned to their elements of %zu bytes, "
+                                 "these are at %p and %p",
+                                 dtrain_nccl__call_name(what->kind), unit, what->send, what->recv);
+    return DTRAIN_OK;
+}
+
+/* Without data: one integer that stands for it, in host memory. */
+static void dtrain_nccl__use_token(dtrain_nccl__work *work)
+{
+    work->token = 1;
+    work->what.count = 1;
+    work->what.dtype = DTRAIN_DTYPE_I32;
+    work->what.send = &work->token;
+    work->what.recv = &work->token;
+    if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
+    work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
+    work->what.op = DTRAIN_REDUCE_SUM;
+    work->what.root = -1;
+}
+
+/* The steps of nccl/operations.c; the error of a step is made the communicator's by the caller. */
+static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
+                                              const dtrain_collective *what,
+                                              dtrain_nccl__work *work, bool capturing)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    const dtrain_device_ops *ops = hub->device->ops;
+    if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    dtrain_nccl__write_record(comm, work, what, capturing);
+    work->what = *what;
+    if (what->count == 0) dtrain_nccl__use_token(work);
+    DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
+    DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, hub->stream));
+    DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
+    if (work->block && capturing)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "a barrier, a count of 0 or a buffer in host memory makes the host wait "
+                           "and cannot be part of a captured graph");
+    return dtrain_nccl__launch(comm, work);
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
+                                                      const dtrain_collective *what,
+                                                      dtrain_work **out)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    dtrain_nccl__hub *hub = comm->hub;
+    const char *call = dtrain_nccl__call_name(what->kind);
+    bool capturing;
+    *out = NULL;
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_start(comm, what));
+    DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
+    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
+    dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
+    const dtrain_result result =
+        work ? dtrain_nccl__start_steps(comm, what, work, capturing) : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) {
+        *out = &work->base;
+        return DTRAIN_OK;
+    }
+    if (work) dtrain_nccl__give_work(work);
+    return dtrain_nccl__fail(hub, result, "%s: %s", call,
+                             dtrain_nccl__bare(hub, dtrain_last_error()));
+}
+
+/* ---- Ending -----------------------------------------------------------------------------------*/
+
+static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
+{
+    for (size_t i = 0; i < what->count; i++) {
+        float *wide = (float *)what->recv + i;
+        uint16_t *half = (uint16_t *)what->recv + i;
+        if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
+        else if (what->dtype == DTRAIN_DTYPE_BF16)
+            *half = dtrain_f32_to_bf16(dtrain_bf16_to_f32(*half) * scale);
+        else *half = dtrain_f32_to_f16(dtrain_f16_to_f32(*half) * scale);
+    }
+}
+
+/* The mean from the sum: on the compute stream, which has been made to wait for it, or here. */
+static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const float scale = 1.0f / (float)comm->base.size;
+    dtrain_axpby_args args;
+    if (what->op != DTRAIN_REDUCE_MEAN || comm->base.size == 1) return DTRAIN_OK;
+    if (dtrain_nccl__recv_bytes(comm, what) == 0) return DTRAIN_OK;
+    if (work->host_recv) {
+        dtrain_nccl__scale_host(what, scale);
+        return DTRAIN_OK;
+    }
+    memset(&args, 0, sizeof args);
+    args.count = (int64_t)what->count;
+    args.a = scale;
+    args.x = what->recv;
+    args.y = what->recv;
+    args.dtype = what->dtype;
+    return comm->hub->device->ops->axpby(comm->hub->device, &args);
+}
+
+static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    if (work->block)
+        DTRAIN_NCCL_TRY(
+            dtrain_nccl__land(hub, work->record, dtrain_nccl__call_name(work->record->what.kind)));
+    else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
+    if (work->host_recv)
+        memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
+               dtrain_nccl__recv_bytes(comm, &work->what));
+    return dtrain_nccl__scale(comm, work);
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base)
+{
+    dtrain_nccl__work *work = (dtrain_nccl__work *)base;
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_result result = DTRAIN_OK;
+    if (!comm->dead) {
+        result = dtrain_nccl__wait_steps(comm, work);
+        if (result != DTRAIN_OK)
+            dtrain_nccl__fail(hub, result, "dtrain_work_wait: %s",
+                              dtrain_nccl__bare(hub, dtrain_last_error()));
+    }
+    const bool dead = comm->dead;
+    dtrain_nccl__give_work(work);
+    return dead ? dtrain_nccl__gone(comm) : DTRAIN_OK;
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
+{
+    dtrain_nccl__work *work = (dtrain_nccl__work *)base;
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
+    dtrain_nccl__hub *hub = comm->hub;
+    *done = true;
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, "dtrain_work_test"));
+    DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
+    if (work->captured) return DTRAIN_OK; /* waiting orders the streams */
+    if (hub->device->ops->event_query(hub->device, work->record->done, done) != DTRAIN_OK)
+        return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "dtrain_work_test: %s",
+                                 dtrain_nccl__bare(hub, dtrain_last_error()));
+    if (*done) dtrain_nccl__mark_landed(work);
+    return DTRAIN_OK;
+}
+
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dtrain_result code,
+                                                           const char *text)
+{
+    dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
+    char copy[512]; /* text may be the last error, which the next one overwrites */
+    if (comm->dead) return dtrain_nccl__gone(comm);
+    snprintf(copy, sizeof copy, "%s", dtrain_nccl__bare(comm->hub, text));
+    return dtrain_nccl__fail(comm->hub, code, "%s", copy);
+}

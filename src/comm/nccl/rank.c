@@ -1,0 +1,87 @@
+/* What a rank holds
+ *
+ *     hub                       one a rank: library, stream, staging, the failure
+ *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
+ *      |-- comm  (a split)
+ *      |-- comm  (re-created)
+ *
+ * All communicators of a rank share one stream, of high priority: operations run in the order in
+ * which they were started, so kernels of two communicators never wait for each other's SMs.
+ *
+ *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
+ *     comm                          '-> all-reduce --| done |--------'
+ *
+ * Events are made with the communicator and used again and again. That needs no query: a stream
+ * that has been told to wait for an event waits for what was recorded before, whatever is recorded
+ * in it later. So the steady state neither allocates nor polls, and can be captured in a graph. */
+
+#include "comm/nccl/nccl_internal.h"
+
+DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
+{
+    void *memory = hub->allocator->alloc(hub->allocator->user, bytes);
+    if (memory) memset(memory, 0, bytes);
+    else dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of NCCL's books", bytes);
+    return memory;
+}
+
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes)
+{
+    if (memory) hub->allocator->free(hub->allocator->user, memory, bytes);
+}
+
+/* An error sentence without the "rank 3: " that dtrain_fail will put in front of it again. */
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text)
+{
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain_world_rank(hub->world));
+    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+/* ---- Names ------------------------------------------------------------------------------------*/
+
+static const char *const dtrain_nccl__calls[] = {"?",
+                                                 "dtrain_all_reduce",
+                                                 "dtrain_reduce_scatter",
+                                                 "dtrain_all_gather",
+                                                 "dtrain_broadcast",
+                                                 "dtrain_reduce",
+                                                 "dtrain_barrier",
+                                                 "dtrain_send",
+                                                 "dtrain_recv",
+                                                 "dtrain_comm_split",
+                                                 "dtrain_all_to_all"};
+
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind)
+{
+    return dtrain_nccl__calls[kind];
+}
+
+DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
+{
+    return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
+}
+
+/* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare. */
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
+                                                const dtrain_nccl__record *record, char *text,
+                                                size_t room)
+{
+    static const char *const names[] = {"?",         "all-reduce", "reduce-scatter", "all-gather",
+                                        "broadcast", "reduce",     "barrier",        "send",
+                                        "recv",      "split",      "all-to-all"};
+    static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
+    const dtrain_collective *what = &record->what;
+    const bool point = dtrain_nccl__is_point_to_point(what->kind);
+    int used = snprintf(text, room, "%s %llu on %s [%s%s", point ? "transfer" : "collective",
+                        (unsigned long long)record->number, comm->name,
+                        names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0],
+                        ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
+    if (what->dtype != DTRAIN_DTYPE_NONE && used >= 0 && (size_t)used < room)
+        used += snprintf(text + used, room - (size_t)used, " %s count %zu",
+                         dtrain_dtype_name(what->dtype), what->count);
+    if (what->root >= 0 && used >= 0 && (size_t)used < room)
+        used += snprintf(text + used, room - (size_t)used, " %s %d", point ? "peer" : "root",
+                         what->root);
+    if (used >= 0 && (size_t)used < room) snprintf(text + used, room - (size_t)used, "]");
+}

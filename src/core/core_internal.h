@@ -1,0 +1,56 @@
+/* What other files may use of core/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+
+#define DTRAIN__ERROR_BYTES 1024 /* of a last error, its 0 included */
+
+/* Propagates a failure; the sentence has been left already. */
+#define DTRAIN__TRY(call)                                       \
+    do {                                                        \
+        dtrain_result dtrain__status = (call);                  \
+        if (dtrain__status != DTRAIN_OK) return dtrain__status; \
+    } while (0)
+
+/* Where messages of a rank go; one per world. */
+typedef struct dtrain__log_sink {
+    dtrain_log_fn write;
+    void *user;
+    dtrain_log_level level;
+    int rank; /* -1: the launcher */
+} dtrain__log_sink;
+
+#define DTRAIN__PHILOX_M0 0xD2511F53u
+#define DTRAIN__PHILOX_M1 0xCD9E8D57u
+#define DTRAIN__PHILOX_W0 0x9E3779B9u
+#define DTRAIN__PHILOX_W1 0xBB67AE85u
+
+/* core/result.c */
+DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
+DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
+DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
+
+/* core/log.c */
+DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out);
+DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out);
+DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit);
+DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocator *given);
+DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
+                                    size_t item_bytes, const char *what);
+DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memory, size_t count,
+                                  size_t item_bytes);
+DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
+                                    const char *format, va_list args);
+
+/* core/dtype.c */
+DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
+DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
+
+/* core/random.c */
+DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                                int64_t count, float scale, float *out);
+DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                                 int64_t count, float low, float width, float *out);

@@ -1,0 +1,108 @@
+/* Data types, random numbers. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+
+DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_DTYPE_F32:
+    case DTRAIN_DTYPE_I32: return 4;
+    case DTRAIN_DTYPE_BF16:
+    case DTRAIN_DTYPE_F16: return 2;
+    case DTRAIN_DTYPE_I64: return 8;
+    case DTRAIN_DTYPE_NONE: break;
+    }
+    return 0;
+}
+
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
+{
+    switch (dtype) {
+    case DTRAIN_DTYPE_F32: return "f32";
+    case DTRAIN_DTYPE_BF16: return "bf16";
+    case DTRAIN_DTYPE_F16: return "f16";
+    case DTRAIN_DTYPE_I32: return "i32";
+    case DTRAIN_DTYPE_I64: return "i64";
+    case DTRAIN_DTYPE_NONE: break;
+    }
+    return "?";
+}
+
+DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+DTRAIN_API bool dtrain_is_finite(float value)
+{
+    return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
+}
+
+/* Conversions are integer arithmetic on the bits: exact, independent of the rounding mode, of
+ * flush-to-zero and of -ffast-math. Rounding to nearest even = add half of the last place kept,
+ * less one when that place is even, and cut; a carry out of the mantissa raises the exponent as it
+ * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
+ * the bulk conversions of device/ give the same bits by other means. */
+
+DTRAIN_API uint16_t dtrain_f32_to_bf16(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits)
+{
+    return dtrain__f32_from_bits((uint32_t)bits << 16);
+}
+
+/* A denormal result counts units of 2^-24: the mantissa (with its hidden bit) is shifted down by
+ * 126 - exponent. Below 2^-25 everything rounds to zero. */
+static uint32_t dtrain__f16_denormal(uint32_t magnitude)
+{
+    const uint32_t shift = 126u - (magnitude >> 23);
+    if (shift > 24) return 0;
+    const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    const uint32_t half = 1u << (shift - 1);
+    return (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift;
+}
+
+DTRAIN_API uint16_t dtrain_f32_to_f16(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value);
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and more */
+    if (magnitude < 0x38800000u) return (uint16_t)(sign | dtrain__f16_denormal(magnitude));
+    const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+    return (uint16_t)(sign | (rounded - 0x38000000u) >> 13); /* exponent bias 127 -> 15 */
+}
+
+DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
+{
+    const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16;
+    uint32_t exponent = bits >> 10 & 0x1fu, mantissa = bits & 0x3ffu;
+    if (exponent == 0x1fu) {
+        const uint32_t quiet = mantissa ? 0x400000u : 0u;
+        return dtrain__f32_from_bits(sign | 0x7f800000u | quiet | mantissa << 13);
+    }
+    if (exponent == 0) {
+        if (mantissa == 0) return dtrain__f32_from_bits(sign);
+        for (exponent = 1; !(mantissa & 0x400u); exponent--) mantissa <<= 1; /* may wrap: modular */
+        mantissa &= 0x3ffu;
+    }
+    return dtrain__f32_from_bits(sign | (exponent + 112u) << 23 | mantissa << 13);
+}

@@ -1,0 +1,40 @@
+/* Data types, their conversions, and random numbers. */
+
+#pragma once
+
+#include "core/api.h"
+
+typedef enum dtrain_dtype {
+    DTRAIN_DTYPE_NONE = 0,
+    DTRAIN_DTYPE_F32 = 1,
+    DTRAIN_DTYPE_BF16 = 2, /* the upper half of an fp32 */
+    DTRAIN_DTYPE_F16 = 3,  /* IEEE 754 binary16 */
+    DTRAIN_DTYPE_I32 = 4,
+    DTRAIN_DTYPE_I64 = 5
+} dtrain_dtype;
+
+/* Return the bytes of one element, 0 for an unknown type. */
+DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
+/* Return the name of a type, "f32" for example, or "?" for an unknown one. */
+DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
+
+/* Convert between fp32 and a 16-bit type, rounding to nearest, ties to even. NaN stays NaN and
+ * keeps its sign, a finite number that overflows becomes infinite, denormals are exact. */
+DTRAIN_API uint16_t dtrain_f32_to_bf16(float value);
+DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
+DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
+DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
+
+/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
+ * remove it. */
+DTRAIN_API bool dtrain_is_finite(float value);
+
+/* Draw four words of counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random
+ * Numbers: As Easy as 1, 2, 3", SC 2011). They are a pure function of the three arguments, so any
+ * rank can draw any element of a tensor and gets the same bits. */
+DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
+/* Draw element `index` of a stream of numbers that are uniform in [0, 1). */
+DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
+/* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
+ * that the bits do not depend on a libm. */
+DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);

@@ -1,0 +1,91 @@
+/* Logging, allocator, checked sizes. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+
+/* Sizes that come from outside are multiplied and added here only. False on overflow. */
+DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_mul_overflow(a, b, out);
+}
+DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t *out)
+{
+    return !__builtin_add_overflow(a, b, out);
+}
+/* Rounds up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit)
+{
+    return (bytes + unit - 1) & ~(unit - 1);
+}
+
+static void *dtrain__default_alloc(void *user, size_t bytes)
+{
+    (void)user;
+    return malloc(bytes);
+}
+static void dtrain__default_free(void *user, void *memory, size_t bytes)
+{
+    (void)user;
+    (void)bytes;
+    free(memory);
+}
+
+DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocator *given)
+{
+    dtrain_allocator result;
+    memset(&result, 0, sizeof result);
+    if (given) result = *given;
+    if (!result.alloc || !result.free) {
+        result.alloc = dtrain__default_alloc;
+        result.free = dtrain__default_free;
+        result.user = NULL;
+    }
+    return result;
+}
+
+/* Zeroed memory for count items, or NULL with the last error set. count == 0 gives memory too, so
+ * that NULL always means failure. */
+DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
+                                    size_t item_bytes, const char *what)
+{
+    size_t bytes;
+    void *memory = NULL;
+    if (dtrain__size_mul(count ? count : 1, item_bytes, &bytes))
+        memory = allocator->alloc(allocator->user, bytes);
+    if (!memory) {
+        dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %s: %zu items of %zu bytes", what, count,
+                    item_bytes);
+        return NULL;
+    }
+    memset(memory, 0, bytes);
+    return memory;
+}
+DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memory, size_t count,
+                                  size_t item_bytes)
+{
+    if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
+}
+
+static void dtrain__log_stderr(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
+    (void)user;
+    if (level >= DTRAIN_LOG_INFO && rank > 0) return;
+    if (rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
+    else fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], rank, text);
+}
+
+DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
+                                    const char *format, va_list args)
+{
+    char text[1024];
+    dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
+    if (level > limit || level < DTRAIN_LOG_ERROR) return;
+    vsnprintf(text, sizeof text, format, args);
+    if (sink->write) sink->write(sink->user, level, sink->rank, text);
+    else dtrain__log_stderr(NULL, level, sink->rank, text);
+}
+
+/* Data types, random numbers. */

@@ -1,0 +1,90 @@
+/* What other files may use of core/ beside the public API. */
+
+#pragma once
+
+/* The implementation needs POSIX and Linux names, and libc fixes what it shows at the first system
+ * include: this comes first in every file. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#ifdef DTRAIN_USE_CBLAS
+#include <cblas.h>
+#endif
+#ifdef DTRAIN_USE_MPI
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX 1 /* the C++ bindings that MPI no longer has */
+#endif
+#ifndef MPICH_SKIP_MPICXX
+#define MPICH_SKIP_MPICXX 1
+#endif
+#include <mpi.h>
+#endif
+
+#include "core/api.h"
+
+/* A private function that more than one file uses: static where all files are joined in one,
+ * hidden where each is compiled alone. */
+#ifndef DTRAIN__PRIVATE
+#define DTRAIN__PRIVATE __attribute__((visibility("hidden"))) extern
+#endif
+
+#define DTRAIN__CACHE_LINE 64
+
+#if defined(__GNUC__)
+#define DTRAIN_RESTRICT __restrict
+#define DTRAIN__UNUSED \
+    __attribute__((unused)) /* a helper that some switch leaves without a caller */
+#define DTRAIN__THREAD_LOCAL __thread
+#define DTRAIN__PRINTF(at, first) __attribute__((format(printf, at, first)))
+#else
+#error "dtrain.h needs gcc or clang: atomics, thread-local storage and vector types come from there"
+#endif
+
+/* Atomics: the __atomic builtins, because <stdatomic.h> is neither C99 nor C++. */
+#define dtrain__load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+#define dtrain__store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+#define dtrain__fetch_add(p, v) __atomic_fetch_add((p), (v), __ATOMIC_ACQ_REL)
+
+/* What a waiting core does between two looks at memory. */
+static inline void dtrain__pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static inline uint64_t dtrain__now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -1,0 +1,413 @@
+
+
+#pragma once
+
+#include "core/api.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "device/device.h"
+
+typedef struct dtrain_stream dtrain_stream; /* NULL = the compute stream */
+typedef struct dtrain_event dtrain_event;
+typedef struct dtrain_graph dtrain_graph;
+
+/* Numbers that change from step to step, in device memory: kernels that are given their address
+ * read them when they run, which is what makes a captured graph of a step replayable. */
+typedef struct dtrain_step_scalars {
+    uint64_t seed; /* added to the seed of dropout and of stochastic rounding */
+    float lr, correction1, correction2, grad_scale;
+    uint32_t skip;     /* non-zero: optimizers change nothing */
+    uint32_t reserved; /* 0 */
+} dtrain_step_scalars;
+
+#define DTRAIN_GEMM_TRANS_A 1u
+#define DTRAIN_GEMM_TRANS_B 2u
+/* C = (alpha op(A) op(B) + beta C) * activation'(aux): aux (m,n) is read, bias is not allowed. */
+#define DTRAIN_GEMM_ACT_BACKWARD 4u
+/* bias_grad (n) = column sums of C, after ACT_BACKWARD. Otherwise bias_grad (m) = row sums of
+ * op(A): with A = d_y transposed that is the bias gradient beside the weight gradient. */
+#define DTRAIN_GEMM_BIAS_GRAD_C 8u
+
+/* C (m,n) = act(alpha op(A) (m,k) op(B) (k,n) + beta C + bias (n)), accumulated in fp32.
+ * lda, ldb, ldc are elements between stored rows. beta == 0 does not read C. aux, if not NULL,
+ * receives the value before the activation (dtype and ld of C): the backward pass needs it. */
+typedef struct dtrain_gemm_args {
+    uint32_t flags, activation;
+    int64_t m, n, k;
+    float alpha, beta;
+    const void *a, *b;
+    void *c;
+    int64_t lda, ldb, ldc;
+    dtrain_dtype a_dtype, b_dtype, c_dtype; /* each F32, BF16 or F16 */
+    const float *bias;                      /* (n) or NULL */
+    void *aux;                              /* (m,n) or NULL */
+    float *bias_grad;                       /* see the flags; NULL: not wanted */
+    bool accumulate_bias_grad;
+} dtrain_gemm_args;
+
+/* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
+ * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
+typedef struct dtrain_activation_backward_args {
+    uint32_t activation;
+    bool accumulate; /* of d_bias */
+    int64_t rows, n;
+    const void *x, *d_out; /* (rows,n) */
+    void *d_in;            /* (rows,n) */
+    float *d_bias;         /* (n) or NULL */
+    dtrain_dtype dtype;    /* of x, d_out, d_in */
+} dtrain_activation_backward_args;
+
+/* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
+ * axis (Ba et al., 2016). bias may be NULL. sum keeps s for backward and for the next residual; it
+ * may be x, and is NULL exactly when residual is. */
+typedef struct dtrain_layernorm_args {
+    int64_t rows, n;
+    float epsilon;
+    const void *x;              /* (rows,n) */
+    const float *weight, *bias; /* (n) */
+    void *y;                    /* (rows,n) */
+    float *mean, *rstd;         /* (rows) */
+    const void *residual;       /* (rows,n) or NULL */
+    void *sum;                  /* (rows,n) or NULL */
+    dtrain_dtype x_dtype;       /* of x and sum */
+    dtrain_dtype y_dtype;       /* of y and residual */
+} dtrain_layernorm_args;
+
+/* x is what was normalised: s above. d_residual receives the final d_x once more, as y_dtype. */
+typedef struct dtrain_layernorm_backward_args {
+    int64_t rows, n;
+    bool accumulate_params, accumulate_x;
+    const void *x;
+    const float *weight, *mean, *rstd;
+    const void *d_y;
+    void *d_x;                /* (rows,n) or NULL: not wanted */
+    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
+    void *d_residual;         /* (rows,n) or NULL; needs d_x */
+    dtrain_dtype x_dtype;     /* of x and d_x */
+    dtrain_dtype y_dtype;     /* of d_y and d_residual */
+} dtrain_layernorm_backward_args;
+
+/* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
+ * an error that names it; a device that learns of it late uses token 0 meanwhile. */
+typedef struct dtrain_embedding_args {
+    int64_t rows, sequence, n, vocab;
+    const int32_t *tokens;  /* (rows) */
+    const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
+    void *y;                /* (rows,n) */
+    dtrain_dtype dtype;     /* of y */
+} dtrain_embedding_args;
+
+/* Adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Either may be
+ * NULL. Sums run in row order, so the result depends neither on the number of threads nor on
+ * timing. */
+typedef struct dtrain_embedding_backward_args {
+    int64_t rows, sequence, n, vocab;
+    const int32_t *tokens;
+    const void *d_y;
+    float *d_wte, *d_wpe;
+    dtrain_dtype dtype; /* of d_y */
+} dtrain_embedding_backward_args;
+
+/* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
+ * Gimelshein 2018; Dao et al., FlashAttention, 2022). qkv (batch*sequence, 3*n) holds q, k, v of
+ * all heads side by side; head h owns columns [h*n/heads, (h+1)*n/heads) of each. Scores are
+ * scaled by 1/sqrt(n/heads). lse (batch, heads, sequence) keeps log-sum-exp of each row. */
+typedef struct dtrain_attention_args {
+    int64_t batch, sequence, heads, n;
+    bool causal;
+    const void *qkv;
+    void *y;            /* (batch*sequence, n) */
+    float *lse;         /* (batch, heads, sequence) */
+    dtrain_dtype dtype; /* of qkv and y */
+} dtrain_attention_args;
+
+typedef struct dtrain_attention_backward_args {
+    int64_t batch, sequence, heads, n;
+    bool causal;
+    const void *qkv, *y;
+    const float *lse;
+    const void *d_y;
+    void *d_qkv;        /* (batch*sequence, 3*n), overwritten */
+    dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
+} dtrain_attention_backward_args;
+
+/* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
+ * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, n) are an
+ * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
+ * logits) the gradient times scale is written in the same pass: logits are read once. */
+typedef struct dtrain_cross_entropy_args {
+    int64_t rows, n;
+    const void *logits;     /* (rows,n) */
+    const int32_t *targets; /* (rows) */
+    float *loss, *lse;      /* (rows), (rows) */
+    void *d_logits;         /* (rows,n) or NULL */
+    float scale;
+    dtrain_dtype dtype; /* of logits and d_logits */
+} dtrain_cross_entropy_args;
+
+/* d_logits = (softmax(logits) - onehot(target)) * scale * upstream[0]; d_logits may be logits
+ * itself, which is how logits are stored once. upstream NULL = 1. */
+typedef struct dtrain_cross_entropy_backward_args {
+    int64_t rows, n;
+    float scale;
+    const void *logits;
+    const int32_t *targets;
+    const float *lse;
+    void *d_logits;
+    const float *upstream; /* (1) device memory, or NULL */
+    dtrain_dtype dtype;    /* of logits and d_logits */
+} dtrain_cross_entropy_backward_args;
+
+/* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
+ * element, used for all; and x NULL is the constant 1. */
+typedef struct dtrain_axpby_args {
+    int64_t count;
+    bool accumulate;
+    float a, b;
+    const void *x;
+    void *y;
+    bool broadcast;
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_axpby_args;
+
+/* out = x + y elementwise; out may be either of them if it has its dtype. */
+typedef struct dtrain_add_args {
+    int64_t count;
+    const void *x, *y;
+    void *out;
+    dtrain_dtype x_dtype; /* of x and out */
+    dtrain_dtype y_dtype;
+} dtrain_add_args;
+
+/* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, i): running the
+ * same kernel on the gradient is the backward pass, so no mask is stored. y may be x. */
+typedef struct dtrain_dropout_args {
+    int64_t count;
+    float probability;
+    bool accumulate;
+    uint64_t seed, stream;
+    const void *x;
+    void *y;
+    const dtrain_step_scalars *scalars; /* device memory, or NULL: adds its seed */
+    dtrain_dtype dtype;                 /* of x and y */
+} dtrain_dropout_args;
+
+/* total = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in a
+ * fixed order, so the bits do not depend on timing or threads. With accumulate it is added to
+ * total[0]; out[0], if wanted, is total rounded to fp32. */
+typedef struct dtrain_sum_args {
+    int64_t count;
+    bool squares, accumulate;
+    double scale;
+    const void *x;
+    double *total;      /* (1) device memory, or NULL (then without accumulate) */
+    float *out;         /* (1) device memory, or NULL */
+    dtrain_dtype dtype; /* of x */
+} dtrain_sum_args;
+
+/* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
+ * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
+ * never), and scalars->skip = 1 when the norm is not finite. */
+typedef struct dtrain_clip_args {
+    const double *sum_squares; /* (1) device memory */
+    float max_norm;
+    dtrain_step_scalars *scalars; /* device memory */
+    float *norm;                  /* (1) device memory */
+} dtrain_clip_args;
+
+/* found[0] |= 1 when an element is NaN or infinite, by its exponent bits. */
+typedef struct dtrain_finite_args {
+    int64_t count;
+    const void *x;
+    dtrain_dtype dtype;
+    uint32_t *found; /* (1) device memory */
+} dtrain_finite_args;
+
+typedef struct dtrain_convert_args {
+    int64_t count;
+    const void *x;
+    void *y;
+    dtrain_dtype x_dtype, y_dtype; /* F32, BF16, F16 */
+} dtrain_convert_args;
+
+/* One piece of what an optimizer updates. value is the fp32 master copy; low, if not NULL, receives
+ * it in low_dtype: what the next forward pass reads. */
+typedef struct dtrain_optimizer_tensor {
+    int64_t count;
+    float weight_decay;
+    dtrain_dtype low_dtype; /* BF16 or F16, when low is given */
+    float *value;
+    const float *grad;
+    float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
+    void *low;
+} dtrain_optimizer_tensor;
+
+/* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
+ * all tensors:
+ *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
+ *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
+ * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
+ * corrections and grad_scale, and can skip the step. stochastic_rounding rounds `low` up with the
+ * probability of the discarded fraction, from Philox (seed, tensor, element); else to nearest. */
+typedef struct dtrain_adamw_args {
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+    bool stochastic_rounding;
+    uint64_t seed;
+    const dtrain_step_scalars *scalars; /* device memory, or NULL */
+} dtrain_adamw_args;
+
+/* SGD as PyTorch defines it, except that the decay is decoupled:
+ *   g = grad * grad_scale; buf = momentum*buf + g (buf = g on the first step)
+ *   value = value (1 - lr*weight_decay) - lr * (nesterov ? g + momentum*buf : buf) */
+typedef struct dtrain_sgd_args {
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, momentum, grad_scale;
+    bool nesterov, first;
+    bool stochastic_rounding;
+    uint64_t seed;
+    const dtrain_step_scalars *scalars; /* device memory, or NULL */
+} dtrain_sgd_args;
+
+/* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
+ * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
+ * taken out of it, that is, become zero there. Of equal magnitudes at the border the lowest indices
+ * are taken, NaN counts as larger than everything: the result is a function of the input alone.
+ * With velocity, which needs residual: velocity = momentum velocity + x; residual += velocity; what
+ * is taken becomes zero in both (momentum correction and factor masking: Lin et al., "Deep Gradient
+ * Compression", ICLR 2018). count < 2^31, 1 <= k <= count. */
+typedef struct dtrain_topk_args {
+    int64_t count, k;
+    const float *x;   /* (count) */
+    float *residual;  /* (count) or NULL */
+    float *values;    /* (k) */
+    int32_t *indices; /* (k) */
+    float *velocity;  /* (count) or NULL */
+    float momentum;
+} dtrain_topk_args;
+
+/* out[indices[i]] += scale * values[i]; indices of one call differ. One outside [0, count) is an
+ * error. */
+typedef struct dtrain_scatter_add_args {
+    int64_t count, k;
+    float scale;
+    const float *values;    /* (k) */
+    const int32_t *indices; /* (k) */
+    float *out;             /* (count) */
+} dtrain_scatter_add_args;
+
+/* The columns of x (rows, columns), row-major, become orthonormal: Gram-Schmidt in column order,
+ * twice, so that nearly dependent columns come out orthogonal to rounding (Giraud et al., 2005). A
+ * column that is zero, or that the ones before it span, becomes zero; with an element that is not
+ * finite all become NaN. columns <= 64. */
+#define DTRAIN_ORTHOGONALIZE_COLUMNS 64
+typedef struct dtrain_orthogonalize_args {
+    int64_t rows, columns;
+    float *x;
+} dtrain_orthogonalize_args;
+
+typedef enum dtrain_copy_kind {
+    DTRAIN_COPY_HOST_TO_DEVICE = 1,
+    DTRAIN_COPY_DEVICE_TO_HOST = 2, /* waits for the compute stream */
+    DTRAIN_COPY_DEVICE_TO_DEVICE = 3
+} dtrain_copy_kind;
+
+#define DTRAIN_DEVICE_ABI 3u
+
+/* The entries from create to is_device_memory move data and order work; a stream of NULL is the
+ * compute stream. Kernels go to the compute stream. */
+struct dtrain_device_ops {
+    uint32_t abi;     /* DTRAIN_DEVICE_ABI */
+    const char *name; /* "cpu", "cuda" */
+    bool host_memory; /* true: device pointers can be read by the host */
+
+    dtrain_result (*create)(const dtrain_device_desc *desc, dtrain_device *device);
+    void (*destroy)(dtrain_device *device);
+    dtrain_result (*query)(dtrain_device *device, dtrain_device_info *info);
+    /* Waits for all streams of this device; device->while_waiting is called meanwhile. */
+    dtrain_result (*synchronize)(dtrain_device *device);
+
+    /* 64-byte aligned (256 on a GPU), contents undefined. copy from host memory has read it when it
+     * returns. */
+    dtrain_result (*alloc)(dtrain_device *device, size_t bytes, void **memory);
+    void (*free)(dtrain_device *device, void *memory, size_t bytes);
+    dtrain_result (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes,
+                          dtrain_copy_kind kind);
+    dtrain_result (*zero)(dtrain_device *device, void *memory, size_t bytes);
+
+    /* Page-locked host memory, and existing whole pages page-locked: what copy_async, which
+     * only queues, reads and writes. */
+    dtrain_result (*host_alloc)(dtrain_device *device, size_t bytes, void **memory);
+    void (*host_free)(dtrain_device *device, void *memory, size_t bytes);
+    dtrain_result (*host_register)(dtrain_device *device, void *memory, size_t bytes);
+    void (*host_unregister)(dtrain_device *device, void *memory);
+    dtrain_result (*copy_async)(dtrain_device *device, void *to, const void *from, size_t bytes,
+                                dtrain_copy_kind kind, dtrain_stream *stream);
+
+    dtrain_result (*stream_create)(dtrain_device *device, bool high_priority, dtrain_stream **out);
+    void (*stream_destroy)(dtrain_device *device, dtrain_stream *stream);
+    void *(*stream_native)(dtrain_device *device, dtrain_stream *stream); /* cudaStream_t */
+    dtrain_result (*event_create)(dtrain_device *device, bool timing, dtrain_event **out);
+    void (*event_destroy)(dtrain_device *device, dtrain_event *event);
+    dtrain_result (*event_record)(dtrain_device *device, dtrain_event *event,
+                                  dtrain_stream *stream);
+    dtrain_result (*event_wait)(dtrain_device *device, dtrain_event *event, dtrain_stream *stream);
+    dtrain_result (*event_query)(dtrain_device *device, dtrain_event *event, bool *done);
+    /* Milliseconds between two events made with timing, both done. */
+    dtrain_result (*event_elapsed)(dtrain_device *device, dtrain_event *begin, dtrain_event *end,
+                                   float *milliseconds);
+    bool (*is_device_memory)(dtrain_device *device, const void *memory);
+
+    /* Between begin and end work on the compute stream, and on streams that wait for its events, is
+     * recorded instead of run; launch runs it, any number of times. CPU: UNSUPPORTED. */
+    dtrain_result (*graph_begin)(dtrain_device *device);
+    dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
+    dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
+    void (*graph_destroy)(dtrain_device *device, dtrain_graph *graph);
+
+    dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
+    dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
+    dtrain_result (*layernorm)(dtrain_device *, const dtrain_layernorm_args *);
+    dtrain_result (*layernorm_backward)(dtrain_device *, const dtrain_layernorm_backward_args *);
+    dtrain_result (*embedding)(dtrain_device *, const dtrain_embedding_args *);
+    dtrain_result (*embedding_backward)(dtrain_device *, const dtrain_embedding_backward_args *);
+    dtrain_result (*attention)(dtrain_device *, const dtrain_attention_args *);
+    dtrain_result (*attention_backward)(dtrain_device *, const dtrain_attention_backward_args *);
+    dtrain_result (*cross_entropy)(dtrain_device *, const dtrain_cross_entropy_args *);
+    dtrain_result (*cross_entropy_backward)(dtrain_device *,
+                                            const dtrain_cross_entropy_backward_args *);
+    dtrain_result (*add)(dtrain_device *, const dtrain_add_args *);
+    dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
+    dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
+    dtrain_result (*sum)(dtrain_device *, const dtrain_sum_args *);
+    dtrain_result (*clip)(dtrain_device *, const dtrain_clip_args *);
+    dtrain_result (*finite)(dtrain_device *, const dtrain_finite_args *);
+    dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
+    dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
+    dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
+    dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
+    dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
+    dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
+};
+
+struct dtrain_device {
+    const dtrain_device_ops *ops;
+    void *state;            /* the backend's own */
+    size_t allocated_bytes; /* from alloc, not given back */
+    size_t comm_bytes;      /* of communicators, beside those */
+    size_t peak_bytes;      /* both together, at most so far */
+    uint64_t limit_bytes;   /* for both together; 0 = none */
+    /* Called again and again while the host waits for the device. A communicator whose kernels wait
+     * for other ranks keeps its deadlines here: an error ends the wait. NULL = nothing. */
+    dtrain_result (*while_waiting)(void *user);
+    void *waiting_user;
+};
+
+/* For the authors of devices and communicators. reserve is asked before memory is taken, and says
+ * which limit it would break; count is told what was taken: bytes more than before on one of
+ * device->allocated_bytes and comm_bytes, which it is given the address of. */
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);

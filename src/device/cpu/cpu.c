@@ -1,0 +1,245 @@
+/* The CPU device: state and memory. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "device/backend.h"
+#include "device/cpu/cpu_internal.h"
+#include "device/cpu/gemm_internal.h"
+#include "device/cpu/kernels_internal.h"
+#include "device/cpu/pool_internal.h"
+#include "device/device.h"
+
+/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
+ * kept in the bytes before the memory that is handed out. */
+#define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
+
+DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit)
+{
+    return (value + unit - 1) / unit * unit;
+}
+
+/* Asks for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
+ * and first touch is some ten times faster. A refusal changes nothing. */
+static void dtrain__advise_huge(char *memory, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    const size_t huge = (size_t)2 << 20;
+    char *begin = memory + (size_t)(-(uintptr_t)memory & (huge - 1));
+    if (bytes < 2 * huge || (size_t)(memory + bytes - begin) < huge) return;
+    madvise(begin, (size_t)(memory + bytes - begin) & ~(huge - 1), MADV_HUGEPAGE);
+#else
+    (void)memory;
+    (void)bytes;
+#endif
+}
+
+DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
+{
+    if (bytes > SIZE_MAX - DTRAIN__ALIGN_EXTRA) return NULL;
+    char *block = (char *)allocator->alloc(allocator->user, bytes + DTRAIN__ALIGN_EXTRA);
+    if (!block) return NULL;
+    dtrain__advise_huge(block, bytes);
+    char *memory = block + sizeof(void *);
+    memory += (size_t)(-(uintptr_t)memory & 63);
+    memcpy(memory - sizeof(void *), &block, sizeof block);
+    return memory;
+}
+
+DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
+                                          size_t bytes)
+{
+    void *block;
+    if (!memory) return;
+    memcpy(&block, (char *)memory - sizeof(void *), sizeof block);
+    allocator->free(allocator->user, block, bytes + DTRAIN__ALIGN_EXTRA);
+}
+
+/* At least `floats` of scratch in job->scratch. Contents do not survive. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
+                                                  int64_t floats)
+{
+    const size_t bytes = (size_t)floats * sizeof(float);
+    if ((uint64_t)floats > SIZE_MAX / (4 * sizeof(float)))
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "a CPU kernel's scratch of %lld floats is too large", (long long)floats);
+    if (bytes > cpu->scratch_bytes) {
+        dtrain__aligned_free(&cpu->allocator, cpu->scratch, cpu->scratch_bytes);
+        cpu->scratch_bytes = 0;
+        cpu->scratch = (float *)dtrain__aligned_alloc(&cpu->allocator, bytes);
+        if (!cpu->scratch)
+            return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %lld bytes of kernel scratch",
+                               (long long)bytes);
+        cpu->scratch_bytes = bytes;
+    }
+    job->scratch = cpu->scratch;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (!cpu) return;
+    const dtrain_allocator allocator = cpu->allocator;
+    dtrain__pool_destroy(cpu->pool);
+    dtrain__gemm_workspace_free(&cpu->gemm);
+    dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
+    for (int i = 0; i < DTRAIN__WIDE; i++)
+        dtrain__aligned_free(&allocator, cpu->wide[i], cpu->wide_bytes[i]);
+    dtrain__free(&allocator, cpu, 1, sizeof *cpu);
+    device->state = NULL;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
+                                                 dtrain_device *device)
+{
+    const int threads = desc->thread_count ? (int)desc->thread_count : 1;
+    const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
+    device->state = NULL;
+    if (threads < 1 || threads > 1024)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "thread_count is %u, expected 1 to 1024",
+                           (unsigned)desc->thread_count);
+    if (desc->math > DTRAIN_MATH_FP32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the CPU device has no tensor cores: math is %u, expected %u (fp32)",
+                           (unsigned)desc->math, (unsigned)DTRAIN_MATH_FP32);
+    dtrain__cpu *cpu = (dtrain__cpu *)dtrain__alloc(&allocator, 1, sizeof *cpu, "a CPU device");
+    if (!cpu) return DTRAIN_ERROR_MEMORY;
+    cpu->allocator = allocator;
+    cpu->gemm.allocator = &cpu->allocator;
+    cpu->thread_count = threads;
+    cpu->kernels = dtrain__kernels_select();
+    if (threads > 1) {
+        const int error =
+            dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
+        if (error) {
+            dtrain__free(&allocator, cpu, 1, sizeof *cpu);
+            return dtrain_fail(error == ENOMEM ? DTRAIN_ERROR_MEMORY : DTRAIN_ERROR_SYSTEM,
+                               "could not start %d compute threads: %s", threads, strerror(error));
+        }
+    }
+    device->state = cpu;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
+{
+    (void)device;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
+{
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    if (!device->limit_bytes ||
+        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
+                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
+                       "a smaller batch or a higher memory_limit would help",
+                       (unsigned long long)bytes, (unsigned long long)used,
+                       (unsigned long long)device->limit_bytes);
+}
+
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
+{
+    *counter += bytes;
+    const size_t used = device->allocated_bytes + device->comm_bytes;
+    if (used > device->peak_bytes) device->peak_bytes = used;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    *memory = NULL;
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    *memory = dtrain__aligned_alloc(&cpu->allocator, bytes);
+    if (!*memory)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "no memory for %llu bytes on the CPU device, which holds %llu already",
+                           (unsigned long long)bytes, (unsigned long long)device->allocated_bytes);
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (!memory) return;
+    dtrain__aligned_free(&cpu->allocator, memory, bytes);
+    device->allocated_bytes -= bytes;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
+                                               size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)kind;
+    if (bytes) memmove(to, from, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    if (bytes) memset(memory, 0, bytes);
+    return DTRAIN_OK;
+}
+
+/* ---- Launching --------------------------------------------------------------------------------*/
+
+static void dtrain__job_task(void *ctx, int index, int count)
+{
+    dtrain__job *job = (dtrain__job *)ctx;
+    if (job->dynamic) {
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+            if (item >= job->total) return;
+            job->range(job, item, item + 1, index);
+        }
+    }
+    const int64_t units = (job->total + job->unit - 1) / job->unit;
+    const int64_t begin = units * index / count * job->unit;
+    const int64_t end = units * (index + 1) / count * job->unit;
+    if (begin < job->total) job->range(job, begin, end < job->total ? end : job->total, index);
+}
+
+DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit)
+{
+    dtrain__job job;
+    memset(&job, 0, sizeof job);
+    job.args = args;
+    job.total = total;
+    job.unit = unit;
+    return job;
+}
+
+/* `elements` is the work's size: a small job stays on the calling thread. */
+DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
+                                              dtrain__range_fn range, int64_t elements)
+{
+    job->range = range;
+    dtrain__parallel(elements > DTRAIN__SMALL ? cpu->pool : NULL, dtrain__job_task, job);
+    return DTRAIN_OK;
+}
+
+/* Each element by itself, cut at cache lines. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
+                                                      int64_t count, dtrain__range_fn range)
+{
+    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, count);
+}
+
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device)
+{
+    return ((dtrain__cpu *)device->state)->kernels;
+}
+
+DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device)
+{
+    return ((const dtrain__cpu *)device->state)->allocator;
+}

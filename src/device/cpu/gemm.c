@@ -1,0 +1,377 @@
+/* The driver. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "device/backend.h"
+#include "device/cpu/gemm_internal.h"
+#include "device/cpu/pool_internal.h"
+
+typedef struct dtrain__gemm_job {
+    const dtrain_gemm_args *args;
+    const dtrain__isa *isa;
+    dtrain__operand a, b;
+    int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
+    int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
+    int64_t rows, cols;     /* rectangles */
+    int64_t next;           /* atomic: rectangles handed out */
+    char *memory;
+    size_t slot_bytes;        /* one thread's part of memory */
+    int needs_partial;        /* C cannot hold sums between blocks of k */
+    int few_columns, short_k; /* a thin product */
+} dtrain__gemm_job;
+
+/* One block of k in one rectangle of C: where it lies and what the thread works with. */
+typedef struct dtrain__gemm_pass {
+    const dtrain__gemm_job *job;
+    int64_t i0, i1, j0, j1;
+    int64_t p;
+    int k, cells; /* k in cells of the panels */
+    int first, last;
+    float *a_block, *b_panel, *partial;
+} dtrain__gemm_pass;
+
+static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
+
+static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
+                                              int cols)
+{
+    dtrain__rectangle x;
+    x.data = data;
+    x.dtype = dtype;
+    x.ld = ld;
+    x.rows = rows;
+    x.cols = cols;
+    return x;
+}
+
+/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
+static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
+                                       const dtrain__rectangle *aux, float *tile)
+{
+    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
+    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
+        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
+        isa->load(other, aux);
+        isa->slope(tile, other, x->activation);
+        return;
+    }
+    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
+    isa->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
+                x->activation);
+    if (x->aux) isa->store(aux, other);
+}
+
+/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
+ * Rows of `tile` beyond the edge are computed and dropped. */
+static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
+                                     const float *a, const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const float beta = pass->first ? x->beta : 1;
+    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
+
+    void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
+    const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+    const dtrain__rectangle partial =
+        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
+                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
+
+    if (beta != 0) {
+        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
+        isa->load(tile, job->needs_partial && !pass->first ? &partial : &c);
+    }
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
+    if (pass->last) {
+        at = x->aux;
+        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
+        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
+    }
+    isa->store(job->needs_partial && !pass->last ? &partial : &c, tile);
+}
+
+static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
+                              const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
+        dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
+        return;
+    }
+    int64_t at = i * x->ldc + j;
+    float *c = (float *)x->c + at;
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
+    if (pass->last && (x->bias || x->aux || x->activation))
+        isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
+                    x->aux ? (float *)x->aux + at : NULL, x->activation);
+}
+
+/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
+ * the panels take their few elements of each. */
+static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    int mr = job->isa->mr;
+    int chunk = job->a.along_k ? pass->k : 16 * job->isa->pair;
+    for (int p = 0; p < pass->k; p += chunk) {
+        int steps = pass->k - p < chunk ? pass->k - p : chunk;
+        float *panel = pass->a_block + p / job->isa->pair * mr;
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->cells)
+            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
+                             pass->p + p, steps);
+    }
+}
+
+/* A thin product with a short k: its panels of A and of B both fit A's buffer. */
+static void dtrain__gemm_short_k(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain__isa *isa = job->isa;
+    const int mr = isa->mr, nr = isa->nr;
+    const float *a = pass->a_block;
+    float *panels = pass->a_block + DTRAIN__MC * DTRAIN__THIN;
+    dtrain__gemm_pack_a_block(pass);
+    for (int64_t j = pass->j0; j < pass->j1; j += nr)
+        isa->pack_b(panels + (j - pass->j0) * pass->k, &job->b, j,
+                    (int)dtrain__gemm_min(nr, pass->j1 - j), 0, pass->k);
+    for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->k)
+        for (int64_t j = pass->j0; j < pass->j1; j += nr)
+            dtrain__gemm_tile(pass, i, j, a, panels + (j - pass->j0) * pass->k, nr);
+}
+
+static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain__isa *isa = job->isa;
+    int mr = isa->mr, nr = isa->nr;
+    /* Two panels of A do not repay a copy of B that lies in the right order already. */
+    int in_place =
+        !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && pass->i1 - pass->i0 <= 2 * mr;
+    dtrain__gemm_pack_a_block(pass);
+    for (int64_t j = pass->j0; j < pass->j1; j += nr) {
+        const float *b = pass->b_panel, *a = pass->a_block;
+        int64_t ldb = nr;
+        if (in_place && pass->j1 - j >= nr) {
+            b = (const float *)job->b.data + pass->p * job->b.ld + j;
+            ldb = job->b.ld;
+        } else {
+            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
+                        pass->k);
+        }
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->cells)
+            dtrain__gemm_tile(pass, i, j, a, b, ldb);
+    }
+}
+
+static void dtrain__gemm_task(void *ctx, int index, int count)
+{
+    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    dtrain__gemm_pass pass;
+    (void)count;
+    memset(&pass, 0, sizeof pass);
+    pass.job = job;
+    pass.a_block = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
+    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
+    pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
+    if (isa->begin) isa->begin();
+    for (;;) {
+        int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (at >= job->rows * job->cols) break;
+        pass.i0 = at % job->rows * job->m_step;
+        pass.j0 = at / job->rows * job->n_step;
+        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
+        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
+        pass.p = 0;
+        do { /* once even for k == 0: beta, bias and activation remain */
+            pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
+            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
+            pass.first = pass.p == 0;
+            pass.last = pass.p + pass.k == job->k;
+            if (job->short_k) dtrain__gemm_short_k(&pass);
+            else dtrain__gemm_block(&pass);
+            pass.p += pass.k;
+        } while (pass.p < job->k);
+    }
+    if (isa->end) isa->end();
+}
+
+/* op(B), from p on, as thin_rows and thin_columns want it. */
+static void dtrain__gemm_pack_thin(const dtrain__operand *b, int64_t p, int64_t k, int cols,
+                                   float *to)
+{
+    const float *from = (const float *)b->data + (b->along_k ? p : p * b->ld);
+    for (; k > 0; k--, to += DTRAIN__THIN, from += b->along_k ? 1 : b->ld) {
+        for (int j = 0; j < cols; j++) to[j] = from[b->along_k ? j * b->ld : j];
+        for (int j = cols; j < DTRAIN__THIN; j++) to[j] = 0;
+    }
+}
+
+/* A thin product with few columns: dtrain__gemm_task without panels of A. A's buffer holds the sums
+ * of a rectangle, and B for as many blocks of k as fit behind them. */
+static void dtrain__gemm_thin_task(void *ctx, int index, int count)
+{
+    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
+    const dtrain_gemm_args *args = job->args;
+    const int64_t sums = DTRAIN__THIN * (4 * DTRAIN__MC + DTRAIN__NR_MAX);
+    const int64_t room = (DTRAIN__MC * DTRAIN__KC - sums) / DTRAIN__THIN;
+    float *const memory = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
+    float *const b = memory + sums;
+    dtrain__thin x;
+    (void)count;
+    memset(&x, 0, sizeof x);
+    x.b = b;
+    x.sums = memory;
+    x.lda = job->a.ld;
+    x.ldc = args->ldc;
+    x.k_step = job->k_step;
+    x.cols = (int)args->n;
+    for (;;) {
+        const int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED) * job->m_step;
+        if (i >= args->m) break;
+        x.rows = dtrain__gemm_min(job->m_step, args->m - i);
+        x.c = (float *)args->c + i * args->ldc;
+        for (int64_t p = 0; p < job->k; p += x.k) {
+            x.k = dtrain__gemm_min(room / job->k_step * job->k_step, job->k - p);
+            x.first = p == 0;
+            dtrain__gemm_pack_thin(&job->b, p, x.k, x.cols, b);
+            x.a = (const float *)job->a.data + (job->a.along_k ? i * x.lda + p : p * x.lda + i);
+            if (job->a.along_k) job->isa->thin_rows(&x);
+            else job->isa->thin_columns(&x);
+        }
+    }
+}
+
+/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
+static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
+{
+    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
+    const int64_t whole = job->isa->pair * job->isa->unit;
+    job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
+    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && job->k > job->k_step;
+    job->m_most = DTRAIN__MC / mr * mr;
+    if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
+    /* Cheap products repay taller blocks, which pack B less often. */
+    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
+    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
+}
+
+/* Few columns are worth it for plain fp32 only: their kernels know no scale and no epilogue, and a
+ * large A, which a taller rectangle serves better. Short k works for everything else too, but pairs
+ * of bf16 have buffers of another form. */
+static void dtrain__gemm_be_thin(dtrain__gemm_job *job)
+{
+    const dtrain_gemm_args *x = job->args;
+    const bool fp32 = x->a_dtype == DTRAIN_DTYPE_F32 && x->b_dtype == DTRAIN_DTYPE_F32 &&
+                      x->c_dtype == DTRAIN_DTYPE_F32;
+    const bool plain = x->alpha == 1 && x->beta == 0 && !x->bias && !x->aux && !x->activation;
+    if (job->isa->pair != 1 || job->k == 0) return;
+    job->few_columns = fp32 && plain && x->n <= DTRAIN__THIN;
+    job->short_k = job->k <= DTRAIN__THIN;
+    if (job->few_columns) job->m_most = 4 * DTRAIN__MC / job->isa->mr * job->isa->mr;
+}
+
+/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
+ * takes the one with the least work per thread: a rectangle's multiplications and packing. */
+static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
+{
+    int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
+    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
+    for (int64_t extra = 0; extra < threads; extra++) {
+        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
+        int64_t rows = dtrain__gemm_ceil(m, m_step);
+        int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
+        while (rows * cols % threads && rows * cols < 8 * threads) cols++;
+        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
+        cols = dtrain__gemm_ceil(n, n_step);
+        int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
+        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
+        if (cost >= best) continue;
+        best = cost;
+        job->m_step = m_step;
+        job->n_step = n_step;
+        job->rows = rows;
+        job->cols = cols;
+    }
+}
+
+DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws)
+{
+    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
+    dtrain__free(&allocator, ws->memory, ws->bytes, 1);
+    ws->memory = NULL;
+    ws->bytes = 0;
+}
+
+static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *job, int threads)
+{
+    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
+    size_t floats = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
+    if (job->needs_partial) floats += DTRAIN__MC * DTRAIN__NC;
+    job->slot_bytes = floats * sizeof(float);
+    size_t bytes = job->slot_bytes * (size_t)threads + 64;
+    if (bytes > ws->bytes) {
+        dtrain__gemm_workspace_free(ws);
+        ws->memory = dtrain__alloc(&allocator, bytes, 1, "the GEMM workspace");
+        if (!ws->memory) return ENOMEM;
+        ws->bytes = bytes;
+    }
+    job->memory = (char *)(((uintptr_t)ws->memory + 63) & ~(uintptr_t)63);
+    return 0;
+}
+
+DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws)
+{
+    if (ws->isa) return;
+    ws->isa = dtrain__isa_select();
+    ws->pairs = dtrain__pairs_select();
+}
+
+/* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
+DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
+                                                const dtrain_gemm_args *args)
+{
+    dtrain__gemm_job job;
+    if (args->m <= 0 || args->n <= 0) return 0;
+    dtrain__gemm_select(ws);
+    memset(&job, 0, sizeof job);
+    job.args = args;
+    job.isa = ws->isa;
+    if (ws->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        job.isa = ws->pairs;
+    job.a.data = args->a;
+    job.a.dtype = args->a_dtype;
+    job.a.ld = args->lda;
+    job.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
+    job.b.data = args->b;
+    job.b.dtype = args->b_dtype;
+    job.b.ld = args->ldb;
+    job.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+
+    job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
+    dtrain__gemm_cut_k(&job);
+    dtrain__gemm_be_thin(&job);
+
+    /* Waking the others costs more than a quarter of a million multiply-adds. */
+    int64_t tiny = 1 << 18;
+    if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
+    int threads = pool ? pool->thread_count : 1;
+    dtrain__gemm_cut(&job, threads);
+    int error = dtrain__gemm_reserve(ws, &job, threads);
+    if (error) return error;
+    dtrain__parallel(pool, job.few_columns ? dtrain__gemm_thin_task : dtrain__gemm_task, &job);
+    return 0;
+}

@@ -1,0 +1,97 @@
+/* What other files may use of device/cpu/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "device/backend.h"
+#include "device/cpu/pool_internal.h"
+
+enum {
+    DTRAIN__THIN = 16, /* columns, or k, of a thin product */
+    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
+    DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
+    DTRAIN__MR_MAX = 32,
+    DTRAIN__NR_MAX = 32
+};
+
+/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
+ * columns of op(B), p along k. */
+typedef struct dtrain__operand {
+    const void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int along_k; /* neighbours in memory are neighbours in k */
+} dtrain__operand;
+
+typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
+                                int64_t p, int k);
+
+/* A part of a matrix in memory. */
+typedef struct dtrain__rectangle {
+    void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int rows, cols;
+} dtrain__rectangle;
+
+/* A product with few columns: c (rows, cols) += a b, in blocks of k_step, or c = for the first one.
+ * a: as it lies, (rows, k) or, for thin_columns, (k, rows). b (k, DTRAIN__THIN): zeros beyond cols.
+ * sums: scratch of thin_columns, (cols rounded up to 4, rows rounded up to nr). */
+typedef struct dtrain__thin {
+    const float *a, *b;
+    int64_t lda, ldc;
+    float *c, *sums;
+    int64_t rows, k, k_step;
+    int cols, first;
+} dtrain__thin;
+
+/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
+ * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
+ * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
+ * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
+ * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
+ * the work of a thread; may be NULL. thin_rows, thin_columns: above; NULL where cells are pairs. */
+typedef struct dtrain__isa {
+    const char *name;
+    int mr, nr;
+    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
+    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
+    int packing; /* what packing an element costs, in multiply-adds */
+    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
+                   float beta, float *c, int64_t ldc);
+    dtrain__pack_fn pack_a, pack_b;
+    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+                   uint32_t activation);
+    void (*slope)(float *c, const float *z, uint32_t activation);
+    void (*load)(float *tile, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile);
+    void (*begin)(void);
+    void (*end)(void);
+    void (*thin_rows)(const dtrain__thin *x);
+    void (*thin_columns)(const dtrain__thin *x);
+} dtrain__isa;
+
+/* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
+ * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
+ * without pairs, may be preset. */
+typedef struct dtrain__gemm_workspace {
+    const dtrain_allocator *allocator; /* NULL = malloc */
+    const dtrain__isa *isa;
+    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
+    void *memory;
+    size_t bytes;
+} dtrain__gemm_workspace;
+
+/* device/cpu/gemm_kernels.c */
+DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index);
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
+DTRAIN__PRIVATE const dtrain__isa *dtrain__isa_select(void);
+
+/* device/cpu/gemm.c */
+DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws);
+DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws);
+DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
+                                                const dtrain_gemm_args *args);

@@ -1,0 +1,325 @@
+/* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
+
+#define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
+DTRAIN__KERNEL void dtrain__range_add(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_add_args *args = (const dtrain_add_args *)job->args;
+    const float *x = (const float *)args->x, *y = (const float *)args->y;
+    float *out = (float *)args->out;
+    (void)index;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+    }
+}
+
+#define dtrain__range_axpby DTRAIN__INSTANCE(dtrain__range_axpby)
+DTRAIN__KERNEL void dtrain__range_axpby(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const bool constant = args->broadcast || !args->x;
+    const float *x = (const float *)args->x;
+    float *y = (float *)args->y;
+    const dtrain__v a = dtrain__vset(constant && x ? args->a * x[0] : args->a);
+    const dtrain__v b = dtrain__vset(args->b);
+    (void)index;
+    if (constant)
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const dtrain__v old = dtrain__vload_n(y + i, args->accumulate ? n : 0);
+            dtrain__vstore_n(y + i, args->accumulate ? dtrain__vfma(b, old, a) : a, n);
+        }
+    else if (args->accumulate)
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const dtrain__v old = b * dtrain__vload_n(y + i, n);
+            dtrain__vstore_n(y + i, dtrain__vfma(a, dtrain__vload_n(x + i, n), old), n);
+        }
+    else
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            dtrain__vstore_n(y + i, a * dtrain__vload_n(x + i, n), n);
+        }
+}
+
+/* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
+#define dtrain__range_adamw DTRAIN__INSTANCE(dtrain__range_adamw)
+DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_adamw_args *a = update->adamw;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v epsilon = dtrain__vset(a->epsilon);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v step = dtrain__vset(update->now.lr / update->now.correction1);
+    const dtrain__v correct2 = dtrain__vset(1 / update->now.correction2);
+    (void)index;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(t->m + i, n));
+        const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(t->v + i, n));
+        const dtrain__v root = dtrain__vsqrt(v * correct2) + epsilon;
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, m, n);
+        dtrain__vstore_n(t->v + i, v, n);
+        dtrain__vstore_n(t->value + i, old * decay - step * m / root, n);
+    }
+    if (t->low) dtrain__round_low(update, begin, end);
+}
+
+#define dtrain__range_sgd DTRAIN__INSTANCE(dtrain__range_sgd)
+DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_sgd_args *a = update->sgd;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    float *buffer = t->m;
+    (void)index;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        if (buffer) {
+            dtrain__v b = g;
+            if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
+            dtrain__vstore_n(buffer + i, b, n);
+            g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
+        }
+        dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
+    }
+    if (t->low) dtrain__round_low(update, begin, end);
+}
+
+/* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
+ *
+ * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
+#define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
+#define dtrain__vhalf DTRAIN__INSTANCE(dtrain__vhalf)
+#define dtrain__vwiden DTRAIN__INSTANCE(dtrain__vwiden)
+#if DTRAIN__W > 1
+typedef float dtrain__vhalf __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
+typedef double dtrain__vd __attribute__((vector_size(4 * DTRAIN__W)));
+DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p)
+{
+    return __builtin_convertvector(*(const dtrain__vhalf *)p, dtrain__vd);
+}
+#else
+typedef double dtrain__vd;
+DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p) { return (double)*p; }
+#endif
+
+#define dtrain__sum_chunk DTRAIN__INSTANCE(dtrain__sum_chunk)
+DTRAIN__KERNEL double dtrain__sum_chunk(const float *x, int64_t count, bool squares)
+{
+    dtrain__vd even, odd;
+    double lanes[DTRAIN__H], total = 0;
+    int64_t i = 0;
+    memset(&even, 0, sizeof even);
+    odd = even;
+    if (squares)
+        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
+            const dtrain__vd a = dtrain__vwiden(x + i), b = dtrain__vwiden(x + i + DTRAIN__H);
+            even += a * a;
+            odd += b * b;
+        }
+    else
+        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
+            even += dtrain__vwiden(x + i);
+            odd += dtrain__vwiden(x + i + DTRAIN__H);
+        }
+    even += odd;
+    memcpy(lanes, &even, sizeof lanes);
+    for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
+    for (; i < count; i++) total += squares ? (double)x[i] * (double)x[i] : (double)x[i];
+    return total;
+}
+
+#define dtrain__range_sum DTRAIN__INSTANCE(dtrain__range_sum)
+DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
+        job->sums[chunk] = dtrain__sum_chunk((const float *)a->x + first, count, a->squares);
+    }
+}
+
+/* ---- Conversions ------------------------------------------------------------------------------*/
+
+#define dtrain__to_half DTRAIN__INSTANCE(dtrain__to_half)
+#define dtrain__from_half DTRAIN__INSTANCE(dtrain__from_half)
+/* Without vector code for a whole row: count elements, either direction. */
+DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t count,
+                                    dtrain_dtype dtype)
+{
+    uint16_t tail[DTRAIN__W];
+    int64_t i = 0;
+    if (dtype == DTRAIN_DTYPE_BF16)
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__to_bf16(to + i, dtrain__vload(from + i));
+    else
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__to_f16(to + i, dtrain__vload(from + i));
+    if (i == count) return;
+    const dtrain__v rest = dtrain__vload_n(from + i, count - i);
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(tail, rest);
+    else dtrain__to_f16(tail, rest);
+    memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
+}
+
+DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t count,
+                                      dtrain_dtype dtype)
+{
+    uint16_t tail[DTRAIN__W] = {0};
+    int64_t i = 0;
+    if (dtype == DTRAIN_DTYPE_BF16)
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__vstore(to + i, dtrain__from_bf16(from + i));
+    else
+        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
+            dtrain__vstore(to + i, dtrain__from_f16(from + i));
+    if (i == count) return;
+    memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
+    dtrain__vstore_n(to + i,
+                     dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail),
+                     count - i);
+}
+
+#define dtrain__range_convert DTRAIN__INSTANCE(dtrain__range_convert)
+DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
+    const size_t x_bytes = dtrain_dtype_bytes(a->x_dtype), y_bytes = dtrain_dtype_bytes(a->y_dtype);
+    const char *x = (const char *)a->x + (size_t)begin * x_bytes;
+    char *y = (char *)a->y + (size_t)begin * y_bytes;
+    float between[256];
+    (void)index;
+    if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
+    else if (a->x_dtype == DTRAIN_DTYPE_F32)
+        dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
+                        a->y_dtype);
+    else if (a->y_dtype == DTRAIN_DTYPE_F32)
+        dtrain__from_half((float *)(void *)y, (const uint16_t *)(const void *)x, end - begin,
+                          a->x_dtype);
+    else
+        for (int64_t i = begin; i < end; i += 256, x += 512, y += 512) {
+            const int64_t n = end - i < 256 ? end - i : 256;
+            dtrain__from_half(between, (const uint16_t *)(const void *)x, n, a->x_dtype);
+            dtrain__to_half((uint16_t *)(void *)y, between, n, a->y_dtype);
+        }
+}
+
+/* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
+ *
+ * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
+ * there. High halves carry rubbish between rounds: the multiplier ignores them. */
+
+#define dtrain__vq DTRAIN__INSTANCE(dtrain__vq)
+#define dtrain__vwide DTRAIN__INSTANCE(dtrain__vwide)
+#define dtrain__vmerge DTRAIN__INSTANCE(dtrain__vmerge)
+#define dtrain__vphilox DTRAIN__INSTANCE(dtrain__vphilox)
+#if DTRAIN__W > 1
+typedef uint64_t dtrain__vq __attribute__((vector_size(4 * DTRAIN__W)));
+
+DTRAIN__VECTOR dtrain__vq dtrain__vwide(dtrain__vq a, uint32_t b)
+{
+#if DTRAIN__ISA == 3
+    return (dtrain__vq)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
+#elif DTRAIN__ISA == 2
+    return (dtrain__vq)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+#else
+    return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
+#endif
+}
+
+/* words = a0 b0 a1 b1 ... in 64-bit lanes. */
+DTRAIN__VECTOR void dtrain__vmerge(dtrain__vq a, dtrain__vq b, uint32_t *words)
+{
+#if DTRAIN__ISA == 3
+    const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
+    const __m512i high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
+    _mm512_storeu_si512(words, _mm512_permutex2var_epi64((__m512i)a, low, (__m512i)b));
+    _mm512_storeu_si512(words + 16, _mm512_permutex2var_epi64((__m512i)a, high, (__m512i)b));
+#elif DTRAIN__ISA == 2
+    const __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b); /* a0 b0 a2 b2 */
+    const __m256i odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);  /* a1 b1 a3 b3 */
+    __m256i *to = (__m256i *)(void *)words;
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+    for (int j = 0; j < DTRAIN__H; j++) {
+        const uint64_t pair[2] = {a[j], b[j]};
+        memcpy(words + 4 * j, pair, sizeof pair);
+    }
+#endif
+}
+
+/* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
+ * neighbouring words, the low half first. */
+DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t *words)
+{
+    static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const uint64_t half = 0xffffffffu;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    dtrain__vq c0;
+    memcpy(&c0, lanes, sizeof c0);
+    dtrain__vq c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    c0 += counter;
+    dtrain__vq c1 = c0 >> 32;
+    for (int round = 0; round < 10; round++) {
+        const dtrain__vq p0 = dtrain__vwide(c0, DTRAIN__PHILOX_M0);
+        const dtrain__vq p1 = dtrain__vwide(c2, DTRAIN__PHILOX_M1);
+        c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
+        c1 = p1;
+        c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
+        c3 = p0;
+        k0 += DTRAIN__PHILOX_W0;
+        k1 += DTRAIN__PHILOX_W1;
+    }
+    dtrain__vmerge((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+}
+#else
+DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t *words)
+{
+    dtrain_philox(seed, stream, counter, words);
+}
+#endif
+
+#define dtrain__range_dropout DTRAIN__INSTANCE(dtrain__range_dropout)
+DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
+    /* uniform >= probability, asked of the 24-bit integers. */
+    const double least = ceil((double)a->probability * 16777216.0);
+    const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
+    const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
+    const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const float *x = (const float *)a->x;
+    uint32_t words[4 * DTRAIN__H];
+    (void)index;
+    for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
+        dtrain__vphilox(seed, a->stream, (uint64_t)i / 4, words);
+        for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
+            const int64_t n = end - i - j;
+            float *y = (float *)a->y + i + j;
+            dtrain__vi u;
+            memcpy(&u, words + j, sizeof u);
+            u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
+            const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + i + j, n);
+            kept = dtrain__vkeep(kept, ~dropped);
+            if (a->accumulate) kept += dtrain__vload_n(y, n);
+            dtrain__vstore_n(y, kept, n);
+        }
+    }
+}

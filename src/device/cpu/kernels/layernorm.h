@@ -1,0 +1,171 @@
+/* ---- Layernorm ----------------------------------------------------------------------------------
+ *
+ * A row stays in L1 between its passes: memory is read once and written once. */
+
+#define dtrain__row_sum DTRAIN__INSTANCE(dtrain__row_sum)
+#define dtrain__row_spread DTRAIN__INSTANCE(dtrain__row_spread)
+
+/* Four accumulators, because one would wait for itself. */
+DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
+{
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        a += dtrain__vload(x + i);
+        b += dtrain__vload(x + i + DTRAIN__W);
+        c += dtrain__vload(x + i + 2 * DTRAIN__W);
+        d += dtrain__vload(x + i + 3 * DTRAIN__W);
+    }
+    for (; i < n; i += DTRAIN__W) a += dtrain__vload_n(x + i, n - i);
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* Sum of (x - mean)^2. */
+DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
+{
+    const dtrain__v m = dtrain__vset(mean);
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        const dtrain__v e = dtrain__vload(x + i) - m, f = dtrain__vload(x + i + DTRAIN__W) - m;
+        const dtrain__v g = dtrain__vload(x + i + 2 * DTRAIN__W) - m;
+        const dtrain__v h = dtrain__vload(x + i + 3 * DTRAIN__W) - m;
+        a = dtrain__vfma(e, e, a);
+        b = dtrain__vfma(f, f, b);
+        c = dtrain__vfma(g, g, c);
+        d = dtrain__vfma(h, h, d);
+    }
+    for (; i < n; i += DTRAIN__W) {
+        const dtrain__v e = dtrain__vfirst(dtrain__vload_n(x + i, n - i) - m, n - i);
+        a = dtrain__vfma(e, e, a);
+    }
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* sum = x + residual of one row; returns it. */
+#define dtrain__row_add DTRAIN__INSTANCE(dtrain__row_add)
+DTRAIN__KERNEL const float *dtrain__row_add(const dtrain_layernorm_args *a, int64_t row)
+{
+    const float *x = (const float *)a->x + row * a->n;
+    const float *residual = (const float *)a->residual + row * a->n;
+    float *sum = (float *)a->sum + row * a->n;
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        dtrain__vstore_n(sum + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(residual + i, n), n);
+    }
+    return sum;
+}
+
+#define dtrain__range_layernorm DTRAIN__INSTANCE(dtrain__range_layernorm)
+DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int64_t end, int index)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    (void)index;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = (const float *)a->x + row * a->n;
+        float *y = (float *)a->y + row * a->n;
+        if (a->residual) x = dtrain__row_add(a, row);
+        const float mean = dtrain__row_sum(x, a->n) / (float)a->n;
+        const float variance = dtrain__row_spread(x, a->n, mean) / (float)a->n;
+        const float rstd = 1 / sqrtf(variance + a->epsilon);
+        const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
+            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
+            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
+            dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias),
+                             n);
+        }
+        a->mean[row] = mean;
+        a->rstd[row] = rstd;
+    }
+}
+
+/* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
+ *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
+ * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
+ * in L1 or L2). Second pass: d_x. */
+#define dtrain__layernorm_sums DTRAIN__INSTANCE(dtrain__layernorm_sums)
+DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args *a, int64_t row,
+                                           float *weight_sum, float means[2])
+{
+    const float *x = (const float *)a->x + row * a->n;
+    const float *d_y = (const float *)a->d_y + row * a->n;
+    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    float *bias_sum = weight_sum + a->n;
+    dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v d = dtrain__vload_n(d_y + i, n);
+        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
+        g_sum += g;
+        gh_sum = dtrain__vfma(g, h, gh_sum);
+        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
+        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
+    }
+    means[0] = dtrain__vsum(g_sum) / (float)a->n;
+    means[1] = dtrain__vsum(gh_sum) / (float)a->n;
+}
+
+#define dtrain__layernorm_slope DTRAIN__INSTANCE(dtrain__layernorm_slope)
+DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args *a, int64_t row,
+                                            const float means[2])
+{
+    const float *x = (const float *)a->x + row * a->n;
+    const float *d_y = (const float *)a->d_y + row * a->n;
+    float *d_x = (float *)a->d_x + row * a->n;
+    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + i, n);
+        dtrain__v slope = r * (g - g_mean - h * gh_mean);
+        if (a->accumulate_x) slope += dtrain__vload_n(d_x + i, n);
+        dtrain__vstore_n(d_x + i, slope, n);
+    }
+}
+
+/* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
+#define dtrain__range_layernorm_backward DTRAIN__INSTANCE(dtrain__range_layernorm_backward)
+DTRAIN__KERNEL void dtrain__range_layernorm_backward(dtrain__job *job, int64_t begin, int64_t end,
+                                                     int index)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    float means[2];
+    (void)index;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
+        for (int64_t row = first; row < last; row++) {
+            dtrain__layernorm_sums(a, row, sums, means);
+            if (a->d_x) dtrain__layernorm_slope(a, row, means);
+        }
+    }
+}
+
+/* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
+#define dtrain__range_layernorm_params DTRAIN__INSTANCE(dtrain__range_layernorm_params)
+DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t begin, int64_t end,
+                                                   int index)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    float *const out[2] = {a->d_weight, a->d_bias};
+    (void)index;
+    for (int which = 0; which < 2; which++) {
+        if (!out[which]) continue;
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const float *sums = job->scratch + which * a->n + i;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t chunk = 0; chunk < job->chunk_count; chunk++, sums += 2 * a->n)
+                sum += dtrain__vload_n(sums, n);
+            if (a->accumulate_params) sum += dtrain__vload_n(out[which] + i, n);
+            dtrain__vstore_n(out[which] + i, sum, n);
+        }
+    }
+}

@@ -1,0 +1,26 @@
+/* ---- The table of this instance ---------------------------------------------------------------*/
+
+static const dtrain__kernels DTRAIN__INSTANCE(dtrain__kernels) = {
+    DTRAIN__STRING(DTRAIN__SUFFIX),
+    dtrain__range_activate,
+    dtrain__range_activation_backward,
+    dtrain__range_layernorm,
+    dtrain__range_layernorm_backward,
+    dtrain__range_layernorm_params,
+    dtrain__range_embedding,
+    dtrain__range_embedding_backward,
+    dtrain__range_attention,
+    dtrain__range_attention_backward,
+    dtrain__range_cross_entropy,
+    dtrain__range_cross_entropy_backward,
+    dtrain__range_add,
+    dtrain__range_axpby,
+    dtrain__range_dropout,
+    dtrain__range_sum,
+    dtrain__range_convert,
+    dtrain__range_adamw,
+    dtrain__range_sgd,
+    dtrain__range_topk,
+    dtrain__range_gram,
+    dtrain__range_recombine,
+};

@@ -1,0 +1,90 @@
+/* What other files may use of device/cpu/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "device/backend.h"
+
+struct dtrain__job;
+typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
+
+typedef struct dtrain__job {
+    const void *args; /* of the kernel */
+    dtrain__range_fn range;
+    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
+    bool dynamic;               /* items of unequal cost: handed out one by one */
+    int64_t next;               /* atomic: items handed out */
+    int64_t chunk, chunk_count; /* of ordered partial sums */
+    float *scratch;
+    int64_t slot; /* floats of scratch per thread */
+    double *sums; /* (chunk_count) */
+} dtrain__job;
+
+typedef struct dtrain__kernels {
+    const char *name;
+    dtrain__range_fn activate, activation_backward;
+    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
+    dtrain__range_fn embedding, embedding_backward;
+    dtrain__range_fn attention, attention_backward;
+    dtrain__range_fn cross_entropy, cross_entropy_backward;
+    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
+    dtrain__range_fn topk, gram, recombine;
+} dtrain__kernels;
+
+/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+typedef struct dtrain__update {
+    const dtrain_adamw_args *adamw;
+    const dtrain_sgd_args *sgd;
+    const dtrain_optimizer_tensor *tensor;
+    uint64_t stream; /* of stochastic rounding: the tensor's place in the list */
+    uint64_t seed;
+    bool stochastic;
+    dtrain_step_scalars now;
+} dtrain__update;
+
+/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
+ * has a list of its own. */
+typedef struct dtrain__topk_pass {
+    const dtrain_topk_args *args;
+    int32_t below;
+    int64_t room;     /* of a list */
+    float *values;    /* (threads, room) */
+    int32_t *indices; /* (threads, room) */
+    int64_t *found;   /* (threads); -1: more than the list had room for */
+} dtrain__topk_pass;
+
+#define DTRAIN__TOPK_BLOCK 1024 /* elements between two looks at the room that is left */
+#define DTRAIN__TOPK_SLACK (DTRAIN__TOPK_BLOCK + 16) /* a block, and a vector's lanes behind it */
+
+/* Orthonormal columns: matrices of doubles have rows of `padded` elements. */
+typedef struct dtrain__basis {
+    int64_t rows, columns, padded, chunk; /* rows of a chunk */
+    float *x;                             /* (rows, columns) */
+    double *sums;                         /* (chunks, padded, padded) products of the columns */
+    double *factor;                       /* (padded, padded) x becomes x * factor */
+} dtrain__basis;
+
+#define DTRAIN__BASIS_ROWS 64 /* that are widened to double at a time */
+
+#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
+#define DTRAIN__SUM_CHUNKS 256
+#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
+
+/* Elements below which waking threads costs more than it gives; tests set it to 0. */
+#ifndef DTRAIN__SMALL
+#define DTRAIN__SMALL 16384
+#endif
+
+/* Which part of a product of attention is not zero. */
+enum {
+    DTRAIN__FULL = 0,
+    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
+    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
+    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
+};
+
+#define DTRAIN__STRING2(x) #x
+#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
+
+/* device/cpu/kernels.c */
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);

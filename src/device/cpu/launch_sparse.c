@@ -1,0 +1,264 @@
+/* Sparse gradients
+ *
+ * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
+ * only, gives a threshold that lets somewhat more than k through:
+ *
+ *   1. threshold   of the sample, the magnitude of rank m + 4 sqrt(m) + 8, where m is the number of
+ *                  the k largest that a sample of this size has on average: four deviations more
+ *   2. pass        velocity, residual; what exceeds the threshold goes to a list, one per thread
+ *   3. border      the k-th largest magnitude of the lists, by histograms of its digits
+ *   4. take        what lies above the border, and the first of its equals; zeros in their place
+ *
+ * When the lists hold k elements or more and none was too short, all of the k largest are in them:
+ * the result does not depend on the sample, the threads or the instruction set. Else (many equals,
+ * or a sample that missed the few that matter) steps 3 and 4 read all elements: four times the
+ * reading, the same result. Lists: 8 bytes for each element that may pass, 2 to 4 % of count for k
+ * of 1 %, up to four times that for many threads. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/result.h"
+#include "device/backend.h"
+#include "device/cpu/cpu_internal.h"
+#include "device/cpu/kernels_internal.h"
+
+/* Magnitudes order like their bits; every NaN is the largest. */
+static uint32_t dtrain__magnitude(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value) & 0x7fffffffu;
+    return bits > 0x7f800000u ? 0x7fffffffu : bits;
+}
+
+/* The bin, counted from the top, in which the `wanted`-th largest falls; *wanted becomes its place
+ * inside the bin. */
+static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64_t *wanted)
+{
+    uint32_t bin = bin_count - 1;
+    for (; *wanted > (int64_t)bins[bin]; bin--) *wanted -= bins[bin];
+    return bin;
+}
+
+#define DTRAIN__TOPK_BINS 2048
+#define DTRAIN__TOPK_SAMPLE 16384 /* at most */
+#define DTRAIN__TOPK_FEW 8192     /* so many need no threshold: all are candidates */
+
+/* The magnitude of the `wanted`-th largest of x (count), from digits of 11, 10 and 10 bits; *wanted
+ * becomes its place among its equals. */
+static uint32_t dtrain__topk_border(const float *x, int64_t count, int64_t *wanted, uint32_t *bins)
+{
+    memset(bins, 0, DTRAIN__TOPK_BINS * sizeof *bins);
+    for (int64_t i = 0; i < count; i++) bins[dtrain__magnitude(x[i]) >> 20]++;
+    uint32_t prefix = dtrain__boundary(bins, DTRAIN__TOPK_BINS, wanted);
+    for (int shift = 10; shift >= 0; shift -= 10) {
+        memset(bins, 0, 1024 * sizeof *bins);
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t m = dtrain__magnitude(x[i]);
+            bins[m >> shift & 1023] += m >> (shift + 10) == prefix;
+        }
+        prefix = prefix << 10 | dtrain__boundary(bins, 1024, wanted);
+    }
+    return prefix;
+}
+
+/* A magnitude that of the k largest elements all but surely none falls below; -1 when there is none
+ * that would leave out enough. Also the room that a list needs for what exceeds it. */
+static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, uint32_t *bins,
+                                      int64_t *room)
+{
+    const int64_t share = a->count / 64, least = share > 512 ? share : 512;
+    const int64_t size = least < DTRAIN__TOPK_SAMPLE ? least : DTRAIN__TOPK_SAMPLE;
+    const double mean = (double)size * (double)a->k / (double)a->count;
+    const int64_t stride = a->count / size;
+    int64_t rank = (int64_t)(mean + 4 * sqrt(mean)) + 8;
+    const double pass = (double)a->count / (double)size * (double)rank;
+    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_SLACK;
+    if (rank >= size / 2) return -1;
+    for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
+        const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
+        const int64_t at = i * stride + (int64_t)jitter;
+        float x = a->x[at];
+        if (a->velocity) x += a->momentum * a->velocity[at];
+        sample[i] = a->residual ? a->residual[at] + x : x;
+    }
+    const uint32_t border = dtrain__topk_border(sample, size, &rank, bins);
+    /* Zeros are as good as never wanted; NaNs are above infinity in the bits they have. */
+    if (border == 0) return 0;
+    return border > 0x7f800000u ? 0x7f800000 : (int32_t)border - 1;
+}
+
+/* Steps 3 and 4 on candidates in ascending order; without indices x are the elements themselves.
+ * What is written for an element that is not taken is overwritten by the next. */
+static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, const int32_t *indices,
+                              int64_t count, uint32_t *bins)
+{
+    int64_t equals = args->k, taken = 0;
+    const uint32_t border = dtrain__topk_border(x, count, &equals, bins);
+    for (int64_t i = 0; taken < args->k; i++) {
+        const uint32_t m = dtrain__magnitude(x[i]);
+        args->values[taken] = x[i];
+        args->indices[taken] = indices ? indices[i] : (int32_t)i;
+        taken += (m > border) | ((m == border) & (equals > 0));
+        equals -= m == border;
+    }
+    if (args->residual)
+        for (int64_t i = 0; i < args->k; i++) args->residual[args->indices[i]] = 0;
+    if (args->velocity)
+        for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
+}
+
+/* Joins the lists at the first one's; the number of candidates, -1 if a list was too short. */
+static int64_t dtrain__topk_join(const dtrain__topk_pass *pass, int lists)
+{
+    int64_t total = pass->found[0];
+    for (int i = 1; i < lists && total >= 0; i++) {
+        const int64_t found = pass->found[i];
+        if (found < 0) return -1;
+        const size_t bytes = (size_t)found * sizeof(float);
+        memmove(pass->values + total, pass->values + i * pass->room, bytes);
+        memmove(pass->indices + total, pass->indices + i * pass->room, bytes);
+        total += found;
+    }
+    return total;
+}
+
+static dtrain_result dtrain__topk_check(const dtrain_topk_args *args)
+{
+    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
+                           (long long)args->k, (long long)args->count);
+    if (args->velocity && !args->residual)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
+    return DTRAIN_OK;
+}
+
+/* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const bool few = args->count <= DTRAIN__TOPK_FEW;
+    const int lists = few ? 1 : cpu->thread_count;
+    const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
+    dtrain__topk_pass pass;
+    DTRAIN__TRY(dtrain__topk_check(args));
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE);
+    memset(&pass, 0, sizeof pass);
+    pass.args = args;
+    pass.below = -1;
+    pass.room = args->count + DTRAIN__TOPK_SLACK;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head));
+    if (!few) {
+        pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
+                                            (uint32_t *)(void *)job.scratch, &pass.room);
+        if (pass.below < 0) pass.room = 0;
+        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_SLACK;
+    }
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head + 2 * lists * pass.room));
+    uint32_t *bins = (uint32_t *)(void *)job.scratch;
+    pass.found = (int64_t *)(void *)(job.scratch + DTRAIN__TOPK_BINS);
+    pass.values = job.scratch + head;
+    pass.indices = (int32_t *)(void *)(pass.values + lists * pass.room);
+    memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
+    if (few) cpu->kernels->topk(&job, 0, args->count, 0);
+    else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
+    const int64_t found = dtrain__topk_join(&pass, lists);
+    if (found >= args->k) dtrain__topk_take(args, pass.values, pass.indices, found, bins);
+    else
+        dtrain__topk_take(args, args->residual ? args->residual : args->x, NULL, args->count, bins);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
+                                                      const dtrain_scatter_add_args *args)
+{
+    (void)device;
+    if (args->k < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "scatter_add: k is %lld, expected 0 or more",
+                           (long long)args->k);
+    for (int64_t i = 0; i < args->k; i++)
+        if (args->indices[i] < 0 || args->indices[i] >= args->count)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "index %ld at place %lld is outside [0, %lld)",
+                               (long)args->indices[i], (long long)i, (long long)args->count);
+    for (int64_t i = 0; i < args->k; i++)
+        args->out[args->indices[i]] += args->scale * args->values[i];
+    return DTRAIN_OK;
+}
+
+/* ---- Orthonormal columns
+ *
+ * Gram-Schmidt by way of the Cholesky factor: X^T X = R^T R has in R's columns what Gram-Schmidt
+ * subtracts, so X R^-1 is its result, from two passes over X in place of one for each pair of
+ * columns. X^T X squares the condition number, which double bears: products of floats are exact in
+ * it, and what is left of a column after projection is known down to about 1e-8 of it, while below
+ * 1e-6 nothing but the rounding of floats is left and the column counts as zero. The second time
+ * round the columns are orthogonal to 1e-3 or better, and come out so to the rounding of a float
+ * (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015). */
+
+/* gram (columns, ld) = R^T R, upper triangles; factor = R^-1, with zeros for columns that the ones
+ * before span. Of a matrix that is not finite all becomes NaN. */
+static void dtrain__basis_factor(double *gram, double *factor, int64_t columns, int64_t ld)
+{
+    double inverse[DTRAIN_ORTHOGONALIZE_COLUMNS];
+    memset(factor, 0, (size_t)(ld * ld) * sizeof *factor);
+    for (int64_t j = 0; j < columns; j++) {
+        uint64_t bits;
+        const double before = gram[j * ld + j];
+        memcpy(&bits, &before, sizeof bits);
+        if ((bits >> 52 & 0x7ff) == 0x7ff) {
+            bits = (uint64_t)0x7ff8 << 48;
+            for (int64_t k = 0; k < columns; k++) memcpy(factor + k, &bits, sizeof bits);
+            return;
+        }
+    }
+    for (int64_t j = 0; j < columns; j++) {
+        double *row = gram + j * ld, left = row[j];
+        for (int64_t i = 0; i < j; i++) left -= gram[i * ld + j] * gram[i * ld + j];
+        inverse[j] = left > 1e-12 * row[j] ? 1 / sqrt(left) : 0;
+        for (int64_t k = j; k < columns; k++) {
+            for (int64_t i = 0; i < j; i++) row[k] -= gram[i * ld + j] * gram[i * ld + k];
+            row[k] *= inverse[j];
+        }
+    }
+    for (int64_t k = 0; k < columns; k++) {
+        factor[k * ld + k] = inverse[k];
+        for (int64_t i = k - 1; i >= 0 && inverse[k] > 0; i--) {
+            double sum = 0;
+            for (int64_t l = i + 1; l <= k; l++) sum += gram[i * ld + l] * factor[l * ld + k];
+            factor[i * ld + k] = -sum * inverse[i];
+        }
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
+                                                        const dtrain_orthogonalize_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    if (args->rows < 0 || args->columns < 1 || args->columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
+                           (long long)args->rows, (long long)args->columns,
+                           DTRAIN_ORTHOGONALIZE_COLUMNS);
+    dtrain__basis basis;
+    memset(&basis, 0, sizeof basis);
+    basis.rows = args->rows;
+    basis.columns = args->columns;
+    basis.padded = dtrain__multiple(args->columns, 16);
+    basis.chunk = dtrain__multiple((args->rows + 31) / 32, 256);
+    basis.x = args->x;
+    if (args->rows == 0) return DTRAIN_OK;
+    const int64_t chunks = (args->rows + basis.chunk - 1) / basis.chunk;
+    const int64_t square = basis.padded * basis.padded, work = args->rows * args->columns;
+    dtrain__job sum = dtrain__job_make(&basis, chunks, 1);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &sum, 2 * (chunks + 1) * square));
+    dtrain__job recombine = dtrain__job_make(&basis, args->rows, DTRAIN__BASIS_ROWS);
+    basis.factor = (double *)(void *)sum.scratch;
+    basis.sums = basis.factor + square;
+    for (int round = 0; round < 2; round++) {
+        dtrain__job_run(cpu, &sum, cpu->kernels->gram, work);
+        for (int64_t chunk = 1; chunk < chunks; chunk++)
+            for (int64_t i = 0; i < square; i++) basis.sums[i] += basis.sums[chunk * square + i];
+        dtrain__basis_factor(basis.sums, basis.factor, basis.columns, basis.padded);
+        dtrain__job_run(cpu, &recombine, cpu->kernels->recombine, work);
+    }
+    return DTRAIN_OK;
+}

@@ -1,0 +1,171 @@
+/* Device
+ *
+ * The CPU device in six parts, each a review sitting:
+ *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
+ *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
+ *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
+ *     S24.4  kernels      everything else; the same text is compiled once per instruction set
+ *     S24.5  attention    likewise
+ *     S24.6  device       memory, launchers, the CPU table and the plan table */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "device/cpu/pool_internal.h"
+
+/* ---- The pool
+ *
+ * One generation number says which job is current; a worker has run jobs up to its own copy of it.
+ *
+ *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
+ *   worker: wait until generation differs from its copy | run task(i) | pending - 1
+ *
+ * Both waits spin for some 30 us, because training calls follow each other closely, and then sleep
+ * on a condition variable. No wake-up is lost: the sleeper announces itself (asleep, caller_asleep)
+ * and then looks again; the other side changes the state and then looks for sleepers. All four
+ * accesses are sequentially consistent, so at least one of the two sees the other; and the sleeper
+ * holds the lock from its announcement into the wait, so the signal, sent under that lock, cannot
+ * fall between them.
+ *
+ * Threads do not survive fork: a rank makes its pool after it was forked. */
+
+static uint32_t dtrain__pool_await_job(dtrain__pool *pool, uint32_t seen)
+{
+    uint32_t now = seen;
+    for (int i = 0; i < pool->spins && now == seen; i++) {
+        dtrain__pause();
+        now = __atomic_load_n(&pool->generation, __ATOMIC_ACQUIRE);
+    }
+    if (now != seen) return now;
+    pthread_mutex_lock(&pool->lock);
+    __atomic_add_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
+    while ((now = __atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST)) == seen)
+        pthread_cond_wait(&pool->work, &pool->lock);
+    __atomic_sub_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool->lock);
+    return now;
+}
+
+static void dtrain__pool_publish_job(dtrain__pool *pool)
+{
+    __atomic_store_n(&pool->pending, pool->thread_count - 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool->asleep, __ATOMIC_SEQ_CST) == 0) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void dtrain__pool_finish_share(dtrain__pool *pool)
+{
+    if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) return;
+    if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_signal(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void dtrain__pool_await_workers(dtrain__pool *pool)
+{
+    for (int i = 0; i < pool->spins; i++) {
+        if (__atomic_load_n(&pool->pending, __ATOMIC_ACQUIRE) == 0) return;
+        dtrain__pause();
+    }
+    pthread_mutex_lock(&pool->lock);
+    __atomic_store_n(&pool->caller_asleep, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&pool->pending, __ATOMIC_SEQ_CST) != 0)
+        pthread_cond_wait(&pool->done, &pool->lock);
+    __atomic_store_n(&pool->caller_asleep, 0, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void *dtrain__pool_worker(void *arg)
+{
+    dtrain__worker *self = (dtrain__worker *)arg;
+    dtrain__pool *pool = self->pool;
+    uint32_t seen = 0;
+    for (;;) {
+        seen = dtrain__pool_await_job(pool, seen);
+        if (pool->stop) return NULL;
+        pool->task(pool->ctx, self->index, pool->thread_count);
+        dtrain__pool_finish_share(pool);
+    }
+}
+
+/* Runs task(ctx, index, count) once for every index below count and returns when all are done;
+ * index 0 is the calling thread. Without a pool, or from inside a task, count is 1. */
+DTRAIN__PRIVATE void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, void *ctx)
+{
+    if (!pool || pool->thread_count == 1 || __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
+        task(ctx, 0, 1);
+        return;
+    }
+    pool->task = task;
+    pool->ctx = ctx;
+    dtrain__pool_publish_job(pool);
+    task(ctx, 0, pool->thread_count);
+    dtrain__pool_await_workers(pool);
+    __atomic_store_n(&pool->busy, 0, __ATOMIC_RELEASE);
+}
+
+DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool)
+{
+    if (!pool) return;
+    pool->stop = 1;
+    dtrain__pool_publish_job(pool);
+    for (int i = 0; i < pool->thread_count - 1; i++) pthread_join(pool->workers[i].thread, NULL);
+    pthread_cond_destroy(&pool->done);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->lock);
+    dtrain__free(&pool->allocator, pool->workers, (size_t)pool->room, sizeof *pool->workers);
+    dtrain_allocator allocator = pool->allocator;
+    dtrain__free(&allocator, pool, 1, sizeof *pool);
+}
+
+/* Signals stay with the rank's own threads: a worker is created with all of them blocked. */
+static int dtrain__pool_start(dtrain__pool *pool, int index)
+{
+    dtrain__worker *worker = &pool->workers[index - 1];
+    sigset_t all, before;
+    worker->pool = pool;
+    worker->index = index;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    int error = pthread_create(&worker->thread, NULL, dtrain__pool_worker, worker);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* Returns 0, ENOMEM, or what pthread_create said. `oversubscribed`: threads would spin on a core
+ * that another one needs, so they sleep at once. */
+DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
+                                        int thread_count, int oversubscribed)
+{
+    dtrain_allocator memory = dtrain__resolve_allocator(allocator);
+    *out = NULL;
+    dtrain__pool *pool = (dtrain__pool *)dtrain__alloc(&memory, 1, sizeof *pool, "a thread pool");
+    if (!pool) return ENOMEM;
+    pool->allocator = memory;
+    pool->room = thread_count;
+    pool->workers = (dtrain__worker *)dtrain__alloc(&memory, (size_t)thread_count,
+                                                    sizeof *pool->workers, "a thread pool");
+    if (!pool->workers) {
+        dtrain__free(&memory, pool, 1, sizeof *pool);
+        return ENOMEM;
+    }
+    pool->spins = oversubscribed ? 0 : 1000;
+    pool->thread_count = 1;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, NULL);
+    for (int i = 1; i < thread_count; i++) {
+        int error = dtrain__pool_start(pool, i);
+        if (error) {
+            dtrain__pool_destroy(pool);
+            return error;
+        }
+        pool->thread_count = i + 1;
+    }
+    *out = pool;
+    return 0;
+}

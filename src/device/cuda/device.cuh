@@ -1,0 +1,507 @@
+/* Device
+ *
+ * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
+ * Streams are kept in a list besides, because synchronize waits for all of them.
+ *
+ * No call here blocks without bound. What would wait inside the driver (copies of pageable memory,
+ * and cudaFree, which waits for running kernels) is called only after the streams were polled until
+ * they were idle; while polling, device->while_waiting can give up. */
+
+#pragma once
+
+#include "device/cuda/language.cuh"
+
+struct dtrain_stream {
+    cudaStream_t native;
+    dtrain_stream *next;
+};
+
+enum {
+    DTRAIN_CUDA_SPINS = 200,              /* looks before the first nap: some 200 us */
+    DTRAIN_CUDA_NAP_NS = 50000,           /* between later looks */
+    DTRAIN_CUDA_GRACE_S = 1,              /* to end what is queued, when a wait was given up */
+    DTRAIN_CUDA_PATIENCE_S = 3600,        /* the launch queue holds far less work than that */
+    DTRAIN_CUDA_STRIDE = 128,             /* kernels between two marks in the compute stream */
+    DTRAIN_CUDA_RETIRED_BLOCKS = 64,      /* each at least twice the one before: never full */
+    DTRAIN_CUDA_LT_BYTES_SM90 = 32 << 20, /* workspace that cublasLt's best kernels ask for */
+    DTRAIN_CUDA_LT_BYTES = 4 << 20
+};
+
+/* What a kernel that meets bad data leaves behind; the first one wins. Read at the next point where
+ * the host waits for the device. */
+enum dtrain_cuda_fault_kind {
+    DTRAIN_CUDA_NO_FAULT = 0,
+    DTRAIN_CUDA_BAD_TOKEN = 1,
+    DTRAIN_CUDA_BAD_TARGET = 2,
+    DTRAIN_CUDA_BAD_INDEX = 3
+};
+
+struct dtrain_cuda_fault {
+    unsigned kind; /* dtrain_cuda_fault_kind, set by atomicCAS from 0 */
+    unsigned reserved;
+    long long value, row, limit;
+};
+
+struct dtrain_cuda_gemm_cache; /* gemm.cuh */
+
+struct dtrain_cuda_state {
+    dtrain_allocator allocator; /* of host memory */
+    int index, multiprocessors, major, minor;
+    size_t shared_limit;           /* dynamic shared memory a block may ask for */
+    uint32_t math;                 /* dtrain_math */
+    bool tune;                     /* time GEMM algorithms at their first use */
+    int spins;                     /* looks at a stream before the first nap */
+    cudaStream_t stream;           /* compute */
+    dtrain_stream *streams;        /* all others */
+    dtrain_cuda_fault *fault;      /* device memory */
+    dtrain_cuda_fault *host_fault; /* page-locked copy */
+    void *workspace;               /* of cublasLt */
+    size_t workspace_bytes;
+    cublasLtHandle_t lt;
+    dtrain_cuda_gemm_cache *gemm_cache;
+    void *scratch; /* of kernels: grows in the first step, is stable afterwards */
+    size_t scratch_bytes;
+    void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
+    int retired_count;
+    int64_t graph_count;  /* alive */
+    cudaEvent_t marks[2]; /* device.cuh Room */
+    int64_t launches;
+    dtrain_result room;
+    bool stuck; /* it has not come to rest within the grace: it is not given one again */
+    bool capturing;
+};
+
+static inline dtrain_cuda_state *dtrain_cuda_state_of(dtrain_device *device)
+{
+    return (dtrain_cuda_state *)device->state;
+}
+
+static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what);
+static bool dtrain_cuda_make_room(dtrain_device *device);
+
+/* Launches on the compute stream; an error names the operation. */
+#define DTRAIN_CUDA_RUN(device, name, kernel, blocks, threads, shared_bytes, ...)      \
+    (!dtrain_cuda_make_room(device)                                                    \
+         ? dtrain_cuda_state_of(device)->room                                          \
+         : dtrain_cuda_check(dtrain_cuda_launch(kernel, blocks, threads, shared_bytes, \
+                                                dtrain_cuda_state_of(device)->stream,  \
+                                                __VA_ARGS__),                          \
+                             name))
+
+/* Blocks for a grid-stride loop over `items` work items of one thread each: at most a few waves. */
+static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t items, int threads)
+{
+    const int64_t needed = (items + threads - 1) / threads,
+                  most = (int64_t)state->multiprocessors * 16;
+    return needed < 1 ? 1 : needed < most ? needed : most;
+}
+
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* gemm.cuh; no cache is legal */
+
+static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
+{
+    void *memory = allocator->alloc && allocator->free ? allocator->alloc(allocator->user, bytes)
+                                                       : malloc(bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+static void dtrain_cuda_host_give(const dtrain_allocator *allocator, void *memory, size_t bytes)
+{
+    if (!memory) return;
+    if (allocator->alloc && allocator->free) allocator->free(allocator->user, memory, bytes);
+    else free(memory);
+}
+
+/* ---- Errors -----------------------------------------------------------------------------------*/
+
+/* The context is gone for good: every call repeats the error. Asking is surer than a list of codes,
+ * which grows with each toolkit. */
+static bool dtrain_cuda_is_lost(void)
+{
+    size_t free_bytes, memory_bytes;
+    cudaGetLastError();
+    const cudaError_t error = cudaMemGetInfo(&free_bytes, &memory_bytes);
+    return error != cudaSuccess && error != cudaErrorMemoryAllocation;
+}
+
+/* Turns a CUDA error into a sentence and clears it where it can be cleared. `what` names the call. */
+static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess) return DTRAIN_OK;
+    const char *name = cudaGetErrorName(error), *text = cudaGetErrorString(error);
+    if (dtrain_cuda_is_lost())
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                           "%s: the device is lost (%s: %s), by this call or by a kernel before "
+                           "it. Nothing on it can be used any more: the process has to be started "
+                           "again; under compute-sanitizer it names the kernel",
+                           what, name, text);
+    if (error == cudaErrorMemoryAllocation)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "%s: the GPU (or page-locked host memory) is full: try a smaller batch, "
+                           "or see with nvidia-smi who else uses it",
+                           what);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: dtrain_cuda.cu was not compiled for this GPU (%s): compile it with "
+                           "nvcc -arch=native, or name the architecture, such as -arch=sm_90",
+                           what, name);
+    if (error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s cannot be part of the graph that is captured (%s: %s)", what, name,
+                           text);
+    if (error == cudaErrorInvalidValue || error == cudaErrorInvalidResourceHandle)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s (%s)", what, name, text);
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
+}
+
+/* Nothing that waits or allocates can be recorded: refused here, because the driver would
+ * invalidate the whole capture. */
+static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char *what)
+{
+    if (!dtrain_cuda_state_of(device)->capturing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s is not possible while a graph is captured: only kernels, zero, "
+                       "copy_async and copies within the device are recorded",
+                       what);
+}
+
+/* ---- Waiting ----------------------------------------------------------------------------------*/
+
+/* Polls until the stream is idle. A kernel of this file always ends; one that waits for other ranks
+ * is a communicator's, which keeps its deadline in while_waiting. */
+static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream)
+{
+    const int spins = dtrain_cuda_state_of(device)->spins;
+    const double deadline = dtrain_seconds() + DTRAIN_CUDA_PATIENCE_S;
+    for (int look = 0;; look++) {
+        const cudaError_t error = cudaStreamQuery(stream);
+        if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
+        cudaGetLastError();
+        if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
+        if (dtrain_seconds() > deadline)
+            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                               "the GPU did not finish its work within %d seconds",
+                               (int)DTRAIN_CUDA_PATIENCE_S);
+        if (look >= spins) {
+            const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+            nanosleep(&nap, NULL);
+        }
+    }
+}
+
+/* The driver's queue holds about a thousand launches, and a launch that finds it full waits inside the
+ * driver: behind a collective that waits for a dead rank that is for ever. So every 128 kernels a mark goes
+ * into the stream, and there are never more than two marks ahead of the device. */
+static dtrain_result dtrain_cuda_mark(dtrain_device *device, cudaEvent_t mark)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    for (;;) {
+        const cudaError_t error = cudaEventQuery(mark);
+        if (error == cudaSuccess) break;
+        if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
+        cudaGetLastError();
+        if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
+        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+        nanosleep(&nap, NULL);
+    }
+    return dtrain_cuda_check(cudaEventRecord(mark, state->stream), "waiting for the GPU");
+}
+
+/* False: the reason is in state->room. What is captured is not queued. */
+static bool dtrain_cuda_make_room(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (state->capturing || ++state->launches % DTRAIN_CUDA_STRIDE) return true;
+    cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_STRIDE % 2];
+    state->room = dtrain_cuda_mark(device, mark);
+    return state->room == DTRAIN_OK;
+}
+
+/* One block, one thread. It is also the first kernel to run on a device: if the program has no code
+ * for its architecture, that shows here. */
+static __global__ void dtrain_cuda_clear_fault_kernel(dtrain_cuda_fault *fault)
+{
+    fault->kind = DTRAIN_CUDA_NO_FAULT;
+    fault->reserved = 0;
+    fault->value = fault->row = fault->limit = 0;
+}
+
+static dtrain_result dtrain_cuda_clear_fault(dtrain_device *device)
+{
+    return DTRAIN_CUDA_RUN(device, "the first kernel", dtrain_cuda_clear_fault_kernel, 1, 1, 0,
+                           dtrain_cuda_state_of(device)->fault);
+}
+
+static dtrain_result dtrain_cuda_report(const dtrain_cuda_fault *fault)
+{
+    switch (fault->kind) {
+    case DTRAIN_CUDA_NO_FAULT: return DTRAIN_OK;
+    case DTRAIN_CUDA_BAD_TOKEN:
+        return dtrain_fail(DTRAIN_ERROR_DATA, "token %lld at row %lld is outside [0, %lld)",
+                           fault->value, fault->row, fault->limit);
+    case DTRAIN_CUDA_BAD_TARGET:
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "target %lld at row %lld is outside [0, %lld) and not -1 (ignored)",
+                           fault->value, fault->row, fault->limit);
+    case DTRAIN_CUDA_BAD_INDEX:
+        return dtrain_fail(DTRAIN_ERROR_DATA, "index %lld at place %lld is outside [0, %lld)",
+                           fault->value, fault->row, fault->limit);
+    default:
+        return dtrain_fail(DTRAIN_ERROR_INTERNAL, "the GPU's fault record has the unknown kind %u",
+                           fault->kind);
+    }
+}
+
+/* Waits for the compute stream and reports what its kernels found wrong, once. The record's copy is
+ * queued before the wait: one wait serves both. */
+static dtrain_result dtrain_cuda_await(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMemcpyAsync(state->host_fault, state->fault, sizeof *state->fault,
+                                          cudaMemcpyDeviceToHost, state->stream),
+                          "waiting for the GPU"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_poll(device, state->stream));
+    if (state->host_fault->kind == DTRAIN_CUDA_NO_FAULT) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_clear_fault(device));
+    return dtrain_cuda_report(state->host_fault);
+}
+
+/* Waits for all streams; faults stay recorded. */
+static dtrain_result dtrain_cuda_drain(dtrain_device *device)
+{
+    for (dtrain_stream *stream = dtrain_cuda_state_of(device)->streams; stream;
+         stream = stream->next)
+        DTRAIN_CUDA_TRY(dtrain_cuda_poll(device, stream->native));
+    return dtrain_cuda_poll(device, dtrain_cuda_state_of(device)->stream);
+}
+
+static void dtrain_cuda_abandon_capture(dtrain_cuda_state *state)
+{
+    cudaGraph_t unfinished = NULL;
+    if (!state->capturing) return;
+    state->capturing = false;
+    if (cudaStreamEndCapture(state->stream, &unfinished) == cudaSuccess)
+        cudaGraphDestroy(unfinished);
+    cudaGetLastError();
+}
+
+static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
+{
+    bool running = cudaStreamQuery(state->stream) == cudaErrorNotReady;
+    for (const dtrain_stream *stream = state->streams; stream; stream = stream->next)
+        running = running || cudaStreamQuery(stream->native) == cudaErrorNotReady;
+    cudaGetLastError();
+    return running;
+}
+
+/* Whether memory can be given back: cudaFree waits for kernels, and one that is stuck never ends.
+ * Then memory is left to the end of the process. A lost device runs nothing. Who frees in the
+ * middle of a capture cleans up after an error: the capture ends there, and graph_end says so. */
+static bool dtrain_cuda_may_free(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (!state->stream) return true;
+    dtrain_cuda_abandon_capture(state);
+    if (dtrain_cuda_drain(device) == DTRAIN_OK) return true;
+    const double deadline = dtrain_seconds() + (state->stuck ? 0 : DTRAIN_CUDA_GRACE_S);
+    while (dtrain_cuda_is_running(state)) {
+        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+        state->stuck = dtrain_seconds() >= deadline;
+        if (state->stuck) return false;
+        nanosleep(&nap, NULL);
+    }
+    state->stuck = false;
+    return true;
+}
+
+static dtrain_result dtrain_cuda_synchronize(dtrain_device *device)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "synchronize"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_drain(device));
+    return dtrain_cuda_await(device);
+}
+
+/* ---- Create, destroy, query -------------------------------------------------------------------*/
+
+/* No driver at all is reported by CUDA as a driver that is too old; its version tells. */
+static dtrain_result dtrain_cuda_explain_opening(cudaError_t error)
+{
+    int driver = 0, runtime = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    cudaGetLastError();
+    if (error == cudaErrorNoDevice)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use the "
+                           "CPU device (device_ops NULL)");
+    if (error == cudaErrorInsufficientDriver && driver == 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this machine has no NVIDIA driver: install one (in a container, start "
+                           "it with --gpus), or use the CPU device (device_ops NULL)");
+    if (error == cudaErrorInsufficientDriver)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the NVIDIA driver supports CUDA %d.%d, the program was built with CUDA "
+                           "%d.%d: update the driver, or build with an older toolkit",
+                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    return dtrain_fail(error == cudaErrorMemoryAllocation ? DTRAIN_ERROR_MEMORY
+                                                          : DTRAIN_ERROR_SYSTEM,
+                       "the GPU cannot be opened: %s (%s). See with nvidia-smi who else uses it, "
+                       "perhaps alone, and whether the driver works",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute, int index)
+{
+    return dtrain_cuda_check(cudaDeviceGetAttribute(value, attribute, index),
+                             "asking for a property of the GPU");
+}
+
+/* A thread has one current device: that of its rank, from here on. */
+static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
+{
+    int count = 0, shared_limit = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count == 0) error = cudaErrorNoDevice;
+    if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
+    state->index = (int)(desc->device_index % (uint32_t)count);
+    error = cudaSetDevice(state->index);
+    if (error != cudaSuccess) return dtrain_cuda_explain_opening(error);
+    DTRAIN_CUDA_TRY(dtrain_cuda_attribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount,
+                                          state->index));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_attribute(&state->major, cudaDevAttrComputeCapabilityMajor, state->index));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_attribute(&state->minor, cudaDevAttrComputeCapabilityMinor, state->index));
+    DTRAIN_CUDA_TRY(dtrain_cuda_attribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                          state->index));
+    state->shared_limit = (size_t)shared_limit;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_make_stream(bool high_priority, cudaStream_t *out)
+{
+    int least = 0, greatest = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                                      "asking for stream priorities"));
+    return dtrain_cuda_check(
+        cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, high_priority ? greatest : least),
+        "creating a stream");
+}
+
+static dtrain_result dtrain_cuda_open_lt(dtrain_cuda_state *state)
+{
+    state->workspace_bytes = state->major >= 9 ? DTRAIN_CUDA_LT_BYTES_SM90 : DTRAIN_CUDA_LT_BYTES;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaMalloc(&state->workspace, state->workspace_bytes),
+                                      "allocating the workspace of cublasLt"));
+    const cublasStatus_t status = cublasLtCreate(&state->lt);
+    if (status == CUBLAS_STATUS_SUCCESS) return DTRAIN_OK;
+    state->lt = NULL;
+    cudaGetLastError();
+    return dtrain_fail(status == CUBLAS_STATUS_ALLOC_FAILED ? DTRAIN_ERROR_MEMORY
+                                                            : DTRAIN_ERROR_SYSTEM,
+                       "cublasLtCreate failed with cuBLAS status %d: is the library that of the "
+                       "toolkit the program was built with?",
+                       (int)status);
+}
+
+static dtrain_result dtrain_cuda_open(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    DTRAIN_CUDA_TRY(dtrain_cuda_select(desc, state));
+    DTRAIN_CUDA_TRY(dtrain_cuda_make_stream(false, &state->stream));
+    for (cudaEvent_t &mark : state->marks)
+        DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming),
+                                          "creating an event"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaMalloc((void **)&state->fault, sizeof *state->fault),
+                                      "allocating the fault record"));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMallocHost((void **)&state->host_fault, sizeof *state->host_fault),
+                          "allocating the fault record"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_clear_fault(device));
+    DTRAIN_CUDA_TRY(dtrain_cuda_await(device));
+    return dtrain_cuda_open_lt(state);
+}
+
+static void dtrain_cuda_free_retired(dtrain_cuda_state *state)
+{
+    while (state->retired_count > 0) cudaFree(state->retired[--state->retired_count]);
+}
+
+/* Works on half-made and on lost devices too: what was not made is NULL, and errors no longer
+ * matter. */
+static void dtrain_cuda_destroy(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    if (!state) return;
+    const bool may_free = dtrain_cuda_may_free(device);
+    if (state->gemm_cache) dtrain_cuda_gemm_cache_free(state);
+    if (state->lt) cublasLtDestroy(state->lt);
+    if (may_free) {
+        dtrain_cuda_free_retired(state);
+        if (state->scratch) cudaFree(state->scratch);
+        if (state->workspace) cudaFree(state->workspace);
+        if (state->fault) cudaFree(state->fault);
+        if (state->host_fault) cudaFreeHost(state->host_fault);
+    }
+    while (state->streams) {
+        dtrain_stream *stream = state->streams;
+        state->streams = stream->next;
+        cudaStreamDestroy(stream->native);
+        dtrain_cuda_host_give(&state->allocator, stream, sizeof *stream);
+    }
+    for (cudaEvent_t mark : state->marks)
+        if (mark) cudaEventDestroy(mark);
+    if (state->stream) cudaStreamDestroy(state->stream);
+    cudaGetLastError();
+    const dtrain_allocator allocator = state->allocator;
+    dtrain_cuda_host_give(&allocator, state, sizeof *state);
+    device->state = NULL;
+}
+
+static dtrain_result dtrain_cuda_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    device->state = NULL;
+    if (desc->math > DTRAIN_MATH_BF16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "math is %u, which is not a dtrain_math",
+                           (unsigned)desc->math);
+    dtrain_cuda_state *state =
+        (dtrain_cuda_state *)dtrain_cuda_host_take(&desc->allocator, sizeof(dtrain_cuda_state));
+    if (!state) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the state of a GPU");
+    state->allocator = desc->allocator;
+    state->math = desc->math ? desc->math : (uint32_t)DTRAIN_MATH_FP32;
+    state->tune = desc->tune;
+    state->spins = desc->oversubscribed ? 0 : DTRAIN_CUDA_SPINS;
+    device->state = state;
+    const dtrain_result result = dtrain_cuda_open(desc, device);
+    if (result != DTRAIN_OK) dtrain_cuda_destroy(device);
+    return result;
+}
+
+/* The id is the UUID: slices of one GPU (MIG) share the PCI address, but not that. */
+static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info *info)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cudaDeviceProp properties;
+    size_t free_bytes = 0, memory_bytes = 0;
+    int count = 0;
+    memset(info, 0, sizeof *info);
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaGetDeviceProperties(&properties, state->index),
+                                      "cudaGetDeviceProperties"));
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check(cudaMemGetInfo(&free_bytes, &memory_bytes), "cudaMemGetInfo"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+    snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, properties.name);
+    memcpy(info->id, "GPU-", 4);
+    for (int i = 0; i < 16; i++)
+        snprintf(info->id + 4 + 2 * i, 3, "%02x",
+                 (unsigned)(unsigned char)properties.uuid.bytes[i]);
+    info->index = (uint32_t)state->index;
+    info->count = (uint32_t)count;
+    info->major = (uint32_t)state->major;
+    info->minor = (uint32_t)state->minor;
+    info->memory_bytes = memory_bytes;
+    info->free_bytes = free_bytes;
+    return DTRAIN_OK;
+}

@@ -1,0 +1,465 @@
+/* Epilogue kernel: product (rows,n)
+> C, aux ------------------------------------------------
+ *
+ * What cublasLt did not do: x = product + beta C + bias; forward aux = x, C = act(x); backward C = x act'(aux). C is
+ * rounded once, because the product is fp32. Reads 4 bytes an element and, where asked, C and aux; writes C, aux.
+ *
+ * A thread keeps its columns, so it loads their bias once, and walks down the rows. */
+
+#pragma once
+
+#include "device/cuda/language.cuh"
+#include "device/cuda/device.cuh"
+#include "device/cuda/memory.cuh"
+#include "device/cuda/elements.cuh"
+#include "device/cuda/elementwise.cuh"
+#include "device/cuda/reductions.cuh"
+#include "device/cuda/gemm_plan.cuh"
+
+template <typename T> struct dtrain_cuda_epilogue {
+    int64_t rows, n, ld, ldc; /* ld of the product; ldc of C and aux */
+    const float *product;     /* NULL: all 0; it may be C itself */
+    float beta;
+    const float *bias; /* (n) or NULL */
+    T *c, *aux;        /* aux may be NULL */
+    uint32_t activation;
+    bool backward;
+};
+
+/* GELU is x / (1 + e^-2u), u = A (x + B x^3): no cancellation for negative x. Beyond +-9 the divisor is settled (1, or
+ * so large that 0 remains), and e^-2u is still finite there. */
+static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
+{
+    if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
+    if (activation != DTRAIN_ACTIVATION_GELU) return x;
+    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
+    const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
+    return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
+}
+
+template <typename T, int W>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
+    dtrain_cuda_epilogue_kernel(const dtrain_cuda_epilogue<T> args)
+{
+    const int64_t strips = (args.n + W * blockDim.x - 1) / (W * blockDim.x);
+    const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
+    const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
+    const bool writes_aux = args.aux && !args.backward;
+    dtrain_cuda_group<float, W> bias = {};
+    if (column >= args.n) return;
+    if (args.bias) dtrain_cuda_get(args.bias + column, bias);
+    for (int64_t row = blockIdx.x / strips; row < args.rows; row += gridDim.x / strips) {
+        const int64_t at = row * args.ldc + column;
+        dtrain_cuda_group<float, W> x = {};
+        dtrain_cuda_group<T, W> c = {}, aux = {};
+        if (args.product) dtrain_cuda_get(args.product + row * args.ld + column, x);
+        if (args.beta != 0) dtrain_cuda_get(args.c + at, c);
+        if (reads_aux) dtrain_cuda_get(args.aux + at, aux);
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i++) {
+            float value = x.at[i] + bias.at[i];
+            if (args.beta != 0) value += args.beta * dtrain_cuda_widen(c.at[i]);
+            if (reads_aux)
+                value =
+                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), value);
+            if (writes_aux) dtrain_cuda_narrow(value, aux.at[i]);
+            dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
+                               c.at[i]);
+        }
+        if (writes_aux) dtrain_cuda_put(args.aux + at, aux);
+        dtrain_cuda_put(args.c + at, c);
+    }
+}
+
+/* Rows [row, row + rows) of C. */
+template <typename T>
+static dtrain_result dtrain_cuda_epilogue_as(dtrain_device *device, const dtrain_gemm_args *args,
+                                             int64_t row, int64_t rows, const float *product,
+                                             int64_t ld, float beta)
+{
+    constexpr int W = DTRAIN_CUDA_EPILOGUE_WIDTH;
+    T *const c = (T *)args->c + row * args->ldc;
+    T *const aux = args->aux ? (T *)args->aux + row * args->ldc : NULL;
+    const dtrain_cuda_epilogue<T> x = {rows,
+                                       args->n,
+                                       ld,
+                                       args->ldc,
+                                       product,
+                                       beta,
+                                       args->bias,
+                                       c,
+                                       aux,
+                                       args->activation,
+                                       (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0};
+    const bool wide = args->n % W == 0 && args->ldc % W == 0 && ld % W == 0 &&
+                      dtrain_cuda_aligned(c) && dtrain_cuda_aligned(aux) &&
+                      dtrain_cuda_aligned(product) && dtrain_cuda_aligned(args->bias);
+    const int64_t span = (int64_t)DTRAIN_CUDA_EPILOGUE_THREADS * (wide ? W : 1);
+    const int64_t strips = (args->n + span - 1) / span;
+    const int64_t deep = (int64_t)dtrain_cuda_state_of(device)->multiprocessors * 16 / strips + 1;
+    const int64_t blocks = strips * (rows < deep ? rows : deep);
+    if (wide)
+        return DTRAIN_CUDA_RUN(device, "gemm epilogue", (dtrain_cuda_epilogue_kernel<T, W>), blocks,
+                               DTRAIN_CUDA_EPILOGUE_THREADS, 0, x);
+    return DTRAIN_CUDA_RUN(device, "gemm epilogue", (dtrain_cuda_epilogue_kernel<T, 1>), blocks,
+                           DTRAIN_CUDA_EPILOGUE_THREADS, 0, x);
+}
+
+/* ---- fp32 copy: x (rows,n) with ld -> y (rows,n) with to_ld -----------------------------------*/
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
+    dtrain_cuda_widen_kernel(const T *x, int64_t rows, int64_t n, int64_t ld, float *y,
+                             int64_t to_ld)
+{
+    const int64_t strips = (n + blockDim.x - 1) / blockDim.x;
+    const int64_t column = blockIdx.x % strips * blockDim.x + threadIdx.x;
+    if (column >= n) return;
+    for (int64_t row = blockIdx.x / strips; row < rows; row += gridDim.x / strips)
+        y[row * to_ld + column] = dtrain_cuda_widen(x[row * ld + column]);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_widen_as(dtrain_device *device, const void *x, int64_t rows,
+                                          int64_t n, int64_t ld, float *y, int64_t to_ld)
+{
+    const int64_t strips = (n + DTRAIN_CUDA_EPILOGUE_THREADS - 1) / DTRAIN_CUDA_EPILOGUE_THREADS;
+    const int64_t deep = (int64_t)dtrain_cuda_state_of(device)->multiprocessors * 16 / strips + 1;
+    return DTRAIN_CUDA_RUN(device, "gemm operand", dtrain_cuda_widen_kernel<T>,
+                           strips * (rows < deep ? rows : deep), DTRAIN_CUDA_EPILOGUE_THREADS, 0,
+                           (const T *)x, rows, n, ld, y, to_ld);
+}
+
+/* ---- Bias gradient: column sums of C (m,n), or row sums of op(A) (m,k) --------------------------
+ *
+ * The usual one is d_y' (m,k), that is, the column sums of what is stored. Row sums proper: a warp a row. */
+
+enum { DTRAIN_CUDA_ROW_SUM_WARPS = 8 };
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_SUM_WARPS *DTRAIN_CUDA_WARP)
+    dtrain_cuda_row_sums_kernel(const T *x, int64_t rows, int64_t n, int64_t ld, float *out,
+                                bool accumulate)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t row =
+        (int64_t)blockIdx.x * DTRAIN_CUDA_ROW_SUM_WARPS + threadIdx.x / DTRAIN_CUDA_WARP;
+    float sum = 0;
+    if (row < rows)
+        for (int64_t i = lane; i < n; i += DTRAIN_CUDA_WARP)
+            sum += dtrain_cuda_widen(x[row * ld + i]);
+    sum = dtrain_cuda_warp_sum(sum);
+    if (lane == 0 && row < rows) out[row] = accumulate ? out[row] + sum : sum;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_row_sums_as(dtrain_device *device, const void *x, int64_t rows,
+                                             int64_t n, int64_t ld, float *out, bool accumulate)
+{
+    const int64_t blocks = (rows + DTRAIN_CUDA_ROW_SUM_WARPS - 1) / DTRAIN_CUDA_ROW_SUM_WARPS;
+    return DTRAIN_CUDA_RUN(device, "gemm bias gradient", dtrain_cuda_row_sums_kernel<T>, blocks,
+                           DTRAIN_CUDA_ROW_SUM_WARPS * DTRAIN_CUDA_WARP, 0, (const T *)x, rows, n,
+                           ld, out, accumulate);
+}
+
+static dtrain_result dtrain_cuda_gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
+{
+    if (args->flags & DTRAIN_GEMM_BIAS_GRAD_C)
+        return dtrain_cuda_column_sums(device, args->c_dtype, args->c, args->m, args->n, args->ldc,
+                                       args->bias_grad, args->accumulate_bias_grad);
+    if (args->flags & DTRAIN_GEMM_TRANS_A)
+        return dtrain_cuda_column_sums(device, args->a_dtype, args->a, args->k, args->m, args->lda,
+                                       args->bias_grad, args->accumulate_bias_grad);
+    return DTRAIN_CUDA_BY_DTYPE(args->a_dtype, dtrain_cuda_row_sums_as)(
+        device, args->a, args->m, args->k, args->lda, args->bias_grad, args->accumulate_bias_grad);
+}
+
+/* ---- Fused ------------------------------------------------------------------------------------*/
+
+static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
+{
+    dtrain_cuda_product product;
+    memset(&product, 0, sizeof product);
+    product.flags = args->flags & (DTRAIN_GEMM_TRANS_A | DTRAIN_GEMM_TRANS_B);
+    product.m = args->m, product.n = args->n, product.k = args->k, product.batch = 1;
+    product.alpha = args->alpha, product.beta = args->beta;
+    product.a = args->a, product.b = args->b, product.c = args->c;
+    product.lda = args->lda, product.ldb = args->ldb, product.ldc = args->ldc;
+    product.type = args->a_dtype, product.c_type = args->c_dtype;
+    product.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    return product;
+}
+
+static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
+
+/* Bytes of C if its product has to be timed aside and that is small enough; else 0. */
+static size_t dtrain_cuda_gemm_room(const dtrain_cuda_state *state, const dtrain_gemm_args *args)
+{
+    const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
+    const size_t element = dtrain_dtype_bytes(args->c_dtype);
+    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_ROOM / element) return 0;
+    return (size_t)count * element;
+}
+
+/* The epilogue that does all that is asked of C (bias gradients apart); false: there is none. */
+static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
+                                      cublasLtEpilogue_t *out)
+{
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    if (args->activation == DTRAIN_ACTIVATION_NONE) {
+        *out = args->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+        return backward || !args->aux;
+    }
+    if (backward) *out = CUBLASLT_EPILOGUE_DGELU;
+    else if (args->aux)
+        *out = args->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    else *out = args->bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    return args->activation == DTRAIN_ACTIVATION_GELU && args->aux != args->c &&
+           dtrain_cuda_aligned(args->aux) && (!args->aux || args->ldc % 8 == 0) &&
+           !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
+}
+
+/* The ways to spend one call, best first; returns how many. `vector` is scratch for a bias in C's type or for a bias
+ * gradient that is added to. Bias gradients are fp32, which cublasLt may refuse where C is not; then column sums are
+ * made of C. A bias in C's type is rounded a little earlier than C itself would be. */
+static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilogue_t epilogue,
+                                     void *vector, dtrain_cuda_product variants[3])
+{
+    dtrain_cuda_product product = dtrain_cuda_product_of(args);
+    const bool of_c = (args->flags & DTRAIN_GEMM_BIAS_GRAD_C) != 0;
+    void *const grad = args->accumulate_bias_grad ? vector : (void *)args->bias_grad;
+    int count = 0;
+    product.epilogue = epilogue;
+    product.aux = args->activation != DTRAIN_ACTIVATION_NONE ? args->aux : NULL;
+    product.vector_type = DTRAIN_DTYPE_F32;
+    if (args->bias_grad && dtrain_cuda_aligned(grad) &&
+        epilogue == (of_c ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT)) {
+        variants[count] = product;
+        variants[count].epilogue = of_c ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_BGRADB;
+        variants[count++].vector = grad;
+    }
+    if (!args->bias) {
+        variants[count++] = product;
+        return count;
+    }
+    if (dtrain_cuda_aligned(args->bias)) {
+        variants[count] = product;
+        variants[count++].vector = (void *)(uintptr_t)args->bias;
+    }
+    if (args->c_dtype != DTRAIN_DTYPE_F32) {
+        variants[count] = product;
+        variants[count].vector_type = args->c_dtype;
+        variants[count++].vector = vector;
+    }
+    return count;
+}
+
+/* The chosen call, and what belongs to it before and after. */
+static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
+                                                const dtrain_cuda_product *product,
+                                                dtrain_cuda_gemm_entry *entry)
+{
+    const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
+                            product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (product->vector && product->vector_type != DTRAIN_DTYPE_F32) {
+        const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_DTYPE_F32,
+                                          product->vector_type};
+        DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
+    }
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
+    if (!args->bias_grad) return DTRAIN_OK;
+    if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
+    if (!args->accumulate_bias_grad) return DTRAIN_OK;
+    const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
+    return dtrain_cuda_column_sums(device, DTRAIN_DTYPE_F32, product->vector, 1, count, count,
+                                   args->bias_grad, true);
+}
+
+static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_gemm_args *args,
+                                            bool *done)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    dtrain_cuda_product variants[3];
+    cublasLtEpilogue_t epilogue;
+    char *scratch = NULL;
+    if (!dtrain_cuda_gemm_epilogue(state, args, &epilogue)) return DTRAIN_OK;
+    const int64_t longest = args->m > args->n ? args->m : args->n;
+    const size_t vector_bytes =
+        args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
+    const size_t room_bytes = dtrain_cuda_gemm_room(state, args);
+    if (vector_bytes + room_bytes > 0)
+        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, vector_bytes + room_bytes, (void **)&scratch));
+    const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
+    for (int i = 0; i < count && !*done; i++) {
+        dtrain_cuda_gemm_entry *entry = NULL;
+        variants[i].room = room_bytes ? scratch + vector_bytes : NULL;
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
+        if (!entry) continue;
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
+        *done = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- In steps ---------------------------------------------------------------------------------*/
+
+/* Where the pieces of a product in steps lie. */
+struct dtrain_cuda_gemm_steps {
+    bool empty;                   /* no product at all: alpha or k is 0 */
+    bool widen;                   /* A and B are copied as fp32 */
+    bool aside;                   /* the product is made in scratch, `rows` rows of C at a time */
+    bool finish;                  /* the epilogue kernel has something to do */
+    int64_t rows, ld, a_ld, b_ld; /* ld: of the product */
+    size_t a_bytes, b_bytes, c_bytes; /* of scratch */
+};
+
+static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *state,
+                                                    const dtrain_gemm_args *args, bool widen)
+{
+    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    const bool touches =
+        args->bias || args->activation != DTRAIN_ACTIVATION_NONE || (args->aux && !backward);
+    const dtrain_dtype type = widen ? DTRAIN_DTYPE_F32 : args->a_dtype;
+    dtrain_cuda_gemm_steps steps = {};
+    steps.empty = args->alpha == 0 || args->k == 0;
+    steps.widen = widen && !steps.empty;
+    steps.aside = !steps.empty &&
+                  ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
+                   (touches && args->aux == args->c));
+    steps.finish = touches || steps.aside || steps.empty;
+    steps.rows = args->m;
+    steps.ld = args->ldc;
+    if (steps.widen) {
+        steps.a_ld = ((trans_a ? args->m : args->k) + 3) / 4 * 4;
+        steps.b_ld = ((trans_b ? args->k : args->n) + 3) / 4 * 4;
+        steps.a_bytes =
+            dtrain_cuda_round_256((size_t)steps.a_ld * (size_t)(trans_a ? args->k : args->m) * 4);
+        steps.b_bytes =
+            dtrain_cuda_round_256((size_t)steps.b_ld * (size_t)(trans_b ? args->n : args->k) * 4);
+    }
+    if (steps.aside) {
+        steps.ld = (args->n + 3) / 4 * 4;
+        const int64_t most = DTRAIN_CUDA_GEMM_ASIDE / (steps.ld * 4);
+        steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
+        steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
+    } else if (!steps.empty) {
+        steps.c_bytes = dtrain_cuda_gemm_room(state, args);
+    }
+    return steps;
+}
+
+/* The bare product of all rows, with A and B where they will be read. */
+static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtrain_gemm_args *args,
+                                               const dtrain_cuda_gemm_steps *steps, char *scratch,
+                                               dtrain_cuda_product *product)
+{
+    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    *product = dtrain_cuda_product_of(args);
+    if (!steps->widen) return DTRAIN_OK;
+    float *const a = (float *)scratch, *const b = (float *)(scratch + steps->a_bytes);
+    product->type = DTRAIN_DTYPE_F32;
+    product->widened = args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32;
+    product->a = a, product->lda = steps->a_ld;
+    product->b = b, product->ldb = steps->b_ld;
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(args->a_dtype, dtrain_cuda_widen_as)(
+        device, args->a, trans_a ? args->k : args->m, trans_a ? args->m : args->k, args->lda, a,
+        steps->a_ld));
+    return DTRAIN_CUDA_BY_DTYPE(args->b_dtype, dtrain_cuda_widen_as)(
+        device, args->b, trans_b ? args->n : args->k, trans_b ? args->k : args->n, args->ldb, b,
+        steps->b_ld);
+}
+
+/* Rows [row, row + product->m) of C. */
+static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain_gemm_args *args,
+                                             const dtrain_cuda_gemm_steps *steps,
+                                             const dtrain_cuda_product *product, int64_t row)
+{
+    if (!steps->finish) return DTRAIN_OK;
+    const float *const made = steps->empty ? NULL : (const float *)product->c;
+    const float beta = steps->aside || steps->empty ? args->beta : 0;
+    return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(
+        device, args, row, product->m, made, steps->ld, beta);
+}
+
+static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtrain_gemm_args *args,
+                                               bool widen, bool *done)
+{
+    const dtrain_cuda_gemm_steps steps =
+        dtrain_cuda_gemm_plan(dtrain_cuda_state_of(device), args, widen);
+    const int64_t a_row =
+        args->flags & DTRAIN_GEMM_TRANS_A ? 1 : (steps.widen ? steps.a_ld : args->lda);
+    dtrain_cuda_product product;
+    char *scratch = NULL;
+    const size_t bytes = steps.a_bytes + steps.b_bytes + steps.c_bytes;
+    if (bytes > 0) DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, (void **)&scratch));
+    char *const spare = steps.c_bytes ? scratch + steps.a_bytes + steps.b_bytes : NULL;
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_operands(device, args, &steps, scratch, &product));
+    const char *const a = (const char *)product.a;
+    for (int64_t row = 0; row < args->m; row += steps.rows) {
+        dtrain_cuda_gemm_entry *entry = NULL;
+        product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
+        product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
+        product.room = spare;
+        if (steps.aside) {
+            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
+            product.beta = 0;
+        }
+        if (!steps.empty) {
+            DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
+            if (!entry) return widen ? dtrain_cuda_gemm_refused(&product) : DTRAIN_OK;
+            DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
+        }
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
+    }
+    *done = true;
+    return args->bias_grad ? dtrain_cuda_gemm_bias_grad(device, args) : DTRAIN_OK;
+}
+
+/* ---- Entry ------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_cuda_gemm_check(const dtrain_gemm_args *args)
+{
+    const uint32_t known = DTRAIN_GEMM_TRANS_A | DTRAIN_GEMM_TRANS_B | DTRAIN_GEMM_ACT_BACKWARD |
+                           DTRAIN_GEMM_BIAS_GRAD_C;
+    const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("gemm", args->a_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("gemm", args->b_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("gemm", args->c_dtype));
+    if (args->flags & ~known)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "gemm: the flags 0x%x contain an unknown one",
+                           (unsigned)args->flags);
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: activation is %u, which is not a dtrain_activation",
+                           (unsigned)args->activation);
+    if (backward && args->bias)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "gemm: DTRAIN_GEMM_ACT_BACKWARD does not take a bias: give NULL");
+    if (backward && args->activation != DTRAIN_ACTIVATION_NONE && !args->aux)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "gemm: DTRAIN_GEMM_ACT_BACKWARD needs in aux "
+                                                  "what the forward product left there, found "
+                                                  "NULL");
+    if (args->k < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "gemm: k is %lld, below 0", (long long)args->k);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_args *given)
+{
+    dtrain_gemm_args args = *given;
+    bool done = false;
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_check(given));
+    if (args.m <= 0 || args.n <= 0) return DTRAIN_OK;
+    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_DTYPE_F32;
+    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_DTYPE_F32;
+    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_DTYPE_F32;
+    const bool mixed = args.a_dtype != args.b_dtype, empty = args.alpha == 0 || args.k == 0;
+    if (!mixed && !empty && (args.c_dtype == DTRAIN_DTYPE_F32 || args.c_dtype == args.a_dtype))
+        DTRAIN_CUDA_TRY(dtrain_cuda_gemm_fused(device, &args, &done));
+    if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, mixed, &done));
+    if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, true, &done));
+    return DTRAIN_OK;
+}

@@ -1,0 +1,174 @@
+/* Language. */
+
+#pragma once
+
+#include "dtrain.h"
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* One way to launch, with typed arguments and an error code. */
+template <typename... Parameters, typename... Arguments>
+static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blocks, int threads,
+                                      size_t shared_bytes, cudaStream_t stream,
+                                      Arguments... arguments)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    return dtrain_emulation_launch(kernel, dim3((unsigned)blocks), dim3((unsigned)threads),
+                                   shared_bytes, stream, (Parameters)arguments...);
+#else
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, (Parameters)arguments...);
+#endif
+}
+
+/* The dynamic shared memory of a block, 128-byte aligned. */
+#ifndef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_DYNAMIC_SHARED(type, name)                            \
+    extern __shared__ __align__(128) unsigned char dtrain_cuda_dynamic[]; \
+    type *name = reinterpret_cast<type *>(dtrain_cuda_dynamic)
+#endif
+
+#define DTRAIN_CUDA_TRY(call)                   \
+    do {                                        \
+        const dtrain_result tried_ = (call);    \
+        if (tried_ != DTRAIN_OK) return tried_; \
+    } while (0)
+
+#define DTRAIN_CUDA_WARP 32
+#define DTRAIN_CUDA_ALL_LANES 0xffffffffu
+
+/* ---- Half precision -----------------------------------------------------------------------------
+ *
+ * Storage only: kernels load, widen to fp32, compute, round once, store. */
+
+struct dtrain_cuda_bf16 {
+    uint16_t bits;
+};
+struct dtrain_cuda_f16 {
+    uint16_t bits;
+};
+
+static __device__ __forceinline__ float dtrain_cuda_widen(float x) { return x; }
+
+static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_bf16 x)
+{
+    return __uint_as_float((uint32_t)x.bits << 16);
+}
+
+static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
+{
+#ifdef __CUDA_ARCH__
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+#else
+    return dtrain_f16_to_f32(x.bits);
+#endif
+}
+
+static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
+
+/* Nearest, ties to even: the bits of dtrain_f32_to_bf16 and _f16, except that a NaN in fp16 has the
+ * one form the hardware gives it. */
+static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
+{
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = (uint16_t)(bits >> 16 | 0x40u);
+    else to.bits = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f16 &to)
+{
+#ifdef __CUDA_ARCH__
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#else
+    to.bits = dtrain_f32_to_f16(x);
+#endif
+}
+
+/* Calls function<T>(...) for the T that dtype names; `dtype` 0 is F32. */
+#define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
+    ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
+     : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
+                                   : call<float>)
+
+/* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
+ *
+ * A pack is 16 bytes of T: 4 floats or 8 halves. Pointers that are not 16-byte aligned take the
+ * scalar path of a kernel. */
+
+template <typename T> struct __align__(16) dtrain_cuda_pack
+{
+    static constexpr int width = 16 / (int)sizeof(T);
+    T at[width];
+};
+
+template <typename T>
+static __device__ __forceinline__ dtrain_cuda_pack<T> dtrain_cuda_load(const T *from)
+{
+    return *reinterpret_cast<const dtrain_cuda_pack<T> *>(from);
+}
+
+template <typename T>
+static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T> &pack)
+{
+    *reinterpret_cast<dtrain_cuda_pack<T> *>(to) = pack;
+}
+
+static inline bool dtrain_cuda_aligned(const void *memory)
+{
+    return ((uintptr_t)memory & 15u) == 0;
+}
+
+/* ---- Warps and blocks ---------------------------------------------------------------------------
+ *
+ * Butterflies add the same pairs in the same tree on every lane: one result, the same bits, for all.
+ * The block versions use `slots` (32 elements of shared memory), leave the result in every thread,
+ * and may be called again at once. blockDim.x is a multiple of 32. */
+
+template <typename T> static __device__ __forceinline__ T dtrain_cuda_warp_sum(T x)
+{
+    for (int distance = 16; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, x, distance);
+    return x;
+}
+
+static __device__ __forceinline__ float dtrain_cuda_warp_max(float x)
+{
+    for (int distance = 16; distance > 0; distance /= 2)
+        x = fmaxf(x, __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, x, distance));
+    return x;
+}
+
+template <typename T> static __device__ __forceinline__ T dtrain_cuda_block_sum(T x, T *slots)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int warps = blockDim.x / DTRAIN_CUDA_WARP;
+    x = dtrain_cuda_warp_sum(x);
+    __syncthreads(); /* the slots may still be read by the call before this one */
+    if (lane == 0) slots[warp] = x;
+    __syncthreads();
+    return dtrain_cuda_warp_sum(lane < warps ? slots[lane] : T(0));
+}
+
+static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *slots)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int warps = blockDim.x / DTRAIN_CUDA_WARP;
+    x = dtrain_cuda_warp_max(x);
+    __syncthreads();
+    if (lane == 0) slots[warp] = x;
+    __syncthreads();
+    return dtrain_cuda_warp_max(lane < warps ? slots[lane] : -INFINITY);
+}

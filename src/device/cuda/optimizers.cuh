@@ -1,0 +1,274 @@
+/* Optimizers
+ *
+ * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
+ * (4 KiB), more take more launches. A block finds its tensor by its number and updates 8192
+ * elements of it:
+ *
+ *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
+ *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
+ *
+ * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28 (30 with a low copy);
+ * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them. */
+
+#pragma once
+
+#include "device/cuda/language.cuh"
+#include "device/cuda/device.cuh"
+#include "device/cuda/elements.cuh"
+#include "device/cuda/elementwise.cuh"
+
+enum {
+    DTRAIN_CUDA_TABLE_TENSORS = 60,
+    DTRAIN_CUDA_UPDATE_THREADS = 256,
+    DTRAIN_CUDA_UPDATE_ELEMENTS = 8192 /* of a block */
+};
+
+struct dtrain_cuda_tensor {
+    float *value;
+    const float *grad;
+    float *m, *v;
+    void *low;
+    int64_t count;
+    float weight_decay;
+    uint16_t low_dtype;
+    uint16_t aligned;     /* all pointers */
+    uint32_t first_block; /* of this launch */
+    uint32_t number;      /* in the caller's list: the stream of its random numbers */
+};
+
+struct dtrain_cuda_tensors {
+    int count;
+    uint32_t stochastic_rounding;
+    uint64_t seed;
+    const dtrain_step_scalars *scalars;
+    dtrain_cuda_tensor at[DTRAIN_CUDA_TABLE_TENSORS];
+};
+
+/* ---- Rules: what happens to one element -------------------------------------------------------*/
+
+struct dtrain_cuda_adamw_rule {
+    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars)
+    {
+        lr = scalars.lr;
+        correction1 = scalars.correction1;
+        correction2 = scalars.correction2;
+        grad_scale = scalars.grad_scale;
+    }
+    /* lr / correction1 is one factor, and v is scaled under the root. */
+    __device__ void step(float decay, float grad, float &value, float &m, float &v) const
+    {
+        const float g = grad * grad_scale;
+        m = __fmaf_rn(1 - beta1, g, beta1 * m);
+        v = __fmaf_rn((1 - beta2) * g, g, beta2 * v);
+        const float root = sqrtf(v * (1 / correction2)) + epsilon;
+        value = __fmaf_rn(value, decay, -((lr / correction1) * m / root));
+    }
+};
+
+struct dtrain_cuda_sgd_rule {
+    float lr, momentum, grad_scale;
+    bool nesterov, first;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars)
+    {
+        lr = scalars.lr;
+        grad_scale = scalars.grad_scale;
+    }
+    /* Without momentum `buffer` is 0 and forgotten. */
+    __device__ void step(float decay, float grad, float &value, float &buffer, float &) const
+    {
+        const float g = grad * grad_scale;
+        buffer = first ? g : __fmaf_rn(momentum, buffer, g);
+        value =
+            __fmaf_rn(value, decay, -(lr * (nesterov ? __fmaf_rn(momentum, buffer, g) : buffer)));
+    }
+};
+
+/* ---- Rounding of the low copy -------------------------------------------------------------------
+ *
+ * The fraction that rounding would discard, against as many random bits: up with exactly its
+ * probability, and the bits of the CPU device. fp16 discards 13 bits where it is normal; below that
+ * it rounds to nearest. */
+
+static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint32_t random,
+                                                                   dtrain_cuda_bf16 &to)
+{
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & 0x7f800000u) == 0x7f800000u) dtrain_cuda_narrow(x, to);
+    else to.bits = (uint16_t)((bits + (random & 0xffffu)) >> 16);
+}
+
+static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint32_t random,
+                                                                   dtrain_cuda_f16 &to)
+{
+    const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+    const bool to_nearest = magnitude < 0x38800000u || magnitude >= 0x7f800000u; /* 2^-14 */
+    const uint32_t raised = (bits + (random & 0x1fffu)) & ~0x1fffu;
+    dtrain_cuda_narrow(to_nearest ? x : __uint_as_float(raised), to);
+}
+
+/* ---- The kernel -------------------------------------------------------------------------------*/
+
+template <typename T, int W>
+static __device__ __forceinline__ void
+dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
+                      uint64_t seed, int64_t i, const dtrain_cuda_group<float, W> &value)
+{
+    dtrain_cuda_group<T, W> low;
+    uint32_t words[W];
+    if (tensors.stochastic_rounding) {
+        dtrain_cuda_random<W>(seed, tensor.number, i, words);
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) dtrain_cuda_narrow_randomly(value.at[j], words[j], low.at[j]);
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
+    }
+    dtrain_cuda_put((T *)tensor.low + i, low);
+}
+
+/* Elements i .. i + W. */
+template <int W, typename Rule>
+static __device__ __forceinline__ void
+dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
+                         const Rule &rule, uint64_t seed, float decay, int64_t i)
+{
+    dtrain_cuda_group<float, W> value, grad, m = {}, v = {};
+    dtrain_cuda_get(tensor.value + i, value);
+    dtrain_cuda_get(tensor.grad + i, grad);
+    if (tensor.m) dtrain_cuda_get(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_get(tensor.v + i, v);
+    DTRAIN_CUDA_UNROLL
+    for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
+    dtrain_cuda_put(tensor.value + i, value);
+    if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
+    if (!tensor.low) return;
+    if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
+        dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
+    else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
+}
+
+/* The last tensor that starts at or before this block: every thread of the block finds the same. */
+static __device__ __forceinline__ int dtrain_cuda_find_tensor(const dtrain_cuda_tensors &tensors)
+{
+    int low = 0, high = tensors.count;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (tensors.at[middle].first_block <= blockIdx.x) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+template <typename Rule>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
+    dtrain_cuda_update_kernel(const dtrain_cuda_tensors tensors, Rule rule)
+{
+    constexpr int W = 4;
+    const dtrain_cuda_tensor &tensor = tensors.at[dtrain_cuda_find_tensor(tensors)];
+    const int64_t begin = (int64_t)(blockIdx.x - tensor.first_block) * DTRAIN_CUDA_UPDATE_ELEMENTS;
+    const int64_t end = begin + DTRAIN_CUDA_UPDATE_ELEMENTS < tensor.count
+                            ? begin + DTRAIN_CUDA_UPDATE_ELEMENTS
+                            : tensor.count;
+    const int64_t groups_end = tensor.aligned ? end - end % W : begin;
+    uint64_t seed = tensors.seed;
+    if (tensors.scalars) {
+        if (tensors.scalars->skip) return;
+        rule.resolve(*tensors.scalars);
+        seed += tensors.scalars->seed;
+    }
+    const float decay = __fmaf_rn(-rule.lr, tensor.weight_decay, 1.0f);
+    for (int64_t i = begin + (int64_t)threadIdx.x * W; i < groups_end; i += blockDim.x * W)
+        dtrain_cuda_update_group<W>(tensors, tensor, rule, seed, decay, i);
+    for (int64_t i = groups_end + threadIdx.x; i < end; i += blockDim.x)
+        dtrain_cuda_update_group<1>(tensors, tensor, rule, seed, decay, i);
+}
+
+/* ---- Launching --------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain_cuda_check_tensor(const char *name, const dtrain_optimizer_tensor *from,
+                                              size_t number, bool needs_moments)
+{
+    if (from->low && from->low_dtype != DTRAIN_DTYPE_BF16 && from->low_dtype != DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: tensor %llu has a low copy of data type %s, expected bf16 or f16",
+                           name, (unsigned long long)number, dtrain_dtype_name(from->low_dtype));
+    if (needs_moments && (!from->m || !from->v))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tensor %llu has no m or no v", name,
+                           (unsigned long long)number);
+    return DTRAIN_OK;
+}
+
+static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *from, size_t number,
+                                                int64_t first_block, bool needs_moments)
+{
+    dtrain_cuda_tensor to = {};
+    to.value = from->value;
+    to.grad = from->grad;
+    to.m = from->m;
+    to.v = needs_moments ? from->v : NULL;
+    to.low = from->low;
+    to.count = from->count;
+    to.weight_decay = from->weight_decay;
+    to.low_dtype = (uint16_t)from->low_dtype;
+    to.aligned = dtrain_cuda_aligned(to.value) && dtrain_cuda_aligned(to.grad) &&
+                 dtrain_cuda_aligned(to.m) && dtrain_cuda_aligned(to.v) &&
+                 dtrain_cuda_aligned(to.low);
+    to.first_block = (uint32_t)first_block;
+    to.number = (uint32_t)number;
+    return to;
+}
+
+/* `tensors` comes with everything but the table. All are checked before the first changes. */
+template <typename Rule>
+static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
+                                        const dtrain_optimizer_tensor *from, size_t count,
+                                        bool needs_moments, dtrain_cuda_tensors &tensors)
+{
+    static_assert(sizeof tensors + sizeof rule <= 4096, "kernel parameters are limited to 4 KiB");
+    int64_t blocks = 0;
+    for (size_t i = 0; i < count; i++)
+        DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &from[i], i, needs_moments));
+    for (size_t i = 0; i < count; i++) {
+        if (from[i].count > 0) {
+            tensors.at[tensors.count++] = dtrain_cuda_tensor_of(&from[i], i, blocks, needs_moments);
+            blocks +=
+                (from[i].count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;
+        }
+        if (tensors.count == 0 || (tensors.count < DTRAIN_CUDA_TABLE_TENSORS && i + 1 < count))
+            continue;
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, name, dtrain_cuda_update_kernel<Rule>, blocks,
+                                        DTRAIN_CUDA_UPDATE_THREADS, 0, tensors, rule));
+        tensors.count = 0;
+        blocks = 0;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw_args *args)
+{
+    const dtrain_cuda_adamw_rule rule = {args->lr,        args->beta1,       args->beta2,
+                                         args->epsilon,   args->correction1, args->correction2,
+                                         args->grad_scale};
+    dtrain_cuda_tensors tensors = {};
+    tensors.stochastic_rounding = args->stochastic_rounding;
+    tensors.seed = args->seed;
+    tensors.scalars = args->scalars;
+    return dtrain_cuda_update(device, "adamw", rule, args->tensors, args->tensor_count, true,
+                              tensors);
+}
+
+static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_args *args)
+{
+    const dtrain_cuda_sgd_rule rule = {args->lr, args->momentum, args->grad_scale, args->nesterov,
+                                       args->first};
+    dtrain_cuda_tensors tensors = {};
+    tensors.stochastic_rounding = args->stochastic_rounding;
+    tensors.seed = args->seed;
+    tensors.scalars = args->scalars;
+    return dtrain_cuda_update(device, "sgd", rule, args->tensors, args->tensor_count, false,
+                              tensors);
+}

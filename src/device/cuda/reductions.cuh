@@ -1,0 +1,197 @@
+/* Reductions
+ *
+ * Two kernels: many blocks leave a partial result each, one block adds them in order. How many
+ * blocks, and who adds what, depends on the count alone: neither the GPU's size nor the address
+ * shows in the bits. One read of the input, 16 bytes a load. */
+
+#pragma once
+
+#include "device/cuda/language.cuh"
+#include "device/cuda/device.cuh"
+#include "device/cuda/memory.cuh"
+#include "device/cuda/elements.cuh"
+#include "device/cuda/elementwise.cuh"
+
+enum {
+    DTRAIN_CUDA_SUM_THREADS = 256,
+    DTRAIN_CUDA_SUM_BLOCKS = 2048, /* at most: two waves on a large GPU, 16 KiB of partial sums */
+    DTRAIN_CUDA_SUM_SHARE = 8192   /* elements that are worth a block */
+};
+
+/* Up to a pack of elements from i on, those at and behind `count` as zero. */
+template <typename T>
+static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t i, int64_t count,
+                                                             bool aligned, dtrain_cuda_pack<T> &to)
+{
+    if (aligned && i + dtrain_cuda_pack<T>::width <= count) {
+        to = dtrain_cuda_load(x + i);
+        return;
+    }
+    DTRAIN_CUDA_UNROLL
+    for (int j = 0; j < dtrain_cuda_pack<T>::width; j++)
+        if (i + j < count) to.at[j] = x[i + j];
+        else dtrain_cuda_narrow(0, to.at[j]);
+}
+
+/* ---- sum: x (count) -> one double, scaled; 4 (or 2) bytes read an element ---------------------*/
+
+/* partial[block] = sum of the packs block * threads + thread, + all threads, ... */
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
+    dtrain_cuda_sum_kernel(const T *x, int64_t count, bool squares, bool aligned, double *partial)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width, at_once = 4;
+    __shared__ double slots[DTRAIN_CUDA_WARP];
+    const int64_t step = (int64_t)gridDim.x * blockDim.x * width;
+    double sum = 0;
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; i < count;
+         i += at_once * step) {
+        dtrain_cuda_pack<T> packs[at_once];
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++)
+            dtrain_cuda_load_pack(x, i + u * step, count, aligned, packs[u]);
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++) DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < width; j++) {
+            const double value = (double)dtrain_cuda_widen(packs[u].at[j]);
+            sum += squares ? value * value : value;
+        }
+    }
+    sum = dtrain_cuda_block_sum(sum, slots);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+/* One block. */
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
+    dtrain_cuda_finish_sum_kernel(const double *partial, int count, double scale, bool accumulate,
+                                  double *total, float *out)
+{
+    __shared__ double slots[DTRAIN_CUDA_WARP];
+    double sum = 0;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
+    sum = scale * dtrain_cuda_block_sum(sum, slots);
+    if (threadIdx.x != 0) return;
+    if (accumulate) sum += total[0];
+    if (total) total[0] = sum;
+    if (out) out[0] = (float)sum;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_sum_as(dtrain_device *device, const dtrain_sum_args *args)
+{
+    const int64_t count = args->count > 0 ? args->count : 0;
+    const int64_t needed = (count + DTRAIN_CUDA_SUM_SHARE - 1) / DTRAIN_CUDA_SUM_SHARE;
+    const int64_t most = DTRAIN_CUDA_SUM_BLOCKS, blocks = needed < most ? needed : most;
+    void *partial;
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, DTRAIN_CUDA_SUM_BLOCKS * sizeof(double), &partial));
+    if (blocks > 0)
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "sum", dtrain_cuda_sum_kernel<T>, blocks,
+                                        DTRAIN_CUDA_SUM_THREADS, 0, (const T *)args->x, count,
+                                        args->squares, dtrain_cuda_aligned(args->x),
+                                        (double *)partial));
+    return DTRAIN_CUDA_RUN(device, "sum", dtrain_cuda_finish_sum_kernel, 1, DTRAIN_CUDA_SUM_THREADS,
+                           0, (const double *)partial, (int)blocks, args->scale, args->accumulate,
+                           args->total, args->out);
+}
+
+static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("sum", args->dtype));
+    if (args->accumulate && !args->total)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "sum: accumulate needs total, which is NULL");
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_sum_as)(device, args);
+}
+
+/* ---- clip: one thread ---------------------------------------------------------------------------
+ *
+ * In double. A norm that is not finite skips the step and leaves the scale alone. */
+
+static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
+{
+    const double norm = sqrt(args.sum_squares[0]) * (double)args.scalars->grad_scale;
+    const double factor = (double)args.max_norm / (norm + 1e-6);
+    args.norm[0] = (float)norm;
+    if ((__float_as_uint((float)norm) & 0x7f800000u) == 0x7f800000u) args.scalars->skip = 1;
+    else if (args.max_norm > 0 && factor < 1) args.scalars->grad_scale *= (float)factor;
+}
+
+static dtrain_result dtrain_cuda_clip(dtrain_device *device, const dtrain_clip_args *args)
+{
+    return DTRAIN_CUDA_RUN(device, "clip", dtrain_cuda_clip_kernel, 1, 1, 0, *args);
+}
+
+/* ---- finite: x (count) -> found[0] |= 1; 4 (or 2) bytes read an element -----------------------*/
+
+static __device__ __forceinline__ bool dtrain_cuda_is_wild(float x)
+{
+    return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+}
+static __device__ __forceinline__ bool dtrain_cuda_is_wild(dtrain_cuda_bf16 x)
+{
+    return (x.bits & 0x7f80u) == 0x7f80u;
+}
+static __device__ __forceinline__ bool dtrain_cuda_is_wild(dtrain_cuda_f16 x)
+{
+    return (x.bits & 0x7c00u) == 0x7c00u;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
+    dtrain_cuda_finite_kernel(const T *x, int64_t count, bool aligned, unsigned *found)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width, at_once = 4;
+    const int64_t step = (int64_t)gridDim.x * blockDim.x * width;
+    bool wild = false;
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; i < count;
+         i += at_once * step) {
+        dtrain_cuda_pack<T> packs[at_once];
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++)
+            dtrain_cuda_load_pack(x, i + u * step, count, aligned, packs[u]);
+        DTRAIN_CUDA_UNROLL
+        for (int u = 0; u < at_once; u++) DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < width; j++) wild |= dtrain_cuda_is_wild(packs[u].at[j]);
+    }
+    const int any = __syncthreads_or(wild);
+    if (threadIdx.x == 0 && any) atomicOr(found, 1u);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_finite_as(dtrain_device *device, const dtrain_finite_args *args)
+{
+    const int64_t packs =
+        (args->count + dtrain_cuda_pack<T>::width - 1) / dtrain_cuda_pack<T>::width;
+    if (args->count <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_RUN(
+        device, "finite", dtrain_cuda_finite_kernel<T>,
+        dtrain_cuda_blocks(dtrain_cuda_state_of(device), (packs + 3) / 4, DTRAIN_CUDA_SUM_THREADS),
+        DTRAIN_CUDA_SUM_THREADS, 0, (const T *)args->x, args->count, dtrain_cuda_aligned(args->x),
+        args->found);
+}
+
+static dtrain_result dtrain_cuda_finite(dtrain_device *device, const dtrain_finite_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("finite", args->dtype));
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_finite_as)(device, args);
+}
+
+/* ---- Column sums, for bias gradients: x (rows,n), rows ld elements apart -> out (n) ------------
+ *
+ * The activation's backward pass with no activation, in place. */
+
+template <typename T>
+static dtrain_result dtrain_cuda_column_sums_as(dtrain_device *device, const void *x, int64_t rows,
+                                                int64_t n, int64_t ld, float *out, bool accumulate)
+{
+    const dtrain_cuda_deactivate_op<T> op = {NULL, (const T *)x, (T *)x, DTRAIN_ACTIVATION_NONE};
+    return dtrain_cuda_deactivate_columns(device, "column sums", op, rows, n, ld, out, accumulate);
+}
+
+static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype dtype,
+                                             const void *x, int64_t rows, int64_t n, int64_t ld,
+                                             float *out, bool accumulate)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("column sums", dtype));
+    return DTRAIN_CUDA_BY_DTYPE(dtype, dtrain_cuda_column_sums_as)(device, x, rows, n, ld, out,
+                                                                   accumulate);
+}

@@ -1,0 +1,76 @@
+/* Table. */
+
+#pragma once
+
+#include "device/cuda/language.cuh"
+#include "device/cuda/device.cuh"
+#include "device/cuda/memory.cuh"
+#include "device/cuda/elementwise.cuh"
+#include "device/cuda/reductions.cuh"
+#include "device/cuda/optimizers.cuh"
+#include "device/cuda/gemm.cuh"
+#include "device/cuda/layernorm.cuh"
+#include "device/cuda/tokens.cuh"
+#include "device/cuda/flash.cuh"
+#include "device/cuda/sparse.cuh"
+#include "device/cuda/columns.cuh"
+
+static_assert(DTRAIN_DEVICE_ABI == 3,
+              "the table below is that of ABI 3: compare with device/backend.h");
+
+extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
+{
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "cuda",
+                                          false,
+                                          dtrain_cuda_create,
+                                          dtrain_cuda_destroy,
+                                          dtrain_cuda_query,
+                                          dtrain_cuda_synchronize,
+                                          dtrain_cuda_alloc,
+                                          dtrain_cuda_free,
+                                          dtrain_cuda_copy,
+                                          dtrain_cuda_zero,
+                                          dtrain_cuda_host_alloc,
+                                          dtrain_cuda_host_free,
+                                          dtrain_cuda_host_register,
+                                          dtrain_cuda_host_unregister,
+                                          dtrain_cuda_copy_async,
+                                          dtrain_cuda_stream_create,
+                                          dtrain_cuda_stream_destroy,
+                                          dtrain_cuda_stream_native,
+                                          dtrain_cuda_event_create,
+                                          dtrain_cuda_event_destroy,
+                                          dtrain_cuda_event_record,
+                                          dtrain_cuda_event_wait,
+                                          dtrain_cuda_event_query,
+                                          dtrain_cuda_event_elapsed,
+                                          dtrain_cuda_is_device_memory,
+                                          dtrain_cuda_graph_begin,
+                                          dtrain_cuda_graph_end,
+                                          dtrain_cuda_graph_launch,
+                                          dtrain_cuda_graph_destroy,
+                                          dtrain_cuda_gemm,
+                                          dtrain_cuda_activation_backward,
+                                          dtrain_cuda_layernorm,
+                                          dtrain_cuda_layernorm_backward,
+                                          dtrain_cuda_embedding,
+                                          dtrain_cuda_embedding_backward,
+                                          dtrain_cuda_attention,
+                                          dtrain_cuda_attention_backward,
+                                          dtrain_cuda_cross_entropy,
+                                          dtrain_cuda_cross_entropy_backward,
+                                          dtrain_cuda_add,
+                                          dtrain_cuda_axpby,
+                                          dtrain_cuda_dropout,
+                                          dtrain_cuda_sum,
+                                          dtrain_cuda_clip,
+                                          dtrain_cuda_finite,
+                                          dtrain_cuda_convert,
+                                          dtrain_cuda_adamw,
+                                          dtrain_cuda_sgd,
+                                          dtrain_cuda_topk,
+                                          dtrain_cuda_scatter_add,
+                                          dtrain_cuda_orthogonalize};
+    return &ops;
+}

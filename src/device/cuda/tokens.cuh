@@ -1,0 +1,598 @@
+/* Tokens
+ *
+ * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary. */
+
+#pragma once
+
+#include "device/cuda/language.cuh"
+#include "device/cuda/device.cuh"
+#include "device/cuda/memory.cuh"
+#include "device/cuda/elements.cuh"
+#include "device/cuda/layernorm.cuh"
+
+/* The first fault is kept until the host has read it. */
+static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned kind, int64_t value,
+                                             int64_t row, int64_t limit)
+{
+    if (atomicCAS(&fault->kind, (unsigned)DTRAIN_CUDA_NO_FAULT, kind) != DTRAIN_CUDA_NO_FAULT)
+        return;
+    fault->value = value;
+    fault->row = row;
+    fault->limit = limit;
+}
+
+/* The token of a row; instead of a bad one token 0, which exists. */
+static __device__ int32_t dtrain_cuda_token(const int32_t *tokens, int64_t row, int64_t vocab,
+                                            dtrain_cuda_fault *fault)
+{
+    const int32_t token = tokens[row];
+    if (token >= 0 && token < vocab) return token;
+    dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TOKEN, token, row, vocab);
+    return 0;
+}
+
+/* ---- Embedding forward --------------------------------------------------------------------------
+ *
+ * wte (vocab,n), wpe (sequence,n), y (rows,n). One warp a row. Bytes: one read of a row of wte and
+ * one write of y for each token; wpe stays in cache. */
+
+template <typename T, int WIDTH>
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_embedding_kernel(dtrain_embedding_args args, dtrain_cuda_fault *fault)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t warps = (int64_t)gridDim.x * (blockDim.x / DTRAIN_CUDA_WARP);
+    for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
+         row < args.rows; row += warps) {
+        const float *const word =
+            args.wte + dtrain_cuda_token(args.tokens, row, args.vocab, fault) * args.n;
+        const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
+        T *const y = (T *)args.y + row * args.n;
+        for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
+            const dtrain_cuda_chunk<float, WIDTH> a = dtrain_cuda_load_chunk<WIDTH>(word + column);
+            dtrain_cuda_chunk<float, WIDTH> b = {};
+            if (place) b = dtrain_cuda_load_chunk<WIDTH>(place + column);
+            dtrain_cuda_chunk<T, WIDTH> out;
+            DTRAIN_CUDA_UNROLL
+            for (int e = 0; e < WIDTH; e++)
+                dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
+            dtrain_cuda_store_chunk<WIDTH>(y + column, out);
+        }
+    }
+}
+
+/* `positions` is wpe or d_wpe; without it sequence is not looked at. */
+static dtrain_result dtrain_cuda_check_tokens(const char *what, int64_t vocab, int64_t sequence,
+                                              const float *positions)
+{
+    if (vocab >= 1 && (sequence >= 1 || !positions)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: vocab and sequence are at least 1, found vocab %lld, sequence %lld",
+                       what, (long long)vocab, (long long)sequence);
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_embedding_of(dtrain_device *device,
+                                              const dtrain_embedding_args *args)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    const dtrain_cuda_state *const state = dtrain_cuda_state_of(device);
+    const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->wte) &&
+                      dtrain_cuda_aligned(args->wpe) && dtrain_cuda_aligned(args->y);
+    void (*const kernel)(dtrain_embedding_args, dtrain_cuda_fault *) =
+        wide ? dtrain_cuda_embedding_kernel<T, width> : dtrain_cuda_embedding_kernel<T, 1>;
+    return DTRAIN_CUDA_RUN(device, "embedding", kernel,
+                           dtrain_cuda_blocks(state, args->rows * DTRAIN_CUDA_WARP, 256), 256, 0,
+                           *args, state->fault);
+}
+
+static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_embedding_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding", args->vocab, args->sequence, args->wpe));
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_of)(device, args);
+}
+
+/* ---- Embedding backward -------------------------------------------------------------------------
+ *
+ * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe, in
+ * row order. Rows of one token must therefore be found in order:
+ *
+ *   1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes for
+ *      up to 65536 tokens. A pass counts digits in tiles of rows, makes the counts positions (one
+ *      block), and moves the keys; one warp works through a tile in order, which keeps it stable.
+ *   2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
+ *      what d_wte holds: the very additions of a loop over rows.
+ *
+ * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of the
+ * touched rows of d_wte, and 40 bytes a row and pass. */
+
+#define DTRAIN_CUDA_DIGITS 256
+#define DTRAIN_CUDA_SORT_TILES 256 /* at most */
+
+struct dtrain_cuda_sort {
+    int64_t rows, tile;    /* rows of a tile: a multiple of 32 */
+    int tiles, shift;      /* of the digit within the key */
+    const int32_t *tokens; /* (rows), or NULL after the first pass */
+    int64_t vocab;
+    const uint64_t *from; /* (rows): token << 32 | row */
+    uint64_t *to;
+    unsigned *counts; /* (DTRAIN_CUDA_DIGITS, tiles) */
+    dtrain_cuda_fault *fault;
+};
+
+static __device__ __forceinline__ uint64_t dtrain_cuda_sort_key(const dtrain_cuda_sort &sort,
+                                                                int64_t row)
+{
+    if (!sort.tokens) return sort.from[row];
+    return (uint64_t)dtrain_cuda_token(sort.tokens, row, sort.vocab, sort.fault) << 32 |
+           (uint64_t)row;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
+    dtrain_cuda_sort_count_kernel(dtrain_cuda_sort sort)
+{
+    __shared__ unsigned counts[DTRAIN_CUDA_DIGITS];
+    const int lane = threadIdx.x;
+    for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP) counts[digit] = 0;
+    __syncwarp();
+    const int64_t begin = blockIdx.x * sort.tile,
+                  end = begin + sort.tile < sort.rows ? begin + sort.tile : sort.rows;
+    for (int64_t row = begin + lane; row < end; row += DTRAIN_CUDA_WARP)
+        atomicAdd(&counts[dtrain_cuda_sort_key(sort, row) >> sort.shift & (DTRAIN_CUDA_DIGITS - 1)],
+                  1u);
+    __syncwarp();
+    for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP)
+        sort.counts[(int64_t)digit * sort.tiles + blockIdx.x] = counts[digit];
+}
+
+/* Sum of x over the threads before this one; `total`, of all. slots: 32 elements of shared memory. */
+static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, unsigned *slots,
+                                                                  unsigned *total)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
+    const int warps = blockDim.x / DTRAIN_CUDA_WARP;
+    unsigned sum = x; /* up to and with this lane */
+    for (int distance = 1; distance < DTRAIN_CUDA_WARP; distance *= 2) {
+        const unsigned below = __shfl_up_sync(DTRAIN_CUDA_ALL_LANES, sum, distance);
+        if (lane >= distance) sum += below;
+    }
+    __syncthreads(); /* the slots may still be read by the call before this one */
+    if (lane == DTRAIN_CUDA_WARP - 1) slots[warp] = sum;
+    __syncthreads();
+    const unsigned of_warp = lane < warps ? slots[lane] : 0;
+    *total = dtrain_cuda_warp_sum(of_warp);
+    return sum - x + dtrain_cuda_warp_sum(lane < warp ? of_warp : 0);
+}
+
+/* counts -> sums of all counts before them, in place, by one block. */
+static __device__ __forceinline__ void dtrain_cuda_scan_counts(unsigned *counts, int64_t count,
+                                                               unsigned *slots)
+{
+    const int64_t share = (count + blockDim.x - 1) / blockDim.x, begin = share * threadIdx.x;
+    const int64_t end = begin + share < count ? begin + share : count;
+    unsigned sum = 0, total;
+    for (int64_t i = begin; i < end; i++)
+        sum += __ldcg(counts + i); /* maybe another block's, of the same launch */
+    sum = dtrain_cuda_block_scan(sum, slots, &total);
+    for (int64_t i = begin; i < end; i++) {
+        const unsigned own = __ldcg(counts + i);
+        counts[i] = sum;
+        sum += own;
+    }
+}
+
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_scan_kernel(unsigned *counts, int64_t count)
+{
+    __shared__ unsigned slots[DTRAIN_CUDA_WARP];
+    dtrain_cuda_scan_counts(counts, count, slots);
+}
+
+/* Lanes whose `digit` (8 bits) is this lane's, among those that take part. */
+static __device__ __forceinline__ unsigned dtrain_cuda_same_digit(unsigned digit, bool takes_part)
+{
+    unsigned same = __ballot_sync(DTRAIN_CUDA_ALL_LANES, takes_part);
+    for (int bit = 0; bit < 8; bit++) {
+        const unsigned set = __ballot_sync(DTRAIN_CUDA_ALL_LANES, digit >> bit & 1);
+        same &= digit >> bit & 1 ? set : ~set;
+    }
+    return same;
+}
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
+    dtrain_cuda_sort_move_kernel(dtrain_cuda_sort sort)
+{
+    __shared__ unsigned next[DTRAIN_CUDA_DIGITS]; /* where the tile's next key of a digit goes */
+    const int lane = threadIdx.x;
+    for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP)
+        next[digit] = sort.counts[(int64_t)digit * sort.tiles + blockIdx.x];
+    __syncwarp();
+    const int64_t begin = blockIdx.x * sort.tile,
+                  end = begin + sort.tile < sort.rows ? begin + sort.tile : sort.rows;
+    for (int64_t first = begin; first < end; first += DTRAIN_CUDA_WARP) {
+        const bool exists = first + lane < end;
+        const uint64_t key = exists ? dtrain_cuda_sort_key(sort, first + lane) : 0;
+        const unsigned digit = key >> sort.shift & (DTRAIN_CUDA_DIGITS - 1);
+        const unsigned same = dtrain_cuda_same_digit(digit, exists),
+                       before = same & ((1u << lane) - 1);
+        if (exists) sort.to[next[digit] + __popc(before)] = key;
+        __syncwarp();
+        if (exists && before == 0) next[digit] += __popc(same);
+        __syncwarp();
+    }
+}
+
+/* A warp for each key and each slice of 32 chunks of columns; it works if the key is the first of
+ * its token. Rows are loaded DTRAIN_CUDA_ROWS_AHEAD at a time, so that a frequent token is not a
+ * chain of memory latencies, and added one by one. */
+#define DTRAIN_CUDA_ROWS_AHEAD 8
+
+template <typename T, int WIDTH>
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_embedding_backward_kernel(dtrain_embedding_backward_args args, const uint64_t *keys,
+                                          int64_t slices)
+{
+    const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
+    const int64_t warp = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
+    const int64_t head = warp / slices, column = (warp % slices * DTRAIN_CUDA_WARP + lane) * WIDTH;
+    if (head >= args.rows) return; /* whole warps, as below */
+    const uint64_t token = keys[head] >> 32;
+    if (head > 0 && keys[head - 1] >> 32 == token) return;
+
+    const bool exists = column < args.n;
+    const T *const d_y = (const T *)args.d_y + column;
+    float *const out = args.d_wte + (int64_t)token * args.n + column;
+    dtrain_cuda_chunk<float, WIDTH> sum = {};
+    if (exists) sum = dtrain_cuda_load_chunk<WIDTH>(out);
+    int count = DTRAIN_CUDA_WARP; /* of the 32 keys from `first` on, how many are the token's */
+    for (int64_t first = head; count == DTRAIN_CUDA_WARP; first += DTRAIN_CUDA_WARP) {
+        const uint64_t key = first + lane < args.rows ? keys[first + lane] : ~(uint64_t)0;
+        count = __popc(__ballot_sync(DTRAIN_CUDA_ALL_LANES, key >> 32 == token));
+        for (int i = 0; i < count; i += DTRAIN_CUDA_ROWS_AHEAD) {
+            dtrain_cuda_chunk<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
+                const int64_t row =
+                    (int64_t)__shfl_sync(DTRAIN_CUDA_ALL_LANES, (unsigned)key, i + r);
+                if (exists && i + r < count)
+                    ahead[r] = dtrain_cuda_load_chunk<WIDTH>(d_y + row * args.n);
+            }
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
+                if (!exists || i + r >= count) continue;
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
+            }
+        }
+    }
+    if (exists) dtrain_cuda_store_chunk<WIDTH>(out, sum);
+}
+
+/* d_wpe[place] += d_y[place] + d_y[place + sequence] + ...: a thread for each place and chunk. */
+template <typename T, int WIDTH>
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_positions_backward_kernel(dtrain_embedding_backward_args args)
+{
+    const int64_t chunks = args.n / WIDTH,
+                  places = args.sequence < args.rows ? args.sequence : args.rows;
+    for (int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; item < places * chunks;
+         item += (int64_t)gridDim.x * blockDim.x) {
+        const int64_t place = item / chunks, column = item % chunks * WIDTH;
+        const T *const d_y = (const T *)args.d_y + column;
+        float *const out = args.d_wpe + place * args.n + column;
+        dtrain_cuda_chunk<float, WIDTH> sum = dtrain_cuda_load_chunk<WIDTH>(out);
+        for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
+            dtrain_cuda_chunk<T, WIDTH> ahead[4];
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < 4; r++)
+                if (first + r * args.sequence < args.rows)
+                    ahead[r] =
+                        dtrain_cuda_load_chunk<WIDTH>(d_y + (first + r * args.sequence) * args.n);
+            DTRAIN_CUDA_UNROLL
+            for (int r = 0; r < 4; r++) {
+                if (first + r * args.sequence >= args.rows) continue;
+                DTRAIN_CUDA_UNROLL
+                for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
+            }
+        }
+        dtrain_cuda_store_chunk<WIDTH>(out, sum);
+    }
+}
+
+/* The rows in order of their tokens; the keys stay in the device's scratch. */
+static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
+                                           const dtrain_embedding_backward_args *args,
+                                           const uint64_t **keys)
+{
+    const int64_t rows = args->rows, least = 512;
+    dtrain_cuda_sort sort = {};
+    sort.rows = rows;
+    sort.tile = (rows + DTRAIN_CUDA_SORT_TILES - 1) / DTRAIN_CUDA_SORT_TILES;
+    sort.tile = sort.tile < least
+                    ? least
+                    : (sort.tile + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * DTRAIN_CUDA_WARP;
+    sort.tiles = (int)((rows + sort.tile - 1) / sort.tile);
+    sort.tokens = args->tokens;
+    sort.vocab = args->vocab;
+    sort.fault = dtrain_cuda_state_of(device)->fault;
+
+    const int64_t count = (int64_t)DTRAIN_CUDA_DIGITS * sort.tiles;
+    void *scratch;
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
+        device, (size_t)rows * 16 + (size_t)count * sizeof(unsigned), &scratch));
+    uint64_t *halves[2] = {(uint64_t *)scratch, (uint64_t *)scratch + rows};
+    sort.counts = (unsigned *)((uint64_t *)scratch + 2 * rows);
+    int pass = 0;
+    do { /* once at least: it makes the keys */
+        sort.shift = 32 + 8 * pass;
+        sort.to = halves[pass % 2];
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, count",
+                                        dtrain_cuda_sort_count_kernel, sort.tiles, DTRAIN_CUDA_WARP,
+                                        0, sort));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, scan", dtrain_cuda_scan_kernel,
+                                        1, 1024, 0, sort.counts, count));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, move",
+                                        dtrain_cuda_sort_move_kernel, sort.tiles, DTRAIN_CUDA_WARP,
+                                        0, sort));
+        sort.tokens = NULL;
+        sort.from = sort.to;
+        pass++;
+    } while (pass < 4 && (args->vocab - 1) >> (8 * pass) > 0);
+    *keys = sort.from;
+    return DTRAIN_OK;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_embedding_backward_of(dtrain_device *device,
+                                                       const dtrain_embedding_backward_args *args)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->d_y) &&
+                      dtrain_cuda_aligned(args->d_wte) && dtrain_cuda_aligned(args->d_wpe);
+    const int64_t chunks = wide ? args->n / width : args->n,
+                  slices = (chunks + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP;
+    if (args->d_wte) {
+        void (*const kernel)(dtrain_embedding_backward_args, const uint64_t *, int64_t) =
+            wide ? dtrain_cuda_embedding_backward_kernel<T, width>
+                 : dtrain_cuda_embedding_backward_kernel<T, 1>;
+        const uint64_t *keys;
+        DTRAIN_CUDA_TRY(dtrain_cuda_sort_rows(device, args, &keys));
+        DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward", kernel,
+                                        (args->rows * slices + 7) / 8, 256, 0, *args, keys,
+                                        slices));
+    }
+    if (!args->d_wpe) return DTRAIN_OK;
+    const int64_t places = args->sequence < args->rows ? args->sequence : args->rows;
+    void (*const kernel)(dtrain_embedding_backward_args) =
+        wide ? dtrain_cuda_positions_backward_kernel<T, width>
+             : dtrain_cuda_positions_backward_kernel<T, 1>;
+    return DTRAIN_CUDA_RUN(device, "embedding_backward, positions", kernel,
+                           dtrain_cuda_blocks(dtrain_cuda_state_of(device), places * chunks, 256),
+                           256, 0, *args);
+}
+
+static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
+                                                    const dtrain_embedding_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding_backward", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_check_tokens("embedding_backward", args->vocab, args->sequence, args->d_wpe));
+    if (args->rows > INT32_MAX || args->vocab > (int64_t)INT32_MAX + 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "embedding_backward: rows and token ids are below 2^31, found %lld rows "
+                           "and a vocabulary of %lld: use "
+                           "smaller micro-batches",
+                           (long long)args->rows, (long long)args->vocab);
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_backward_of)(device, args);
+}
+
+/* ---- Cross-entropy ------------------------------------------------------------------------------
+ *
+ * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor for
+ * large n. Bytes: one read of logits; with d_logits one write of it besides, for then the row is read
+ * again at once, last elements first, from the caches.
+ *
+ * The maximum and the sum of exponentials come from one pass (online softmax): when the maximum
+ * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may begin
+ * anywhere:
+ *
+ *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
+ *
+ * If logits and d_logits are not aligned alike, everything is head. */
+
+struct dtrain_cuda_span {
+    int64_t head, packs, tail; /* elements of the head, number of packs, where the tail begins */
+};
+
+template <typename T>
+static __device__ dtrain_cuda_span dtrain_cuda_span_of(const T *row, const T *other, int64_t n)
+{
+    const uintptr_t address = (uintptr_t)row;
+    dtrain_cuda_span span;
+    span.head = (int64_t)((16 - address % 16) % 16 / sizeof(T));
+    if (span.head > n || (address ^ (uintptr_t)other) % 16 != 0) span.head = n;
+    span.packs = (n - span.head) / dtrain_cuda_pack<T>::width;
+    span.tail = span.head + span.packs * dtrain_cuda_pack<T>::width;
+    return span;
+}
+
+/* sum = sum of exp(x - anchor), where anchor = top unless that is -infinity: then nothing has been
+ * seen but masked logits, which add exp(-infinity - 0) = 0. NaN is not a maximum, but is in the sum. */
+struct dtrain_cuda_softmax {
+    float top, sum;
+};
+
+static __device__ __forceinline__ float dtrain_cuda_softmax_anchor(float top)
+{
+    return top > -INFINITY ? top : 0;
+}
+
+template <int WIDTH, typename T>
+static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
+                                                               const T *from)
+{
+    const dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from);
+    float top = softmax.top;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) top = fmaxf(top, dtrain_cuda_widen(x.at[e]));
+    const float anchor = dtrain_cuda_softmax_anchor(top);
+    softmax.sum *= __expf(softmax.top - anchor);
+    softmax.top = top;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) softmax.sum += __expf(dtrain_cuda_widen(x.at[e]) - anchor);
+}
+
+/* Log of the sum of exponentials of a row, in every thread. */
+template <typename T>
+static __device__ __forceinline__ float
+dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    dtrain_cuda_softmax softmax = {-INFINITY, 0};
+    for (int64_t j = threadIdx.x; j < span.head; j += blockDim.x)
+        dtrain_cuda_softmax_add<1>(softmax, row + j);
+    for (int64_t p = threadIdx.x; p < span.packs; p += blockDim.x)
+        dtrain_cuda_softmax_add<width>(softmax, row + span.head + p * width);
+    for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
+        dtrain_cuda_softmax_add<1>(softmax, row + j);
+
+    const float anchor = dtrain_cuda_softmax_anchor(dtrain_cuda_block_max(softmax.top, slots));
+    return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
+}
+
+/* What a row's gradient is made of; target -1: zeros. */
+struct dtrain_cuda_row_gradient {
+    int64_t target;
+    float lse, scale;
+};
+
+template <int WIDTH, typename T>
+static __device__ __forceinline__ void
+dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
+                         int64_t column)
+{
+    dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from + column);
+    const int64_t hit =
+        gradient.target -
+        column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) {
+        const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
+        const float d = (hit == e ? p - 1 : p) * gradient.scale;
+        dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
+    }
+    dtrain_cuda_store_chunk<WIDTH>(to + column, x);
+}
+
+/* Each element is read and written by one thread: `to` may be `from`. */
+template <typename T>
+static __device__ __forceinline__ void
+dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
+                             const dtrain_cuda_span &span, int64_t n)
+{
+    constexpr int width = dtrain_cuda_pack<T>::width;
+    for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
+        dtrain_cuda_gradient_put<1>(gradient, from, to, j);
+    for (int64_t p = span.packs - 1 - threadIdx.x; p >= 0; p -= blockDim.x)
+        dtrain_cuda_gradient_put<width>(gradient, from, to, span.head + p * width);
+    for (int64_t j = threadIdx.x; j < span.head; j += blockDim.x)
+        dtrain_cuda_gradient_put<1>(gradient, from, to, j);
+}
+
+/* The target of a row, -1 for one to ignore; a bad one is reported and ignored. */
+static __device__ int64_t dtrain_cuda_target(const int32_t *targets, int64_t row, int64_t n,
+                                             dtrain_cuda_fault *fault)
+{
+    const int64_t target = targets[row];
+    if (target >= -1 && target < n) return target;
+    if (threadIdx.x == 0) dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TARGET, target, row, n);
+    return -1;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_cross_entropy_kernel(dtrain_cross_entropy_args args, dtrain_cuda_fault *fault)
+{
+    __shared__ float slots[DTRAIN_CUDA_WARP];
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const T *const logits = (const T *)args.logits + row * args.n;
+        T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
+        const dtrain_cuda_span span =
+            dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.n);
+        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args.targets, row, args.n, fault),
+                                             0, args.scale};
+        if (gradient.target >= 0) { /* the same for the whole block */
+            /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
+            const float of_target = dtrain_cuda_widen(logits[gradient.target]);
+            gradient.lse = dtrain_cuda_row_lse(logits, span, args.n, slots);
+            if (threadIdx.x == 0)
+                args.loss[row] = gradient.lse - of_target, args.lse[row] = gradient.lse;
+        } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
+        if (d_logits) dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.n);
+    }
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_cross_entropy_backward_kernel(dtrain_cross_entropy_backward_args args,
+                                              dtrain_cuda_fault *fault)
+{
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const T *const logits = (const T *)args.logits + row * args.n;
+        T *const d_logits = (T *)args.d_logits + row * args.n;
+        const dtrain_cuda_row_gradient gradient = {
+            dtrain_cuda_target(args.targets, row, args.n, fault), args.lse[row],
+            args.upstream ? args.scale * args.upstream[0] : args.scale};
+        dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
+                                     dtrain_cuda_span_of<T>(logits, d_logits, args.n), args.n);
+    }
+}
+
+/* A pack or two for each thread at least. */
+static int dtrain_cuda_row_threads(int64_t n)
+{
+    int threads = DTRAIN_CUDA_WARP;
+    while (threads < 1024 && threads * 16 < n) threads *= 2;
+    return threads;
+}
+
+template <typename T>
+static dtrain_result dtrain_cuda_cross_entropy_of(dtrain_device *device,
+                                                  const dtrain_cross_entropy_args *args)
+{
+    return DTRAIN_CUDA_RUN(device, "cross_entropy", dtrain_cuda_cross_entropy_kernel<T>,
+                           args->rows < INT32_MAX ? args->rows : INT32_MAX,
+                           dtrain_cuda_row_threads(args->n), 0, *args,
+                           dtrain_cuda_state_of(device)->fault);
+}
+
+static dtrain_result dtrain_cuda_cross_entropy(dtrain_device *device,
+                                               const dtrain_cross_entropy_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_of)(device, args);
+}
+
+template <typename T>
+static dtrain_result
+dtrain_cuda_cross_entropy_backward_of(dtrain_device *device,
+                                      const dtrain_cross_entropy_backward_args *args)
+{
+    return DTRAIN_CUDA_RUN(
+        device, "cross_entropy_backward", dtrain_cuda_cross_entropy_backward_kernel<T>,
+        args->rows < INT32_MAX ? args->rows : INT32_MAX, dtrain_cuda_row_threads(args->n), 0, *args,
+        dtrain_cuda_state_of(device)->fault);
+}
+
+static dtrain_result
+dtrain_cuda_cross_entropy_backward(dtrain_device *device,
+                                   const dtrain_cross_entropy_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_backward_of)(device, args);
+}

@@ -1,0 +1,75 @@
+/* A device of one's own. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "device/backend.h"
+#include "device/device.h"
+#include "device/device_internal.h"
+
+/* The allocator is kept behind the public part: backends need not. */
+typedef struct dtrain__owned_device {
+    dtrain_device device;
+    dtrain_allocator allocator;
+} dtrain__owned_device;
+
+DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
+                                              const dtrain_device_desc *desc, dtrain_device **out)
+{
+    dtrain_device_desc defaults;
+    memset(&defaults, 0, sizeof defaults);
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_create: out is NULL");
+    *out = NULL;
+    if (!desc) desc = &defaults;
+    if (!ops) ops = dtrain_cpu_device_ops();
+    if (ops->abi != DTRAIN_DEVICE_ABI)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
+                           (unsigned)ops->abi, (unsigned)DTRAIN_DEVICE_ABI);
+    const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
+    dtrain__owned_device *owned =
+        (dtrain__owned_device *)dtrain__alloc(&allocator, 1, sizeof *owned, "a device");
+    if (!owned) return DTRAIN_ERROR_MEMORY;
+    owned->allocator = allocator;
+    owned->device.ops = ops;
+    owned->device.limit_bytes = desc->memory_limit;
+    const dtrain_result result = ops->create(desc, &owned->device);
+    if (result != DTRAIN_OK) {
+        dtrain__free(&allocator, owned, 1, sizeof *owned);
+        return result;
+    }
+    *out = &owned->device;
+    return DTRAIN_OK;
+}
+
+/* Whether the host can read it. Parameters of a host program may lie on either side. */
+DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
+{
+    return device->ops->host_memory || !device->ops->is_device_memory(device, memory);
+}
+
+DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes)
+{
+    const bool from_host = !device->ops->host_memory && dtrain__on_host(device, from);
+    const bool to_host = !device->ops->host_memory && dtrain__on_host(device, to);
+    if (from_host && to_host) {
+        if (bytes) memmove(to, from, bytes);
+        return DTRAIN_OK;
+    }
+    return device->ops->copy(device, to, from, bytes,
+                             from_host ? DTRAIN_COPY_HOST_TO_DEVICE
+                             : to_host ? DTRAIN_COPY_DEVICE_TO_HOST
+                                       : DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
+DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
+{
+    dtrain__owned_device *owned = (dtrain__owned_device *)(void *)device;
+    if (!device) return;
+    const dtrain_allocator allocator = owned->allocator;
+    device->ops->destroy(device);
+    dtrain__free(&allocator, owned, 1, sizeof *owned);
+}

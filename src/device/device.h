@@ -1,0 +1,89 @@
+/* Device
+ *
+ * A device is memory plus kernels. The CPU device below is built in and is the oracle for every
+ * other one; dtrain_cuda.cu exports another table of the same form. Nothing above this section
+ * knows which device it runs on.
+ *
+ * Order of calls: create once per rank; alloc, copy and kernels in any order; destroy. Kernels are
+ * queued in order on the device's compute stream; synchronize waits for them and reports errors
+ * that were not known at launch (a token outside the vocabulary, a lost device). On the CPU each
+ * kernel is finished, and has reported, when it returns.
+ *
+ * All matrices are row-major; "rows" of activations are tokens. Activations are F32, BF16 or F16 as
+ * a dtype in the arguments says (0 = F32); arithmetic inside a kernel is fp32. Weights, statistics
+ * and losses are fp32. Gradients of parameters are always fp32, gradients of activations have the
+ * dtype of the activation, and `accumulate` says whether a kernel adds to what is there (true) or
+ * overwrites it (false: the old contents are not read and may be anything). */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/log.h"
+#include "core/result.h"
+
+typedef struct dtrain_device dtrain_device;
+typedef struct dtrain_device_ops dtrain_device_ops;
+
+typedef enum dtrain_activation {
+    DTRAIN_ACTIVATION_NONE = 0,
+    DTRAIN_ACTIVATION_RELU = 1,
+    DTRAIN_ACTIVATION_GELU =
+        2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+} dtrain_activation;
+
+/* What GEMM and attention may do to fp32 operands; those in BF16 or F16 are not affected. */
+typedef enum dtrain_math {
+    DTRAIN_MATH_DEFAULT = 0, /* = DTRAIN_MATH_FP32 */
+    DTRAIN_MATH_FP32 = 1,
+    DTRAIN_MATH_TF32 = 2, /* tensor cores with 10 bits of mantissa; CPU: an error */
+    DTRAIN_MATH_BF16 = 3  /* tensor cores with 7 bits of mantissa; CPU: an error */
+} dtrain_math;
+
+typedef struct dtrain_device_desc {
+    uint32_t thread_count; /* CPU: compute threads of this rank; 0 = 1 */
+    uint32_t device_index; /* GPU: which one, modulo how many there are */
+    uint32_t math;         /* dtrain_math */
+    bool oversubscribed;   /* more threads than cores here: waiting threads must not spin */
+    bool tune;             /* GPU: time the algorithms of a GEMM at its first use. Some per cent
+                              faster; the bits may then differ from run to run */
+    uint64_t memory_limit; /* bytes; what would go beyond is DTRAIN_ERROR_MEMORY. 0 = none */
+    dtrain_allocator allocator;
+} dtrain_device_desc;
+
+typedef struct dtrain_device_info {
+    char name[96];         /* "NVIDIA H200" */
+    char id[48];           /* the same for two ranks exactly when they sit on one device */
+    uint32_t index, count; /* which, of how many in this machine */
+    uint32_t major, minor; /* compute capability */
+    uint64_t memory_bytes, free_bytes;
+} dtrain_device_info;
+
+/* The table of dtrain_cuda.cu: link that file to use it. */
+extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
+
+/* The table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA and
+ * links dtrain_cuda.cu. Any other is an error that says what to do. */
+DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
+
+/* The built-in tables. The plan device runs no kernel, copies nothing and hands out addresses
+ * without memory: a model that is run on it reports through peak_bytes what it would need. The CPU
+ * device's kernel scratch (GEMM packing, attention blocks) is allocated in the first step, less
+ * than 2 MiB a thread for usual shapes, and not counted in allocated_bytes. */
+DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
+
+/* A device of one's own, without a world (tests, tools). ops NULL = CPU. */
+DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
+                                              const dtrain_device_desc *desc, dtrain_device **out);
+DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
+
+/* Copies bytes between two arrays that do not overlap, each in the host's memory or the device's,
+ * in the order of the device's work; a host array can be used again when it returns. */
+DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes);
+
+/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". The second is for
+ * products of bf16 with bf16: "amx_bf16" or "avx512_bf16" where the compiler, the processor and the
+ * system have them, else the first. */
+DTRAIN_API const char *dtrain_cpu_kernel_name(void);
+DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);

@@ -1,0 +1,168 @@
+/* The plan device
+ *
+ * Addresses without memory: an allocation is a step of a counter that lives in device->state
+ * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
+ * answer. Streams and events are the CPU's or nothing. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/result.h"
+#include "device/backend.h"
+#include "device/cpu/cpu_internal.h"
+#include "device/device.h"
+#include "device/device_internal.h"
+
+static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    (void)desc;
+    device->state = (void *)(uintptr_t)4096;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
+
+static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
+{
+    (void)device;
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "plan");
+    snprintf(info->id, sizeof info->id, "plan");
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    const uintptr_t at = (uintptr_t)device->state;
+    *memory = NULL;
+    if (bytes > UINTPTR_MAX - at - 128)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
+                           (unsigned long long)bytes);
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    *memory = (void *)at;
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (memory) device->allocated_bytes -= bytes;
+}
+
+static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
+                                       size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    (void)kind;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = NULL;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
+                       device->ops->name, bytes);
+}
+
+static dtrain_result dtrain__plan_event_create(dtrain_device *device, bool timing,
+                                               dtrain_event **out)
+{
+    (void)timing;
+    *out = (dtrain_event *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__plan_event_destroy(dtrain_device *device, dtrain_event *event)
+{
+    (void)device;
+    (void)event;
+}
+static dtrain_result dtrain__plan_event_record(dtrain_device *device, dtrain_event *event,
+                                               dtrain_stream *stream)
+{
+    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
+}
+static dtrain_result dtrain__plan_event_elapsed(dtrain_device *device, dtrain_event *begin,
+                                                dtrain_event *end, float *milliseconds)
+{
+    (void)device;
+    (void)begin;
+    (void)end;
+    *milliseconds = 0;
+    return DTRAIN_OK;
+}
+
+#define DTRAIN__PLAN_KERNEL(op)                                                                   \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
+    {                                                                                             \
+        (void)device;                                                                             \
+        (void)args;                                                                               \
+        return DTRAIN_OK;                                                                         \
+    }
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
+
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+{
+#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "plan",
+                                          false,
+                                          dtrain__plan_create,
+                                          dtrain__plan_destroy,
+                                          dtrain__plan_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__plan_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__plan_copy,
+                                          dtrain__plan_zero,
+                                          dtrain__plan_host_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__cpu_host_register,
+                                          dtrain__cpu_host_unregister,
+                                          dtrain__cpu_copy_async,
+                                          dtrain__cpu_stream_create,
+                                          dtrain__cpu_stream_destroy,
+                                          dtrain__cpu_stream_native,
+                                          dtrain__plan_event_create,
+                                          dtrain__plan_event_destroy,
+                                          dtrain__plan_event_record,
+                                          dtrain__cpu_event_wait,
+                                          dtrain__cpu_event_query,
+                                          dtrain__plan_event_elapsed,
+                                          dtrain__cpu_is_device_memory,
+                                          dtrain__cpu_graph_begin,
+                                          dtrain__cpu_graph_end,
+                                          dtrain__cpu_graph_launch,
+                                          dtrain__cpu_graph_destroy,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
+    return &ops;
+}
+
+DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
+{
+    if (!name || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
+                           name ? "out" : "name");
+    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
+#ifdef DTRAIN_USE_CUDA
+    if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
+#else
+    if (strcmp(name, "cuda") == 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program was built without CUDA: compile it with "
+                           "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
+#endif
+    if (*out) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
+}

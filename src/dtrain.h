@@ -1,0 +1,128 @@
+#include "manual.h"
+
+#if !defined(DTRAIN_H) && !defined(DTRAIN__ISA)
+#define DTRAIN_H
+
+/* The implementation needs POSIX and Linux names, and libc fixes what it shows at the first system
+ * include: so dtrain.h comes first in the file that defines DTRAIN_IMPLEMENTATION. */
+#if defined(DTRAIN_IMPLEMENTATION) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE 1
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a training program needs. */
+#include "core/api.h"
+#include "core/result.h"
+#include "core/log.h"
+#include "core/dtype.h"
+#include "device/device.h"
+#include "world/world.h"
+#include "comm/comm.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "strategy/memory.h"
+#include "strategy/compression.h"
+#include "tape/tape.h"
+#include "tape/ops.h"
+#include "optim/scaler.h"
+#include "optim/optimizer.h"
+#include "train/data.h"
+#include "train/trainer.h"
+#include "train/metrics.h"
+
+/* What an author of a backend needs besides. */
+#include "device/backend.h"
+#include "comm/backend.h"
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DTRAIN_H */
+
+/* Readers of the API can stop here. */
+
+#if defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
+#define DTRAIN__IMPLEMENTED
+
+#define DTRAIN__PRIVATE static
+#define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
+
+#include "core/platform.c"
+#include "core/result.c"
+#include "core/log.c"
+#include "core/dtype.c"
+#include "core/random.c"
+#include "world/world.c"
+#include "world/control.c"
+#include "world/arena.c"
+#include "world/hash.c"
+#include "world/environment.c"
+#include "world/link.c"
+#include "world/rendezvous.c"
+#include "world/page.c"
+#include "world/launch.c"
+#include "comm/comm.c"
+#include "comm/reduce.c"
+#include "comm/local_collectives.c"
+#include "comm/links.c"
+#include "comm/local.c"
+#include "comm/staged.c"
+#include "comm/mpi_requests.c"
+#include "comm/mpi_move.c"
+#include "comm/mpi.c"
+#include "comm/backend.c"
+#include "strategy/params.c"
+#include "strategy/layout.c"
+#include "strategy/values.c"
+#include "strategy/reduce.c"
+#include "strategy/backward.c"
+#include "strategy/gather.c"
+#include "strategy/hierarchy.c"
+#include "strategy/compression.c"
+#include "strategy/topk.c"
+#include "strategy/powersgd.c"
+#include "strategy/ways.c"
+#include "strategy/offload.c"
+#include "strategy/settings.c"
+#include "strategy/create.c"
+#include "strategy/plan.c"
+#include "tape/arena.c"
+#include "tape/tape.c"
+#include "tape/checkpointing.c"
+#include "tape/backward.c"
+#include "tape/ops.c"
+#include "tape/layers.c"
+#include "tape/elementwise.c"
+#include "optim/clip.c"
+#include "optim/scaler.c"
+#include "optim/optimizer.c"
+#include "optim/schedule.c"
+#include "train/sampler.c"
+#include "train/dataset.c"
+#include "train/loader.c"
+#include "train/trainer.c"
+#include "train/queued_step.c"
+#include "train/plan.c"
+#include "train/metrics.c"
+#include "device/device.c"
+#include "device/plan.c"
+#include "device/cpu/pool.c"
+#include "device/cpu/cpu.c"
+#include "device/cpu/table.c"
+#include "device/cpu/launch.c"
+#include "device/cpu/launch_gemm.c"
+#include "device/cpu/launch_sparse.c"
+#include "device/cpu/gemm_kernels.c"
+#include "device/cpu/gemm.c"
+#include "device/cpu/kernels.c"
+
+#endif /* DTRAIN_IMPLEMENTATION */
+
+/* The kernels, once for each instruction set: see device/cpu/kernels.c. */
+#ifdef DTRAIN__ISA
+#include "device/cpu/kernels/text.h"
+#endif

@@ -1,0 +1,187 @@
+/* dtrain.h: distributed deep-learning training for C. Version 0.2.0, MIT license (file LICENSE).
+
+   Do this in ONE C or C++ file, before any other include:
+
+       #define DTRAIN_IMPLEMENTATION
+       #include "dtrain.h"
+
+   and include dtrain.h without the define wherever else it is needed. Build lines:
+
+       cc  -O2 train.c -lm -lpthread                       built-in kernels, nothing else needed
+       cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
+       c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
+       mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
+       nvcc -O3 -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt        with NVIDIA GPUs
+
+   Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
+
+       ./a.out
+       torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
+       srun -n 4 ./a.out          RANK=0 WORLD_SIZE=4 MASTER_ADDR=node0 ./a.out, and so on
+
+   Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
+   -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
+
+   ------------------------------------------------------------------------------------------------
+   Contents: the files that this one is joined from, in the order of reading. First the API, in
+   which what authors of backends need comes last; then the implementation, its kernels last.
+
+       @contents@
+
+   One step of training, and the files of the API that its stations are in:
+
+       batch                                          train/data.h
+       forward: gather, operations, release           strategy/strategy.h, tape/
+       loss
+       backward: gather, ready, release               tape/tape.h, strategy/strategy.h
+         a bucket of gradients is full: reduce        comm/comm.h
+       finish: every gradient is the mean             strategy/strategy.h
+       unscale, norm, clip                            optim/scaler.h
+       optimizer on this rank's shards                optim/optimizer.h
+       publish the new parameters                     strategy/strategy.h
+       record                                         train/trainer.h, train/metrics.h
+
+   ------------------------------------------------------------------------------------------------
+   A complete program: a model with its own arrays and its own backward, on two ranks.
+
+       #define DTRAIN_IMPLEMENTATION
+       #include "dtrain.h"
+
+       static int train(dtrain_world *world, void *user)
+       {
+           float w = 0, w_grad = 0, x = (float)dtrain_world_rank(world) + 1; // its own data
+           dtrain_param param = {.name = "w", .value = &w, .grad = &w_grad, .count = 1};
+           dtrain_strategy *ddp;
+           if (dtrain_strategy_create(world, &param, 1, NULL, &ddp) != DTRAIN_OK) return 1;
+           for (int step = 0; step < 50; step++) {
+               w_grad = 2 * (w * x - 3 * x) * x;                         // your backward
+               if (dtrain_strategy_ready(ddp, 0) != DTRAIN_OK) return 1; // communication starts
+               if (dtrain_strategy_finish(ddp) != DTRAIN_OK) return 1;   // mean over ranks
+               w -= 0.1f * w_grad;                                       // your optimizer
+           }
+           if (dtrain_world_rank(world) == 0) printf("w = %.3f, expected 3\n", w);
+           dtrain_strategy_destroy(ddp);
+           return (void)user, 0;
+       }
+
+       int main(void)
+       {
+           dtrain_launch_desc desc = {.rank_count = 2};
+           if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
+           fprintf(stderr, "%s\n", dtrain_last_error());
+           return 1;
+       }
+
+   With the tape the model is its forward function and nothing else: see examples/mlp.c and
+   examples/train_gpt.c.
+
+   ------------------------------------------------------------------------------------------------
+   Glossary
+
+   rank         one of the processes (or threads) that train together, numbered from 0.
+   world        all ranks of a run; world size = how many.
+   node         the ranks of one host, which reach each other faster than those of other hosts; or,
+                emulated, a group of ranks that is treated so world/world.h.
+   collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
+   DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   shard        the part of parameters, gradients or optimizer state that one rank keeps.
+   ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
+                too (ZeRO-3, fully sharded data parallel).
+   gather       to bring a unit's parameters together on every rank; release lets go of them.
+   publish      to bring updated shards to where the next forward pass reads them.
+   parameter    a named tensor of the model; its gradient has the same shape.
+   unit         a group of parameters used together, a transformer block say: the grain in which
+                sharded strategies gather and free parameters.
+   bucket       a run of gradients, laid end to end, that is reduced by one collective.
+   ready        a gradient to which this backward adds nothing more.
+   micro-batch  the samples of one forward and backward; a step may accumulate several.
+   tape         the record of the forward pass that backward walks in reverse.
+   arena        the memory of a forward pass, laid out the same way every step.
+   autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   compression  to send less than a gradient; what is left out stays in the residual.
+   residual     what this rank has not sent yet; error feedback adds it to the next gradient.
+   loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.
+   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
+
+   Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
+   first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
+   one order on every rank, whatever the order in which gradients become ready:
+
+       rank 0   forward | backward p6 | p5 p4      | p3 .. p0      | finish | optimizer
+       rank 1   forward  | backward p6 | p5 p4      | p3 .. p0     | finish | optimizer
+       comm                              [ p6 ]      [ p5 p4 ] ...   [ p3 .. p0 ]
+
+   A bucket in memory, each gradient starting on a cache line. A rank owns one slice of every
+   bucket: it sums this slice over all ranks, in rank order, and writes the mean to all of them:
+
+       rank 0's bucket  | p5 .......... pad | p4 ........ pad |
+                        |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
+       rank 1's bucket  | p5 .......... pad | p4 ........ pad |
+
+   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+
+       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
+
+   ------------------------------------------------------------------------------------------------
+   Configuration
+
+   Compile time, in the file with DTRAIN_IMPLEMENTATION (none changes a public struct or prototype):
+       DTRAIN_STATIC       all functions are static: a private copy
+       DTRAIN_API          the linkage of public functions, if you want your own
+       DTRAIN_USE_CBLAS    fp32 GEMM through cblas_sgemm
+       DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
+       DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
+                           (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
+       DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
+
+   Run time: the desc structs. In set-up descs zero means the default written beside the field; in
+   hyper-parameter descs (strategy, optimizer) start from the *_defaults() function. A cluster of
+   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation.
+
+   ------------------------------------------------------------------------------------------------
+   Promises (each has a test)
+
+   Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
+                      to rounding.
+   Same bits          run after run, for any bucket size, with or without overlap, for any number
+                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD and hierarchical
+                      add node by node).
+                      With clipping, kinds add up the norm in different orders, in double: it is
+                      the same float but in rare cases (about one step in 10^8). GPU kernels use no
+                      floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Memory             of parameters, gradients and optimizer state follows the table in
+                      strategy/strategy.h, and is known before anything is allocated.
+   No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
+                      call that can fail returns a dtrain_result and leaves a sentence in
+                      dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
+   No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
+                      becomes an error with its name on every other rank; a failed communicator
+                      stays failed.
+   Nothing left       shared memory has no name; after success, failure or kill -9 no process,
+                      segment, file descriptor or thread remains.
+   Steady state       after the first step nothing is allocated and all addresses repeat.
+   Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
+   Finite checks      look at exponent bits: -ffast-math does not disable them.
+
+   Threads: a world and everything made from it belong to the thread of its rank.
+   dtrain_last_error is per thread. Ownership: who creates destroys; destroy functions accept NULL.
+
+   ------------------------------------------------------------------------------------------------
+   Limits
+
+   Ranks are processes or threads started by dtrain_launch, or processes started by another
+   launcher. The local communicator joins ranks of one host; ranks on several hosts need one
+   that crosses them: MPI (DTRAIN_USE_MPI, mpicc) on CPUs, dtrain_nccl.h on GPUs.
+
+   Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
+   under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
+   DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
+   calls, not in between. Emulated links know bandwidth, latency and who shares them, not congestion
+   inside a switch, loss of packets, or the processor time that real network stacks take.
+   dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
+   The file must keep its name: it includes itself to compile its kernels for several
+   instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
+   against.*/

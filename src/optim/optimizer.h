@@ -1,0 +1,67 @@
+/* Optimizers, schedules. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "strategy/strategy.h"
+
+typedef struct dtrain_optimizer dtrain_optimizer;
+
+typedef enum dtrain_optimizer_kind {
+    DTRAIN_OPTIMIZER_ADAMW = 1,
+    DTRAIN_OPTIMIZER_SGD = 2
+} dtrain_optimizer_kind;
+
+/* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
+typedef struct dtrain_optimizer_desc {
+    uint32_t kind;
+    float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
+    float weight_decay;          /* decoupled; skips NO_DECAY and 1-D parameters. 0.01; SGD 0 */
+    float momentum;              /* SGD: 0 */
+    bool nesterov;
+    uint64_t variance_steps; /* AdamW: second moments are those of this many steps, and stay. For
+                                top-k gradients, whose rare large elements would pass for variance:
+                                10 to 25 % of a run, as many as dense_steps (Tang et al., "1-bit
+                                Adam", ICML 2021). 0 = of all steps */
+} dtrain_optimizer_desc;
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
+
+/* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
+ * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy is the host's: what else changes values
+ * on the device is undone by the next step. */
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out);
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
+/* One update; every gradient is multiplied by grad_scale on the way in; then the strategy publishes
+ * it: collective where anything is sharded. A rate or scale that is not finite, or a negative rate,
+ * is an error before anything is touched. */
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale);
+DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
+
+typedef enum dtrain_schedule_kind {
+    DTRAIN_SCHEDULE_CONSTANT = 0,
+    DTRAIN_SCHEDULE_LINEAR = 1,
+    DTRAIN_SCHEDULE_COSINE = 2
+} dtrain_schedule_kind;
+
+/* Steps count from 0. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
+ * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+typedef struct dtrain_schedule {
+    uint32_t kind;
+    float lr, min_lr;
+    int64_t warmup_steps, total_steps;
+} dtrain_schedule;
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
+
+typedef enum dtrain_lr_scaling {
+    DTRAIN_LR_SCALING_NONE = 0,
+    DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
+    DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
+} dtrain_lr_scaling;
+DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);

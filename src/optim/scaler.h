@@ -1,0 +1,64 @@
+/* Loss scaling, clipping
+ *
+ * fp16 knows nothing below 6e-8, where many gradients are: the loss is multiplied by a scale before
+ * backward, and the optimizer divides gradients by it on the way in (Micikevicius et al., "Mixed
+ * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
+ * overflow is skipped and lowers it, a long run of good ones raises it.
+ *
+ *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
+ *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
+ *
+ * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
+ * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
+ * costs no collective. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "strategy/strategy.h"
+
+/* Start from dtrain_loss_scaler_defaults(). */
+typedef struct dtrain_loss_scaler_desc {
+    float initial_scale;      /* 65536 */
+    float growth_factor;      /* 2 */
+    float backoff_factor;     /* 0.5 */
+    uint32_t growth_interval; /* 2000: good steps in a row before the scale grows */
+    uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
+                                 since it grew and those that follow do, as in DeepSpeed */
+    float minimum_scale;      /* 1: what would fall below is an error */
+} dtrain_loss_scaler_desc;
+
+/* Plain data: copy it, save it, compare it. */
+typedef struct dtrain_loss_scaler {
+    dtrain_loss_scaler_desc desc;
+    float scale;            /* of the next step's backward */
+    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;     /* overflows in a row */
+    uint64_t skipped_steps; /* overflows since init */
+} dtrain_loss_scaler;
+
+DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
+/* desc NULL = defaults. Nothing is allocated. */
+DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
+                                                 const dtrain_loss_scaler_desc *desc);
+/* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
+ * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
+ * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
+ * scale mends. Local. */
+DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
+/* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
+ * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
+ * norm is beyond fp32); take no step. Collective, the same on every rank. */
+DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
+                                                    dtrain_strategy *strategy, float max_norm,
+                                                    float *norm, float *grad_scale,
+                                                    bool *found_inf);
+
+/* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
+ * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
+ * Nothing is scaled here: pass the factor to dtrain_optimizer_step. max_norm <= 0: no clipping,
+ * scale = 1. Collective. A norm that is not finite is returned as it is, with scale 1. */
+DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
+                                               float *norm, float *scale);

@@ -1,0 +1,30 @@
+/* Learning rates. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "optim/optim_internal.h"
+#include "optim/optimizer.h"
+
+/* In double, rounded once: the same number whatever machine or world size asks. */
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
+{
+    if (!schedule) return 0;
+    const double lr = (double)schedule->lr, low = (double)schedule->min_lr;
+    const int64_t warmup = schedule->warmup_steps, total = schedule->total_steps;
+    if (step < 0) step = 0;
+    if (step < warmup) return (float)(lr * ((double)step + 1) / (double)warmup);
+    if (schedule->kind != DTRAIN_SCHEDULE_LINEAR && schedule->kind != DTRAIN_SCHEDULE_COSINE)
+        return schedule->lr;
+    if (step >= total) return schedule->min_lr;
+    const double done = (double)(step - warmup) / (double)(total - warmup);
+    if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) return (float)(lr + (low - lr) * done);
+    return (float)(low + (lr - low) * 0.5 * (1 + cos(3.14159265358979323846 * done)));
+}
+
+DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule)
+{
+    if (ranks < 1) ranks = 1;
+    if (rule == DTRAIN_LR_SCALING_LINEAR) return lr * (float)ranks;
+    if (rule == DTRAIN_LR_SCALING_SQRT) return (float)((double)lr * sqrt((double)ranks));
+    return lr;
+}

@@ -1,0 +1,400 @@
+/* Gradient compression, hierarchy
+ *
+ * Here are the ways of a bucket strategy/reduce.c that are not one collective, as lists of steps:
+ *
+ *     hierarchical      whole      NODE scatter,  ACROSS all-reduce,   NODE gather
+ *                       sharded    NODE scatter,  ACROSS scatter
+ *     top-k             ALL_GATHER   sparse gather
+ *                       BALANCED     sparse trade,  sparse publish
+ *     PowerSGD          P all-reduce,  Q all-reduce
+ *
+ * With hierarchical, top-k takes the place of the middle step. The part of a bucket that this rank
+ * then exchanges, its hop, is a slice; without nodes it is the bucket. The part of one parameter in
+ * the hop is a portion, and each is compressed by itself, so that without nodes what is sent does
+ * not depend on how parameters are put into buckets:
+ *
+ *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
+ *     hop of ranks 0 and 2         | a               | b    |
+ *     hop of ranks 1 and 3                                  | b          | c   |
+ *
+ * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced.
+ *
+ * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
+ *
+ *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
+ *
+ * The quota of count elements is ratio * count, rounded to nearest, at least 1. BALANCED cuts every
+ * portion in N regions of ceil(count / N), the last one shorter, and takes the quota of a whole
+ * region from each. Where a selection would be larger than what it is selected from (the beginning
+ * of a warm-up), the bucket goes masked: what is not selected as zeros, whole, with the same sums.
+ *
+ * Error feedback is exact: what a rank has taken from its gradient and residual together is what it
+ * sends, after rounding, and the rest is its residual. So at any time, to rounding,
+ *
+ *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
+ *
+ * (With nodes and fp16 residuals are of means over a node, and count G times.) */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "comm/comm.h"
+#include "strategy/compression.h"
+#include "strategy/compression_internal.h"
+#include "strategy/layout_internal.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "strategy/strategy_internal.h"
+#include "device/backend.h"
+#include "device/device.h"
+
+/* ---- Checks -----------------------------------------------------------------------------------*/
+
+static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
+
+static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
+                           (unsigned)desc->sparse_exchange);
+    if (!dtrain__is_share(desc->topk_ratio))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: topk_ratio is %g; expected a share above 0, at most 1", call,
+                           (double)desc->topk_ratio);
+    if (desc->warmup_steps &&
+        (!dtrain__is_share(desc->warmup_ratio) || desc->warmup_ratio < desc->topk_ratio))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: warmup_ratio is %g; a warm-up begins at topk_ratio (%g) or above, "
+                           "at most at 1",
+                           call, (double)desc->warmup_ratio, (double)desc->topk_ratio);
+    if (!(desc->topk_momentum >= 0 && desc->topk_momentum < 1))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: topk_momentum is %g; expected 0 (off) or below 1", call,
+                           (double)desc->topk_momentum);
+    if (desc->topk_momentum > 0 && desc->no_error_feedback)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: topk_momentum gathers velocity in the residual, and "
+                           "no_error_feedback is set",
+                           call);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    if (desc->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: powersgd_rank is %u; expected 1 to %d", call,
+                           (unsigned)desc->powersgd_rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
+    if (desc->hierarchical)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
+                           "matrices; use DTRAIN_COMPRESSION_TOPK or reduce_dtype with it",
+                           call);
+    if (desc->reduce_dtype != DTRAIN_DTYPE_F32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
+                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    if (desc->compression > DTRAIN_COMPRESSION_POWERSGD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
+                           (unsigned)desc->compression);
+    if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
+                           "compression is not DTRAIN_COMPRESSION_TOPK",
+                           call);
+    if (!desc->compression && desc->no_error_feedback)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: no_error_feedback is set, and there is no compression", call);
+    if (desc->dense_below < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dense_below is %lld", call,
+                           (long long)desc->dense_below);
+    if (topk) return dtrain__check_topk(desc);
+    return desc->compression ? dtrain__check_powersgd(desc) : DTRAIN_OK;
+}
+
+/* ---- How much is selected ---------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
+{
+    return desc->compression == DTRAIN_COMPRESSION_TOPK &&
+           desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+}
+
+/* In the step after `step` others; those without compression come first. */
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step)
+{
+    const double end = (double)desc->topk_ratio, begin = (double)desc->warmup_ratio;
+    const uint64_t i = step - desc->dense_steps;
+    if (i >= desc->warmup_steps) return end;
+    return begin * pow(end / begin, (double)i / (double)desc->warmup_steps);
+}
+
+static double dtrain__largest_ratio(const dtrain_strategy_desc *desc)
+{
+    return (double)(desc->warmup_steps ? desc->warmup_ratio : desc->topk_ratio);
+}
+
+DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
+{
+    const int64_t k = (int64_t)(ratio * (double)count + 0.5);
+    return k < 1 ? 1 : k < count ? k : count;
+}
+
+/* Elements of a block. */
+static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
+                                 double ratio)
+{
+    int64_t count = 0;
+    for (size_t i = sparse->first; i < sparse->end; i++)
+        if (!layout->portions[i].dense) count += dtrain__quota(ratio, layout->portions[i].region);
+    return count;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
+{
+    return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
+{
+    return dtrain__value_words(layout, selected) + selected;
+}
+
+/* The share from which on a selection is larger than what it is selected from: whole, a bucket is 2
+ * words an element, over N; selected it is a block to everybody, once or twice. It does not depend
+ * on the bucket, so nor does what is sent. */
+DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
+{
+    const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
+    return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
+}
+
+/* ---- Layout -----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
+    dtrain__free(a, layout->portions, layout->count, sizeof *layout->portions);
+    layout->sparse = NULL;
+    layout->portions = NULL;
+}
+
+/* Fills in what is compressed of it and how; otherwise it is dense. */
+static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_param *p = &layout->params[portion->param];
+    const int64_t rank = (int64_t)desc->powersgd_rank, regions = layout->hop_ranks;
+    portion->dense = true;
+    portion->region = portion->count;
+    if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
+        portion->rows = p->shape[0];
+        portion->columns = p->count / p->shape[0];
+        portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
+        return;
+    }
+    if (portion->count > INT32_MAX) return; /* indices have 32 bits */
+    portion->dense = false;
+    if (!dtrain__is_balanced(desc)) return;
+    portion->region = (portion->count + regions - 1) / regions;
+    const int64_t last = portion->count - (regions - 1) * portion->region;
+    portion->dense = last < dtrain__quota(dtrain__largest_ratio(desc), portion->region);
+}
+
+static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
+{
+    const dtrain_param *p = &layout->params[index];
+    const dtrain__entry *entry = &layout->entries[index];
+    dtrain__sparse *sparse = bucket->sparse;
+    dtrain__portion *portion = &layout->portions[layout->portion_count];
+    const int64_t low = dtrain__max(entry->offset, bucket->hop_first);
+    const int64_t high =
+        dtrain__min(entry->offset + p->count, bucket->hop_first + bucket->hop_count);
+    if (high <= low) return;
+    memset(portion, 0, sizeof *portion);
+    portion->param = index;
+    portion->first = low;
+    portion->count = high - low;
+    portion->dense_at = sparse->dense_count;
+    dtrain__portion_kind(layout, portion);
+    if (portion->dense) {
+        sparse->dense_count += portion->count;
+    } else if (portion->rows) {
+        sparse->p_count += portion->rows * (int64_t)layout->desc->powersgd_rank;
+        sparse->q_count += portion->columns * (int64_t)layout->desc->powersgd_rank;
+    } else {
+        const int64_t most = dtrain__quota(dtrain__largest_ratio(layout->desc), portion->count);
+        sparse->largest = dtrain__max(sparse->largest, most);
+    }
+    layout->portion_count++;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
+                                                      const dtrain_allocator *a)
+{
+    layout->portions = (dtrain__portion *)dtrain__alloc(a, layout->count, sizeof *layout->portions,
+                                                        "portions of parameters");
+    layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
+                                                     "compressed buckets");
+    if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
+    const double largest = dtrain__largest_ratio(layout->desc);
+    const double masked = dtrain__masked_share(layout);
+    const double sparse_share = largest < masked ? largest : masked;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
+        sparse->first = layout->portion_count;
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+            if (layout->params[i].storage == &layout->params[i] && layout->entries[i].bucket == b)
+                dtrain__layout_portion(layout, bucket, i);
+        sparse->end = layout->portion_count;
+        sparse->room = dtrain__selection(layout, sparse, sparse_share);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    dtrain__sparse *sparse = bucket->sparse;
+    const bool low = desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+    const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
+    const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
+    const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
+    if (!desc->no_error_feedback) {
+        sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
+        layout->state_bytes += (uint64_t)kept * 4;
+    }
+    if (desc->topk_momentum > 0) {
+        sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
+        layout->state_bytes += (uint64_t)kept * 4;
+    }
+    sparse->dense =
+        (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count, 4);
+    sparse->q = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
+    sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
+    layout->state_bytes += (uint64_t)sparse->q_count * 4;
+    if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
+    if (dtrain__is_balanced(desc))
+        sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
+    sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
+    sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
+}
+
+DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
+{
+    layout->state_bytes = 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__sparse *sparse = layout->buckets[b].sparse;
+        int64_t p_at = sparse->dense_count, q_at = 0;
+        dtrain__lay_sparse(layout, &layout->buckets[b]);
+        for (size_t i = sparse->first; i < sparse->end; i++) {
+            dtrain__portion *portion = &layout->portions[i];
+            if (portion->dense || !portion->rows) continue;
+            portion->p = dtrain__after(sparse->dense, p_at);
+            portion->q = dtrain__after(sparse->q, q_at);
+            p_at += portion->rows * (int64_t)layout->desc->powersgd_rank;
+            q_at += portion->columns * (int64_t)layout->desc->powersgd_rank;
+        }
+    }
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
+                                                 const dtrain__bucket *bucket)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int ranks = layout->hop_ranks;
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+        return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
+                            DTRAIN_DTYPE_F32, ranks) +
+               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
+    const uint64_t dense =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
+    const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
+    if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
+        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                    DTRAIN_DTYPE_F32, ranks);
+    const uint64_t once =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
+                     DTRAIN_DTYPE_F32, ranks);
+    return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
+}
+
+/* ---- State ------------------------------------------------------------------------------------*/
+
+/* Random directions, the same on every rank. */
+static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
+                                    const dtrain__portion *portion)
+{
+    const int64_t count = portion->columns * (int64_t)strategy->desc.powersgd_rank;
+    float *seed = sparse->q_seed + (portion->q - sparse->q);
+    dtrain_orthogonalize_args args = {portion->columns, (int64_t)strategy->desc.powersgd_rank,
+                                      seed};
+    dtrain_param q = strategy->params[portion->param];
+    q.init = DTRAIN_INIT_NORMAL;
+    q.init_scale = 1;
+    DTRAIN__TRY(
+        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, seed));
+    DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
+    return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    if (!layout->compresses) return DTRAIN_OK;
+    strategy->states = (dtrain_compression_state *)dtrain__alloc(
+        &strategy->allocator, strategy->param_count, sizeof *strategy->states,
+        "states of compression");
+    if (!strategy->states) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        const dtrain__sparse *sparse = bucket->sparse;
+        for (size_t i = sparse->first; i < sparse->end; i++) {
+            const dtrain__portion *portion = &layout->portions[i];
+            const int64_t at = portion->first - bucket->hop_first;
+            if (portion->dense) continue;
+            dtrain_compression_state *state = &strategy->states[strategy->state_count++];
+            state->param = &strategy->params[portion->param];
+            state->offset = portion->first - layout->entries[portion->param].offset;
+            state->count = portion->count;
+            state->residual = dtrain__after(sparse->residual, at);
+            state->velocity = dtrain__after(sparse->velocity, at);
+            state->q = portion->q;
+            state->q_rows = portion->columns;
+            if (portion->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, portion));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
+                                                     const dtrain_compression_state **states,
+                                                     size_t *count)
+{
+    if (states) *states = NULL;
+    if (count) *count = 0;
+    if (!strategy || !states || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_compression: %s is NULL",
+                           !strategy ? "strategy"
+                           : !states ? "states"
+                                     : "count");
+    *states = strategy->states;
+    *count = strategy->state_count;
+    return DTRAIN_OK;
+}

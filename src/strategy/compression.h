@@ -1,0 +1,79 @@
+/* Gradient compression, hierarchy
+ *
+ * How a bucket of gradients travels; fields of dtrain_strategy_desc. What is lossy is never chosen
+ * by the library, AUTO included.
+ *
+ *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
+ *     DTRAIN_COMPRESSION_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
+ *     DTRAIN_COMPRESSION_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
+ *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
+ *                         alone; PowerSGD needs whole matrices and is refused
+ *
+ *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
+ *     reduce_dtype        x      x          x              x          x          x
+ *     hierarchical        x      x          x              x                  by itself
+ *     top-k, PowerSGD     x
+ *
+ * Error feedback: what this rank did not send stays in its residual, and is added to its next
+ * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
+ * Residuals belong to parameters, not to buckets: see dtrain_strategy_compression. Loss scaling
+ * cannot be combined with it (a residual is of yesterday's scale): use bf16. A NaN in a gradient is
+ * sent at once by top-k, and is gone from its residual; PowerSGD's state keeps it.
+ *
+ * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
+ * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
+ * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
+ * Sums are taken in rank order, each term times 1/N. Exchanges:
+ *
+ *     ALL_GATHER    everybody's selection to everybody: N - 1 selections received
+ *     BALANCED      a tensor is cut in N regions, and a rank sends from each its largest to the
+ *                   region's owner; the owner adds them up, selects again and sends the result to
+ *                   everybody. At most two selections received, whatever N is (after Li and
+ *                   Hoefler, "Near-optimal sparse allreduce", PPoPP 2022, with fixed quotas in
+ *                   place of negotiated ones). What the owner does not select goes to its residual
+ *
+ * PowerSGD (Vogels et al., NeurIPS 2019) with warm start: Q begins as the last step's. Matrices for
+ * which it would save less than half travel whole; of tensors with more dimensions the first is m.
+ *
+ * Optimizers and clipping see the decompressed mean like any gradient, and that is not harmless: an
+ * element of top-k arrives rarely, with the sum of many steps. AdamW takes that for variance and
+ * steps too little (set variance_steps to dense_steps), and what clipping cuts off is in no
+ * residual (clip generously or not at all). */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+
+typedef enum dtrain_compression {
+    DTRAIN_COMPRESSION_NONE = 0,
+    DTRAIN_COMPRESSION_TOPK = 1,
+    DTRAIN_COMPRESSION_POWERSGD = 2
+} dtrain_compression;
+
+typedef enum dtrain_sparse_exchange {
+    DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
+    DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
+} dtrain_sparse_exchange;
+
+/* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
+ * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,
+ * and pieces are those of the buckets. To continue a run, copy them out and, after create, back in.
+ * Q is the same on all ranks. */
+typedef struct dtrain_compression_state {
+    const dtrain_param *param;
+    int64_t offset, count; /* the piece: first element, elements */
+    float *residual;       /* (count), or NULL without error feedback */
+    float *velocity;       /* (count), or NULL without topk_momentum */
+    float *q;              /* (q_rows, powersgd_rank), or NULL */
+    int64_t q_rows;
+} dtrain_compression_state;
+
+/* Local. Of every parameter that is compressed; count 0 without compression. Valid until the
+ * strategy is destroyed. */
+DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
+                                                     const dtrain_compression_state **states,
+                                                     size_t *count);

@@ -1,0 +1,370 @@
+/* Sharded parameters
+ *
+ * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
+ * other is filled:
+ *
+ *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
+ *     slot 0     [ 0 used ]  [ 2 coming ][ 2 used ] . . . . . . |. . . . .  [ 2 used ] [ 0 coming ]
+ *     slot 1     [ 1 coming ][ 1 used ]  [ 3 coming ][ 3 used . | used ]    [ 1 coming][ 1 used ]
+ *
+ * Unit u lives in slot u % 2, so its addresses are the same whenever it is there, and what the tape
+ * has recorded stays right. Memory is constant: two units, however deep the model. What is still in
+ * a slot is not fetched again (units 3 and 2 at the turn above).
+ *
+ * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
+ * that unit's slot. On a device with streams a collective starts behind the work queued before it.
+ *
+ * Units must be gathered in order because every rank has to start the same collectives: a rank that
+ * went another way would get another unit's numbers when the sizes happen to agree. So the order is
+ * checked on each rank, and a violation is an error instead of wrong weights. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "comm/backend.h"
+#include "comm/comm.h"
+#include "strategy/layout_internal.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "strategy/strategy_internal.h"
+#include "device/backend.h"
+#include "device/device.h"
+
+enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
+
+/* ---- One bucket -------------------------------------------------------------------------------*/
+
+/* A shard in host memory to its place in the slot, where *shard then is; behind those that used the
+ * slot, and before the collective. */
+static dtrain_result dtrain__shard_to_slot(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           const float **shard)
+{
+    float *place = bucket->values + bucket->shard_first;
+    *shard = place;
+    return strategy->device->ops->copy_async(strategy->device, place, bucket->value_shard,
+                                             (size_t)bucket->shard_count * sizeof(float),
+                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+/* Starts bringing a bucket's values together, as dtype. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    dtrain_work **works = dtrain__works(strategy, b, true);
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    char *own = whole + (size_t)bucket->shard_first * unit;
+    const float *shard = bucket->value_shard;
+    bucket->presence = DTRAIN__COMING;
+    if (layout->host_values) DTRAIN__TRY(dtrain__shard_to_slot(strategy, bucket, &shard));
+    if (low)
+        DTRAIN__TRY(
+            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
+    if (!bucket->cuts)
+        return dtrain__gather_slices(strategy, b, low ? (const void *)own : (const void *)shard,
+                                     whole, dtype);
+    if (!low && bucket->shard_count && shard == bucket->value_shard)
+        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
+                                                (size_t)bucket->shard_count * unit,
+                                                DTRAIN_COPY_DEVICE_TO_DEVICE));
+    for (int r = 0; r < layout->ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
+                                     (size_t)count, dtype, r, &works[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* Waits until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+{
+    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
+    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, b, whole, dtype));
+    return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+}
+
+static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
+    bucket->presence = DTRAIN__HERE;
+    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
+    return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
+                           DTRAIN_DTYPE_F32);
+}
+
+/* Points the parameters of a bucket at its values, or at nothing. */
+static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__bucket *bucket = &layout->buckets[b];
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *storage = &layout->entries[p->storage->index];
+        if (storage->bucket != b) continue;
+        p->value = here ? bucket->values + storage->offset : NULL;
+    }
+}
+
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
+{
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, false);
+    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
+    return DTRAIN_OK;
+}
+
+/* Whoever else is in the unit's slot has to go. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+{
+    const uint32_t before = strategy->slots[unit & 1];
+    strategy->slots[unit & 1] = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
+    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
+}
+
+static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
+{
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
+    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
+    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
+}
+
+static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
+{
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__fetch(strategy, b));
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, true);
+    return DTRAIN_OK;
+}
+
+/* After publish: what was gathered is not what the shards hold any more. */
+DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
+{
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        if (!bucket->sharded) continue;
+        dtrain__show_values(strategy, b, false);
+        bucket->presence = DTRAIN__ABSENT;
+    }
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+{
+    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+        DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    return DTRAIN_OK;
+}
+
+/* ---- Hooks ------------------------------------------------------------------------------------*/
+
+/* Hosts walk from one neighbour to the next: looking there first makes it constant time. */
+static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t count = (uint32_t)layout->unit_count;
+    const uint32_t from =
+        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = (from + i) % count;
+        if (layout->units[at].id == id) return at;
+    }
+    return DTRAIN__NONE;
+}
+
+/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step
+ * over units that no gradient reaches. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t last = strategy->position;
+    char due[96];
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_gather: no parameter belongs to unit %u", id);
+    if (at == 0) return DTRAIN_OK;
+    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
+    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
+             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
+                       "in the order in which their first parameters are registered, and "
+                       "backwards in backward",
+                       id, due);
+}
+
+/* Both buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
+    DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
+    return dtrain__need(strategy, unit->frozen);
+}
+
+static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, bool backward)
+{
+    const uint32_t next = backward ? at - 1 : at + 1;
+    if (strategy->desc.no_overlap || (backward && at == 0)) return DTRAIN_OK;
+    if (next >= strategy->layout.unit_count) return DTRAIN_OK;
+    const dtrain__unit *unit = &strategy->layout.units[next];
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
+    return dtrain__fetch(strategy, unit->frozen);
+}
+
+/* In backward all units behind this one are finished: their gradients are closed, in the same order
+ * on every rank. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
+{
+    dtrain__layout *layout = &strategy->layout;
+    const uint32_t at = dtrain__find_unit(strategy, id), last = strategy->position;
+    const bool backward = strategy->marked_count > 0 || (last != DTRAIN__NONE && at < last && at);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, id));
+    if (layout->work && strategy->marked_count && layout->units[at].trainable != DTRAIN__NONE)
+        DTRAIN__TRY(dtrain__close_buckets(strategy, layout->units[at].trainable));
+    DTRAIN__TRY(dtrain__claim_work(strategy, at));
+    strategy->position = at;
+    if (!layout->slots) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
+    return dtrain__fetch_next(strategy, at, backward);
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    if (!strategy->layout.slots && !strategy->layout.work) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
+}
+
+/* The values stay where they are until the slot is wanted; only the pointers go, so that use after
+ * release is noticed. */
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    if (!strategy->layout.slots) return DTRAIN_OK;
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    const dtrain__unit *u = &strategy->layout.units[at];
+    if (u->trainable != DTRAIN__NONE) dtrain__show_values(strategy, u->trainable, false);
+    if (u->frozen != DTRAIN__NONE) dtrain__show_values(strategy, u->frozen, false);
+    return DTRAIN_OK;
+}
+
+/* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
+DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+                                                 const dtrain_param *storage, dtrain_dtype dtype)
+{
+    if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
+        return NULL;
+    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
+    const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
+    if (bucket->presence != DTRAIN__HERE) return NULL;
+    return bucket->low_values + entry->offset;
+}
+
+/* ---- Whole parameters -------------------------------------------------------------------------*/
+
+/* A bucket's values as the shards have them. Where units travel rounded, what lies in a slot is not
+ * that: it is brought in fp32, and forgotten afterwards. */
+static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (strategy->desc.param_dtype != DTRAIN_DTYPE_F32) {
+        DTRAIN__TRY(dtrain__evict(strategy, b));
+        if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
+        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
+        bucket->presence = DTRAIN__ABSENT;
+        return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
+    }
+    DTRAIN__TRY(dtrain__fetch(strategy, b));
+    return dtrain__gather_end(strategy, b);
+}
+
+/* Storage i with its value whole, wherever it has to be brought from. */
+static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    *whole = strategy->params[i];
+    if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
+    whole->value = layout->buckets[entry->bucket].values + entry->offset;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+{
+    dtrain_param whole;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
+    if (index >= strategy->param_count || !host)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
+            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+    const size_t storage = strategy->params[index].storage->index;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
+    return dtrain_device_copy(strategy->device, host, whole.value,
+                              (size_t)whole.count * sizeof(float));
+}
+
+/* The hash of everything differs somewhere: parameter by parameter, up to the first. */
+static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
+        uint64_t hash;
+        int usual, odd;
+        bool common;
+        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
+        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
+        if (common) continue;
+        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
+        return dtrain_fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
+            dtrain_comm_world_rank(strategy->comm, usual));
+    }
+    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
+                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    uint64_t all = DTRAIN__FNV_BASIS;
+    bool common;
+    if (hash) *hash = 0;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
+        uint64_t one;
+        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
+        all = dtrain__fnv1a(all, &one, sizeof one);
+    }
+    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
+    if (!common) return dtrain__name_drift(strategy);
+    if (hash) *hash = all;
+    return DTRAIN_OK;
+}

@@ -1,0 +1,150 @@
+/* What other files may use of strategy/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+#include "comm/backend.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "device/device.h"
+
+typedef struct dtrain__entry {
+    uint32_t bucket;       /* of its storage, or NONE */
+    uint32_t unit;         /* storages: place of their unit, NONE when several units use them */
+    uint32_t uses;         /* storages: trainable entries that share this gradient ... */
+    uint32_t pending;      /* ... and how many of them are not yet marked in this backward */
+    int64_t offset;        /* storages: first element within the bucket */
+    float *place;          /* storages whose whole value the library owns */
+    bool trainable, whole; /* whole: never sharded */
+    bool marked;           /* ready was called in this backward */
+    bool seen;             /* ready was called in this step */
+    bool warned;           /* its missing gradient has been reported */
+    bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
+} dtrain__entry;
+
+typedef struct dtrain__bucket {
+    uint32_t unit; /* place of the unit that it is, or NONE */
+    bool trainable, sharded;
+    bool slotted;  /* its values share memory with every other unit's */
+    bool work;     /* its gradients are made in one place and kept, as shards, in another */
+    int64_t count; /* elements, padding included */
+    int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
+    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
+    int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
+    uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
+    uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
+    int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
+                                         everything */
+    struct dtrain__sparse *sparse;    /* what compression keeps: strategy/compression.c; or NULL */
+    float *values, *grads;            /* (count) */
+    float *value_shard, *grad_shard;  /* (shard_count) */
+    uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
+} dtrain__bucket;
+
+#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+typedef struct dtrain__registration {
+    const dtrain_param *params;
+    size_t count;
+    char settings[720]; /* of the strategy */
+} dtrain__registration;
+
+typedef struct dtrain__traits {
+    uint32_t kind;
+    const char *name;
+    bool state, grads, params; /* what it shards */
+    bool owners;               /* slices are whole tensors */
+} dtrain__traits;
+
+#define DTRAIN__NONE UINT32_MAX
+
+/* In registration order of their first parameters. */
+typedef struct dtrain__unit {
+    uint32_t id;                /* dtrain_param.unit */
+    uint32_t trainable, frozen; /* its buckets, or NONE */
+    bool kept;                  /* has memory of its own: stays gathered until publish */
+} dtrain__unit;
+
+enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
+
+struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
+struct dtrain__sparse;  /* a bucket's memory for it */
+
+typedef struct dtrain__layout {
+    const dtrain_param *params;
+    size_t count;
+    const dtrain_strategy_desc *desc; /* resolved */
+    const dtrain__traits *traits;
+    int ranks, rank;   /* of those that share one copy of the model */
+    int all, all_rank; /* of the strategy */
+    int node_ranks;    /* hierarchical, and more than one node: ranks of one; else 1 */
+    int hop_ranks,
+        hop_rank;    /* of those that this rank exchanges with between nodes; or all, all_rank */
+    bool compresses; /* and there is somebody to send to */
+    struct dtrain__portion *portions; /* (count), portion_count in use */
+    struct dtrain__sparse *sparse;    /* (count), one a bucket */
+    size_t portion_count;
+    uint64_t state_bytes;    /* of residuals and the like */
+    bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */
+    bool slots;              /* values are gathered */
+    bool work;               /* gradients of a unit are made in alternating buffers */
+    bool host_values;        /* value shards are in host memory */
+    bool host_grads;         /* gradient shards are in host memory */
+    float *landing[2];       /* host memory for what is added to them, of the longest shard */
+    dtrain__entry *entries;  /* (count) */
+    dtrain__bucket *buckets; /* (count), bucket_count in use */
+    dtrain__unit *units;     /* (count), unit_count in use */
+    uint32_t *owners;        /* (count) ZERO3: of each storage */
+    int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
+    size_t bucket_count, unit_count;
+    dtrain__unit shared;           /* the buckets of what several units use */
+    float *work_grads[2];          /* where units' gradients are made, in turns */
+    char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
+    size_t bytes[DTRAIN__CLASSES];
+} dtrain__layout;
+
+/* strategy/params.c */
+DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p);
+DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
+                                                 const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
+                                                     uint64_t *hashes);
+DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
+DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common);
+DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
+                                               int *usual, int *odd);
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
+                                                           const dtrain__registration *mine,
+                                                           int64_t *gathered);
+
+/* strategy/layout.c */
+DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind);
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
+DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout);
+DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
+                                            const dtrain__entry *entry);
+DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
+                                    size_t unit_bytes);
+DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
+DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count);
+DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
+                                          uint64_t *grads);
+
+/* strategy/values.c */
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value);
+DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
+                                                       const dtrain_param *params, size_t count,
+                                                       const dtrain__entry *entries);
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash);
+DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
+                                            dtrain__entry *entries, bool only_new, char *text,
+                                            size_t room);

@@ -1,0 +1,33 @@
+/* Memory
+ *
+ * The memory of a rank, by class, before anything is allocated: the strategy's own layout, counted
+ * instead of made. With AUTO dtrain_strategy_create takes the first of
+ *
+ *     ZERO1, SHARD_GRAD_OP, HYBRID_SHARD (several nodes), FULL_SHARD         (one rank: DDP)
+ *
+ * that fits the limit: communication grows along the list and memory falls. None fits: an error
+ * that says how much is missing and what would help. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+
+/* Bytes of one rank. */
+typedef struct dtrain_memory {
+    uint64_t params, grads, optimizer, activations, activation_grads;
+    uint64_t buffers;   /* where a strategy gathers and reduces units */
+    uint64_t workspace; /* the process itself: code, libc, communicator (0 where ranks are threads,
+                           and on a GPU, whose memory is meant) */
+    uint64_t total;
+    uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
+} dtrain_memory;
+
+/* params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most, and
+ * their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: needs no world;
+ * completes count and shape of params in place. */
+DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
+                                              const dtrain_strategy_desc *desc, int rank_count,
+                                              dtrain_memory *memory);

@@ -1,0 +1,130 @@
+/* Offload
+ *
+ *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
+ *     down                            | shard of 2 -> host   | shard of 1 -> host ...
+ *     CPU                             (add it, in later micro-batches)          | norm | update
+ *
+ * A copy to the host is queued behind what compute has queued, and compute waits for it before the
+ * buffer it reads is made anew. A shard of a later micro-batch comes to one of two landings and is
+ * added when that landing is wanted again, or at the end of the backward. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "strategy/layout_internal.h"
+#include "strategy/strategy_internal.h"
+#include "device/backend.h"
+#include "device/device.h"
+
+/* Work queued on `later` from now on comes after all that is queued on `earlier` so far. */
+DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                                    dtrain_stream *earlier)
+{
+    dtrain_device *device = strategy->device;
+    DTRAIN__TRY(device->ops->event_record(device, strategy->offload.order, earlier));
+    return device->ops->event_wait(device, strategy->offload.order, later);
+}
+
+/* Holds the host up until the event has happened. A dead rank is the communicator's to report. */
+DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
+                                                  dtrain_event *event)
+{
+    dtrain_device *device = strategy->device;
+    dtrain__wait wait = dtrain__wait_begin();
+    for (;;) {
+        bool done;
+        DTRAIN__TRY(device->ops->event_query(device, event, &done));
+        if (done) return DTRAIN_OK;
+        if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
+        if (dtrain__wait_turn(strategy->world, &wait) == DTRAIN_ERROR_TIMEOUT)
+            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                               "the device did not finish the work before a copy to the host in "
+                               "%.1f s",
+                               1e-9 * (double)strategy->world->timeout_ns);
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    dtrain_device_desc cpu;
+    if (!strategy->desc.offload) return DTRAIN_OK;
+    memset(&cpu, 0, sizeof cpu);
+    cpu.thread_count = dtrain_world_threads(strategy->world);
+    cpu.oversubscribed = strategy->world->oversubscribed;
+    cpu.allocator = strategy->allocator;
+    DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
+    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->down));
+    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->up));
+    DTRAIN__TRY(device->ops->event_create(device, false, &offload->order));
+    for (int i = 0; i < 2; i++)
+        DTRAIN__TRY(device->ops->event_create(device, false, &offload->arrived[i]));
+    return DTRAIN_OK;
+}
+
+/* Copies still queued use the memory that is freed next. */
+DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    if (!offload->cpu) return;
+    device->ops->synchronize(device);
+    for (int i = 0; i < 2; i++)
+        if (offload->arrived[i]) device->ops->event_destroy(device, offload->arrived[i]);
+    if (offload->order) device->ops->event_destroy(device, offload->order);
+    if (offload->up) device->ops->stream_destroy(device, offload->up);
+    if (offload->down) device->ops->stream_destroy(device, offload->down);
+    dtrain_device_destroy(offload->cpu);
+    offload->cpu = NULL;
+}
+
+/* Adds what has arrived in a landing to the shard that it is of. */
+DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain__bucket *bucket = offload->landed[i];
+    if (!bucket) return DTRAIN_OK;
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    offload->landed[i] = NULL;
+    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    return offload->cpu->ops->add(offload->cpu, &add);
+}
+
+/* shard (shard_count, host memory) = or += result (device memory), soon. */
+DTRAIN__PRIVATE dtrain_result dtrain__shard_to_host(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, const float *result,
+                                                    bool accumulate)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    const uint32_t i = offload->turn;
+    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
+    if (bytes == 0) return DTRAIN_OK;
+    if (accumulate) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    float *to = accumulate ? strategy->layout.landing[i] : bucket->grad_shard;
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
+                                        offload->down));
+    if (!accumulate) return DTRAIN_OK;
+    offload->landed[i] = bucket;
+    offload->turn = 1 - i;
+    return device->ops->event_record(device, offload->arrived[i], offload->down);
+}
+
+/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
+DTRAIN__PRIVATE dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    if (!strategy->layout.host_grads) return DTRAIN_OK;
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
+    if (strategy->more) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
+    return dtrain__event_await(strategy, offload->arrived[0]);
+}

@@ -1,0 +1,216 @@
+/* Strategies
+ *
+ * A strategy says where parameters, gradients and optimizer state live across the ranks, and moves
+ * them. A training loop written once runs under every kind by changing one field:
+ *
+ *     kind            parameters  gradients   optimizer   sent per step and rank, P = model
+ *     DDP             whole       whole       whole       2(N-1)/N P   all-reduce
+ *     ZERO1           whole       whole       1/N         2(N-1)/N P   reduce-scatter, all-gather
+ *     SHARD_GRAD_OP   whole       1/N         1/N         2(N-1)/N P   the same (ZeRO-2)
+ *     FULL_SHARD      1/N         1/N         1/N         3(N-1)/N P   all-gather twice (ZeRO-3,
+ *                                                                      FSDP), reduce-scatter
+ *     ZERO3           owner only  owner only  owner only  3(N-1)/N P   broadcasts, reduces
+ *     HYBRID_SHARD    1/G         1/G         1/G         FULL_SHARD inside a node of G ranks,
+ *                                                         all-reduce of 1/G across nodes
+ *
+ * (Li et al., "PyTorch Distributed", VLDB 2020; Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
+ * "PyTorch FSDP", VLDB 2023.) ZERO3 leaves tensors whole and gives every rank about as many
+ * elements: what optimizers of whole matrices need.
+ *
+ * Hooks, called by the tape or by a program with its own backward:
+ *
+ *     gather(unit)    before a unit's forward, and before its backward: its parameters are whole
+ *     release(unit)   after it
+ *     ready(param)    this gradient is final for this backward
+ *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
+ *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
+ *
+ * Units are gathered in the order in which they appear in the array, in forward, and in the
+ * opposite order in backward; the next one is fetched meanwhile. Kinds that keep parameters and
+ * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
+ * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
+ * FULL_SHARD and below param->value is NULL outside gather and release.
+ *
+ * A tensor that several units use (tied weights) is registered once and has an alias in each other
+ * unit: it stays whole from its first gather in a step to the update. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "strategy/params.h"
+
+typedef struct dtrain_strategy dtrain_strategy;
+
+typedef enum dtrain_strategy_kind {
+    DTRAIN_STRATEGY_DEFAULT = 0, /* = DTRAIN_STRATEGY_DDP */
+    DTRAIN_STRATEGY_DDP = 1,
+    DTRAIN_STRATEGY_ZERO1 = 2,
+    DTRAIN_STRATEGY_SHARD_GRAD_OP = 3,
+    DTRAIN_STRATEGY_FULL_SHARD = 4,
+    DTRAIN_STRATEGY_ZERO3 = 5,
+    DTRAIN_STRATEGY_HYBRID_SHARD = 6,
+    DTRAIN_STRATEGY_AUTO = 7 /* the least communication that fits; see strategy/memory.h */
+} dtrain_strategy_kind;
+
+typedef enum dtrain_missing_gradient {
+    DTRAIN_MISSING_GRADIENT_ZERO = 0, /* counts as zero; named in one warning */
+    DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
+} dtrain_missing_gradient;
+
+/* When gradients are reduced in a step of several micro-batches. */
+typedef enum dtrain_accumulation {
+    DTRAIN_ACCUMULATION_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
+                                      EVERY; HYBRID_SHARD: SHARD_EVERY */
+    DTRAIN_ACCUMULATION_LAST = 1,    /* in the last backward only: least communication; every rank
+                                      holds whole gradients */
+    DTRAIN_ACCUMULATION_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
+                                      ZERO1, which would pay for it and gain nothing */
+    DTRAIN_ACCUMULATION_SHARD_EVERY =
+        3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
+                                         in the last */
+} dtrain_accumulation;
+
+/* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
+ * USENIX ATC 2021). With GRADS or PARAMS one rank alone counts as a shard that is everything. On a
+ * device whose memory is the host's: UNSUPPORTED.
+ *
+ *     OPTIMIZER   state and a master copy of this rank's values, read from the device when the
+ *                 optimizer is created; the update runs on the CPU, while gradients come and new
+ *                 values go back
+ *     GRADS       gradient shards; later micro-batches are added by the CPU. Needs OPTIMIZER and a
+ *                 kind that shards gradients, not under DTRAIN_ACCUMULATION_LAST
+ *     PARAMS      parameter shards: they are the master copy, and gather brings them to the device.
+ *                 Needs OPTIMIZER and a kind that shards parameters
+ *
+ * dtrain_shard's pointers are host memory where the class is offloaded. */
+#define DTRAIN_OFFLOAD_OPTIMIZER 1u
+#define DTRAIN_OFFLOAD_GRADS 2u
+#define DTRAIN_OFFLOAD_PARAMS 4u
+
+typedef struct dtrain_strategy_desc {
+    uint32_t kind;             /* dtrain_strategy_kind */
+    uint32_t missing_gradient; /* dtrain_missing_gradient */
+    uint32_t accumulation;     /* dtrain_accumulation */
+    uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
+                                  travel as, in kinds that shard them; shards stay fp32 */
+    uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_* */
+    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy, and with hierarchical:
+                                  ranks of a node; 0 = those of a host */
+    bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
+    bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
+    uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
+    const uint32_t *kept_units; /* (kept_unit_count), read in create */
+    int64_t whole_below;        /* tensors with fewer elements are not sharded. 0: sharding small
+                                  ones costs nothing, a unit travels in one piece */
+    size_t first_bucket_bytes;  /* 1 MiB */
+    size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
+                                   memory_limit, and without one 15/16 of what is free */
+    uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
+                                  activations (dtrain_trainer_plan_activations), the process itself */
+    uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
+    uint64_t init_seed;         /* for parameters the library initialises */
+    dtrain_comm *comm;          /* NULL = all ranks of the world */
+
+    /* Compression strategy/compression.h */
+    uint32_t compression;     /* dtrain_compression; DDP only */
+    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange */
+    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS: 1 */
+    bool hierarchical;        /* node by node: not for ZERO3, nor HYBRID_SHARD, which is it */
+    bool no_error_feedback;   /* what is not sent is lost; for experiments */
+    float topk_ratio;         /* share of a tensor's elements that are sent: 0.01 */
+    float topk_momentum;      /* momentum correction, then in place of the optimizer's: 0 = off */
+    float warmup_ratio;       /* share in the first step of the warm-up: 0.25 */
+    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole: 1024 */
+    uint64_t dense_steps;     /* steps without compression, at the beginning: 10 */
+    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio: 0 */
+} dtrain_strategy_desc;
+
+DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
+
+/* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
+ * and the desc, except no_overlap where parameters are whole; a difference is
+ * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
+ * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
+ * error on all. desc NULL = defaults.
+ *
+ * Values the library initialises are drawn element by element from their place in the model: every
+ * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
+ * model. Kinds that shard parameters own them: value must be NULL. Values of the host's own are
+ * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP. */
+DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
+                                                size_t param_count,
+                                                const dtrain_strategy_desc *desc,
+                                                dtrain_strategy **out);
+/* Local. Memory the library owns is freed and the params' pointers to it become NULL. With buckets
+ * still in flight the communicator fails, so that the other ranks do not wait. */
+DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
+
+/* Before and after a unit's forward or backward: its parameters are whole in between. Collective
+ * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
+ * to the next, backward to an earlier one) is an error that names the one that is. */
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
+
+/* params[index]'s gradient is final for this backward; communication of its bucket may start.
+ * Every trainable entry is marked once per backward, an alias and its target each. Marking one
+ * twice between two finishes is an error that names it. Never blocks for other ranks. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
+
+/* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
+ * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+ * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the next step
+ * may go on. */
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
+
+/* Gradient accumulation: true before every micro-batch but the last, false before the last (and
+ * where there is only one). While true, finish leaves the step open and gradients add up, here or
+ * in shards as desc.accumulation says (a host's own backward must add where param->grad_written,
+ * the tape does it by itself). Changing it in the middle of a backward is an error. */
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
+
+/* What this rank's optimizer updates: flat fp32 slices, at most one of a parameter. For DDP every
+ * trainable parameter, whole. After updating them (all ranks, or none) call publish. */
+typedef struct dtrain_shard {
+    const dtrain_param *param;
+    int64_t offset; /* first element within the parameter */
+    int64_t count;
+    float *value;
+    const float *grad;
+} dtrain_shard;
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count);
+
+/* Collective. Brings updated shards to where the next forward reads them. */
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
+
+typedef struct dtrain_strategy_info {
+    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
+    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
+    size_t param_count, bucket_count, unit_count;
+    int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
+    uint64_t trainable_elements, total_elements; /* aliases counted once */
+    uint64_t value_bytes, grad_bytes; /* this rank's, whoever owns them; not what is offloaded */
+    uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
+    uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
+    uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
+    uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula;
+                              with compression: once it is in full force */
+    uint64_t state_bytes;  /* residuals and what else compression keeps from step to step */
+    uint64_t sync_count;   /* steps that were reduced */
+    char reason[400];      /* AUTO: why this kind; empty otherwise */
+} dtrain_strategy_info;
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
+
+DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
+
+/* host (count of the parameter) = its whole value, on every rank. Collective. */
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
+
+/* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
+ * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
+ * the same model under every kind. *hash may be NULL. */
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);

@@ -1,0 +1,122 @@
+/* Values and gradients. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "comm/backend.h"
+#include "comm/comm.h"
+#include "strategy/layout_internal.h"
+#include "strategy/params.h"
+#include "device/backend.h"
+#include "device/device.h"
+#include "device/device_internal.h"
+
+/* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
+ * element) only: the same on every rank, for any slicing. */
+static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
+                               float *out)
+{
+    const float scale = p->init_scale;
+    switch (p->init) {
+    case DTRAIN_INIT_NORMAL:
+        dtrain__random_normal_fill(seed, p->index, (uint64_t)first, count, scale, out);
+        break;
+    case DTRAIN_INIT_UNIFORM:
+        dtrain__random_uniform_fill(seed, p->index, (uint64_t)first, count, -scale, 2 * scale, out);
+        break;
+    default:
+        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+        break;
+    }
+}
+
+#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
+
+/* value (count) = elements [first, first + count) of parameter p. */
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value)
+{
+    float staging[DTRAIN__STAGING_COUNT];
+    if (dtrain__on_host(device, value)) {
+        dtrain__init_block(p, seed, first, count, value);
+        return DTRAIN_OK;
+    }
+    if (p->init == DTRAIN_INIT_ZERO)
+        return device->ops->zero(device, value, (size_t)count * sizeof(float));
+    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
+        dtrain__init_block(p, seed, first + at, some, staging);
+        DTRAIN__TRY(device->ops->copy(device, value + at, staging, (size_t)some * sizeof(float),
+                                      DTRAIN_COPY_HOST_TO_DEVICE));
+    }
+    return DTRAIN_OK;
+}
+
+/* Rank 0's values of what the host owns. */
+DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
+                                                       const dtrain_param *params, size_t count,
+                                                       const dtrain__entry *entries)
+{
+    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &params[i];
+        if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
+        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* A step of the hash takes eight bytes and is a bijection, so one changed word always changes the
+ * result; the shift brings the upper half down, where a product alone would never carry it. */
+static uint64_t dtrain__hash_floats(uint64_t hash, const float *x, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += 2) {
+        uint64_t word = 0;
+        memcpy(&word, x + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash)
+{
+    const dtrain_device_ops *ops = device->ops;
+    float staging[DTRAIN__STAGING_COUNT];
+    *hash = DTRAIN__FNV_BASIS;
+    if (dtrain__on_host(device, p->value)) {
+        *hash = dtrain__hash_floats(*hash, p->value, p->count);
+        return DTRAIN_OK;
+    }
+    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+        DTRAIN__TRY(ops->copy(device, staging, p->value + at, (size_t)count * sizeof(float),
+                              DTRAIN_COPY_DEVICE_TO_HOST));
+        *hash = dtrain__hash_floats(*hash, staging, count);
+    }
+    return DTRAIN_OK;
+}
+
+/* Names at most eight parameters that ready has not seen in this step; returns how many there
+ * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
+DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
+                                            dtrain__entry *entries, bool only_new, char *text,
+                                            size_t room)
+{
+    size_t count = 0, used = 0;
+    text[0] = 0;
+    for (size_t i = 0; i < param_count; i++) {
+        dtrain__entry *entry = &entries[i];
+        if (!entry->trainable || entry->seen || !params[i].count) continue;
+        if (only_new && entry->warned) continue;
+        entry->warned = true;
+        if (count++ < 8 && used < room)
+            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
+                                     params[i].name);
+    }
+    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
+    return count;
+}

@@ -1,0 +1,180 @@
+/* Tape and tensors
+ *
+ * Where things live during a step, and who gives them back:
+ *
+ *     host arena      tensors, nodes                       until the next begin
+ *     data arena      every forward value                  until the next begin
+ *     two regions     values that checkpointing drops      until the next but one unit that drops
+ *     gradient pool   gradients of forward values          from the first contribution until their
+ *                                                          producer's backward has run
+ *     params          values and gradients                 not the tape's
+ *
+ * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
+ * the last one asked for allocates nothing and gets the same addresses. That also makes memory
+ * predictable: the plan device runs this very code and only its allocations do nothing.
+ *
+ * Backward is one walk in reverse. Nodes are recorded after the nodes that made their inputs, so
+ * when the walk reaches a node every use of its output has contributed: the gradient is complete,
+ * is spent, and its buffer goes back. A handful of buffers serves a model of any depth. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "tape/tape.h"
+#include "tape/tape_internal.h"
+#include "device/device.h"
+
+#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+
+/* ---- Errors
+ *
+ * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
+ * have left theirs in the thread's last error. */
+
+DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
+{
+    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
+        tape->error = result;
+        memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
+    }
+    return result;
+}
+
+/* A new error that sticks. Always NULL: an operation ends by returning it. */
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
+                                                 const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    dtrain__tape_stick(tape, dtrain_fail(code, "%s", text));
+    return NULL;
+}
+
+DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
+    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
+    return tape->error;
+}
+
+/* ---- Memory -----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
+                                            dtrain__chunk *chunk)
+{
+    while (chunk) {
+        dtrain__chunk *next = chunk->next;
+        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
+        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+        chunk = next;
+    }
+}
+
+/* device NULL: host memory. NULL when there is none; the error sticks. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+                                                    size_t bytes)
+{
+    const dtrain_allocator *host = &tape->allocator;
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    void *memory = NULL;
+    dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
+    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
+    else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
+    if (memory) {
+        chunk->bytes = bytes;
+        chunk->memory = (char *)memory;
+        if (device) tape->allocation_count++;
+        return chunk;
+    }
+    dtrain__tape_stick(tape, result);
+    dtrain__chunks_destroy(tape, device, chunk);
+    return NULL;
+}
+
+DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
+{
+    arena->at = &arena->first;
+    arena->used = 0;
+}
+
+static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
+{
+    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    while (*arena->at && (*arena->at)->bytes - arena->used < bytes) {
+        arena->at = &(*arena->at)->next;
+        arena->used = 0;
+    }
+    if (!*arena->at) {
+        size_t chunk_bytes = arena->device ? bytes : DTRAIN__TAPE_HOST_BYTES;
+        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
+        if (!*arena->at) return NULL;
+        if (arena->device) tape->activation_bytes += chunk_bytes;
+    }
+    void *memory = (*arena->at)->memory + arena->used;
+    arena->used += bytes;
+    return memory;
+}
+
+/* A zeroed node or tensor. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+{
+    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+/* Device memory for count values of this pass, contents undefined: results of the node, or what
+ * stays until the next begin when node is NULL. */
+DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                                        uint32_t dtype)
+{
+    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
+    size_t bytes;
+    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
+        bytes > PTRDIFF_MAX) {
+        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
+                          "a tensor of %lld elements is more than this machine can address",
+                          (long long)count);
+        return NULL;
+    }
+    return dtrain__bump_take(tape, arena, bytes);
+}
+
+/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
+ */
+DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
+                                                  dtrain_dtype dtype, uint32_t ndim,
+                                                  const int64_t *shape)
+{
+    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
+    if (!tensor) return NULL;
+    size_t count = 1;
+    for (uint32_t i = 0; i < ndim; i++) {
+        /* what overflows is left at the largest count, which take_data refuses */
+        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
+        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
+        tensor->shape[i] = shape[i];
+    }
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    tensor->count = (int64_t)count;
+    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
+    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
+    tape->tensor_count++;
+    return tensor->data ? tensor : NULL;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
+{
+    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
+           x->dtype == DTRAIN_DTYPE_F16;
+}

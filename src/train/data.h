@@ -1,0 +1,66 @@
+/* Data, samplers. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+
+/* The indices torch.utils.data.DistributedSampler gives one rank, bit-equal. */
+typedef struct dtrain_sampler_desc {
+    uint32_t rank, rank_count; /* rank_count 0 = 1 */
+    int64_t item_count;
+    uint64_t seed; /* low 32 bits of seed + epoch are used */
+    bool shuffle, drop_last;
+} dtrain_sampler_desc;
+/* How many indices each rank gets per epoch; 0 after an argument error. */
+DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
+/* Writes them for one epoch: indices (dtrain_sampler_count). scratch (item_count) int64. */
+DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
+                                                int64_t *scratch, int64_t *indices);
+/* torch.randperm on the CPU for n below 2^32 / 20. */
+DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
+
+typedef struct dtrain_dataset dtrain_dataset;
+
+/* A stream of tokens: any file as bytes (vocabulary 256), or a llm.c .bin file (uint16 tokens,
+ * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7) whose header counts exactly
+ * the tokens that are there. world may be NULL here and for loaders: one rank, malloc. */
+typedef struct dtrain_dataset_desc {
+    uint32_t format;     /* 0 = by magic: a .bin header, otherwise bytes; 1 = bytes; 2 = .bin */
+    int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
+    const char *path;
+} dtrain_dataset_desc;
+DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
+                                             dtrain_dataset **out);
+DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
+DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset);
+DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset);
+/* tokens (count) from position first. */
+DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
+                                             int32_t *tokens);
+
+typedef struct dtrain_loader dtrain_loader;
+
+/* Cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
+ * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
+ * the same for every world size, so the same seed and global batch see the same data. An epoch has
+ * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
+ * move from epoch to epoch. */
+typedef struct dtrain_loader_desc {
+    uint32_t batch;                   /* samples per call and rank */
+    int64_t sequence;                 /* tokens per sample */
+    int64_t first_token, token_count; /* 0, 0 = all */
+    uint64_t seed;
+    bool in_order; /* no shuffling: for evaluation */
+    dtrain_dataset *dataset;
+} dtrain_loader_desc;
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out);
+DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
+/* inputs and targets (batch, sequence): targets are inputs one token later. */
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
+                                            int32_t *targets);
+DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader); /* per epoch */
+DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader);
+DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);

@@ -1,0 +1,66 @@
+/* What other files may use of train/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world_internal.h"
+#include "comm/backend.h"
+#include "tape/tape_internal.h"
+#include "optim/scaler.h"
+#include "train/trainer.h"
+#include "device/backend.h"
+#include "device/device.h"
+
+/* What a rank tells the others each step. */
+enum {
+    DTRAIN__WORD_LOSS,
+    DTRAIN__WORD_STEP,
+    DTRAIN__WORD_COMM,
+    DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_COUNT
+};
+
+#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time against the median's ... */
+#define DTRAIN__SLOW_STEPS 10  /* ... for so many steps running */
+
+struct dtrain_trainer {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_trainer_desc desc; /* resolved */
+    dtrain_tape *tape;
+    dtrain_loss_scaler scaler; /* in use when scaling */
+    bool scaling;
+    dtrain_comm *comm; /* the strategy's */
+    int rank, ranks;   /* in it */
+    int64_t step;
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute; /* (ranks) seconds, for the median */
+    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
+    int slow_steps;
+    bool *named;                 /* (ranks) warned about already */
+    struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
+};
+
+typedef struct dtrain__queue {
+    dtrain_device *device;
+    dtrain__feed *feeds;          /* (accumulation): one a micro-batch */
+    dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
+    dtrain_step_scalars *now;     /* page-locked: what scalars will be */
+    float *results;               /* page-locked (accumulation + 1): losses, norm */
+    dtrain_graph *graph;          /* NULL: not recorded yet */
+    int64_t steps;                /* queued or replayed */
+} dtrain__queue;
+
+/* train/trainer.c */
+DTRAIN__PRIVATE double dtrain__nan(void);
+DTRAIN__PRIVATE float *dtrain__queue_norm(const dtrain__queue *queue);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
+DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
+DTRAIN__PRIVATE double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
+DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
+DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+DTRAIN__PRIVATE float dtrain__backward_scale(const dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
+                                                     dtrain_step_record *record);

@@ -1,0 +1,233 @@
+/* Shared memory. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "device/backend.h"
+#include "device/device.h"
+
+DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
+{
+    const long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is
+ * none (no file, no line, "max"). */
+static uint64_t dtrain__read_number(const char *path, const char *key)
+{
+    char text[8192];
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return UINT64_MAX;
+    const ssize_t got = read(file, text, sizeof text - 1);
+    close(file);
+    text[got > 0 ? got : 0] = 0;
+    for (const char *line = text; line; line = strchr(line, '\n')) {
+        if (*line == '\n') line++;
+        if (strncmp(line, key, strlen(key)) != 0) continue;
+        char *end;
+        const char *digits = line + strlen(key);
+        const unsigned long long number = strtoull(digits, &end, 10);
+        return end == digits ? UINT64_MAX : number;
+    }
+    return UINT64_MAX;
+}
+
+/* What could be touched now without swapping or being killed: the machine's estimate and, in a
+ * container (cgroup v2), its limit. File cache counts as free: it goes when memory is needed. */
+DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
+{
+    uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
+    if (bytes <= UINT64_MAX / 1024) bytes *= 1024;
+    const uint64_t limit = dtrain__read_number("/sys/fs/cgroup/memory.max", "");
+    const uint64_t used = dtrain__read_number("/sys/fs/cgroup/memory.current", "");
+    if (limit == UINT64_MAX || used == UINT64_MAX) return bytes;
+    const uint64_t active = dtrain__read_number("/sys/fs/cgroup/memory.stat", "active_file ");
+    const uint64_t inactive = dtrain__read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    uint64_t rest = limit > used ? limit - used : 0;
+    if (active != UINT64_MAX && inactive != UINT64_MAX) rest += active + inactive;
+    return rest < bytes ? rest : bytes;
+}
+
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+{
+    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
+    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
+    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
+    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
+}
+
+/* A core file of the whole reserve helps nobody. */
+DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
+{
+#ifdef MADV_DONTDUMP
+    madvise(memory, bytes, MADV_DONTDUMP);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+/* A control page that has no arenas. */
+DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
+{
+    const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_launch: %zu bytes could not be mapped: %s",
+                           bytes, strerror(errno));
+    region->control = (dtrain__control *)memory;
+    region->bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* Anonymous memory or, file >= 0, a file made that large; MAP_FAILED with errno. A file above the
+ * limit of `ulimit -f` would be answered with a signal. */
+static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
+{
+    struct rlimit limit;
+    int flags = MAP_SHARED | MAP_NORESERVE;
+    if (file < 0) flags |= MAP_ANONYMOUS;
+    else if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && (uint64_t)limit.rlim_cur < bytes) {
+        errno = EFBIG;
+        return MAP_FAILED;
+    } else if (ftruncate(file, (off_t)bytes) != 0) return MAP_FAILED;
+    return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+}
+
+/* Address space, not memory: `given` bytes per rank or, 0, as much as the machine has. Where that
+ * much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an
+ * explicit size does not. */
+DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
+                                                 dtrain__region *region)
+{
+    const size_t page = dtrain__page_bytes(), least = (size_t)64 << 20;
+    const size_t control = dtrain__round_up(sizeof(dtrain__control), page);
+    const long pages = sysconf(_SC_PHYS_PAGES);
+    size_t arena = given ? given : pages > 0 ? (size_t)pages * page : least, bytes = 0;
+    for (;; arena /= 2) {
+        if (arena < least && !given) arena = least;
+        void *memory = MAP_FAILED;
+        if (arena <= SIZE_MAX / 2) arena = dtrain__round_up(arena, page);
+        if (dtrain__size_mul(arena, ranks, &bytes) && bytes <= SIZE_MAX / 2)
+            memory = dtrain__map_bytes(hint, bytes += control, file);
+        if (memory != MAP_FAILED) {
+            region->control = (dtrain__control *)memory;
+            region->bytes = bytes;
+            region->control->arenas = (char *)memory + control;
+            region->control->arena_bytes = arena;
+            region->control->free_at_start = dtrain__free_memory();
+            dtrain__no_dump(memory, bytes);
+            return DTRAIN_OK;
+        }
+        if (given || arena == least)
+            return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                               "dtrain_launch: %u times %zu bytes of address space could not be "
+                               "reserved: %s; lower reserve_bytes or raise ulimit -v",
+                               ranks, arena, strerror(errno));
+    }
+}
+
+DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
+{
+    return control->arenas + (size_t)rank * control->arena_bytes;
+}
+
+/* Every byte of it can be read and written by every rank, at this address. */
+DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
+{
+    const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
+    const size_t all = (size_t)world->size * world->control->arena_bytes;
+    return at >= begin && at - begin <= all && bytes <= all - (at - begin);
+}
+
+/* Pages are promised now and committed when touched: so all promises together must fit in what was
+ * free at the start (or is free now, if that is more), or some rank would be killed later. */
+DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
+{
+    const uint64_t now = dtrain__free_memory();
+    const uint64_t free_bytes = now > control->free_at_start ? now : control->free_at_start;
+    const uint64_t promised = dtrain__fetch_add(&control->promised, (uint64_t)bytes);
+    if (bytes <= now && promised + bytes <= free_bytes) return DTRAIN_OK;
+    __atomic_fetch_sub(&control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+    return dtrain_fail(
+        DTRAIN_ERROR_MEMORY,
+        "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
+        "use a smaller model, more accumulation steps or another machine",
+        bytes, (unsigned long long)now, (unsigned long long)promised);
+}
+
+static dtrain_result dtrain__ranges_grow(dtrain_world *world)
+{
+    const size_t room = world->range_room ? 2 * world->range_room : 64;
+    dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
+                                                          "the book of shared memory");
+    if (!grown) return DTRAIN_ERROR_MEMORY;
+    if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
+    dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
+    world->ranges = grown;
+    world->range_room = room;
+    return DTRAIN_OK;
+}
+
+/* Whose memory the arena is: the CPU's. A GPU's ranks have only images in it. */
+static dtrain_device *dtrain__arena_device(const dtrain_world *world)
+{
+    return world->device && world->device->ops->host_memory ? world->device : NULL;
+}
+
+/* Zeroed whole pages of this rank's arena, first fit. */
+DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
+{
+    const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
+    *out = NULL;
+    if (bytes > all)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "shared memory: %zu bytes needed, %zu reserved per rank; raise "
+                           "reserve_bytes of dtrain_launch_desc",
+                           bytes, all);
+    bytes = dtrain__round_up(bytes ? bytes : 1, page);
+    dtrain_device *device = dtrain__arena_device(world);
+    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
+    size_t at = 0, i = 0;
+    for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
+        at = world->ranges[i].end;
+    if (bytes > all - at)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
+                           "reserve_bytes of dtrain_launch_desc",
+                           bytes, all);
+    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    memmove(world->ranges + i + 1, world->ranges + i,
+            (world->range_count - i) * sizeof *world->ranges);
+    world->ranges[i].begin = at;
+    world->ranges[i].end = at + bytes;
+    world->range_count++;
+    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
+    *out = dtrain__arena(world->control, world->rank) + at;
+    return DTRAIN_OK;
+}
+
+/* Gives the pages back at once: memory handed out next reads as zero without being cleared. Memory
+ * that is not ours is left alone. */
+DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
+{
+    char *arena = dtrain__arena(world->control, world->rank);
+    for (size_t i = 0; memory && i < world->range_count; i++) {
+        const dtrain__range range = world->ranges[i];
+        if (arena + range.begin != memory) continue;
+        if (madvise(memory, range.end - range.begin, MADV_REMOVE) != 0)
+            memset(memory, 0, range.end - range.begin);
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)(range.end - range.begin),
+                           __ATOMIC_ACQ_REL);
+        if (dtrain__arena_device(world)) world->device->comm_bytes -= range.end - range.begin;
+        world->range_count--;
+        memmove(world->ranges + i, world->ranges + i + 1,
+                (world->range_count - i) * sizeof *world->ranges);
+        return;
+    }
+}

@@ -1,0 +1,29 @@
+/* What other files may use of world/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+
+typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
+
+typedef struct dtrain__environment {
+    dtrain__lookup_fn lookup;
+    void *user;
+} dtrain__environment;
+
+/* What it says. */
+typedef struct dtrain__placement {
+    const char *family;         /* NULL: no launcher, or one that started a world of one */
+    int rank, size;             /* forks > 0: of the node's first rank */
+    int local_rank, local_size; /* -1, 0: not said */
+    int forks;                  /* ranks this process has to start; 0: it is a rank itself */
+    char address[256];          /* of rank 0; "": the world is on one node that we fork */
+    uint32_t port;              /* of the control plane */
+    uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
+} dtrain__placement;
+
+/* world/environment.c */
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
+                                                dtrain__placement *out);
+DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name);

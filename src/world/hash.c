@@ -1,0 +1,39 @@
+/* A keyed hash
+ *
+ * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
+ * make nor predict the 64 bits of the result. */
+
+#include "core/platform_internal.h"
+#include "world/world_internal.h"
+
+static inline uint64_t dtrain__rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
+
+static void dtrain__sip_round(uint64_t v[4])
+{
+    v[0] += v[1], v[2] += v[3];
+    v[1] = dtrain__rotate(v[1], 13) ^ v[0], v[3] = dtrain__rotate(v[3], 16) ^ v[2];
+    v[0] = dtrain__rotate(v[0], 32);
+    v[2] += v[1], v[0] += v[3];
+    v[1] = dtrain__rotate(v[1], 17) ^ v[2], v[3] = dtrain__rotate(v[3], 21) ^ v[0];
+    v[2] = dtrain__rotate(v[2], 32);
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes)
+{
+    uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du,
+                     key[0] ^ 0x6c7967656e657261u, key[1] ^ 0x7465646279746573u};
+    const unsigned char *at = (const unsigned char *)data;
+    for (size_t done = 0; done <= bytes; done += 8) { /* the last word holds the rest and length */
+        const size_t rest = bytes - done;
+        uint64_t word = rest < 8 ? (uint64_t)bytes << 56 : 0;
+        for (size_t i = 0; i < (rest < 8 ? rest : 8); i++)
+            word |= (uint64_t)at[done + i] << (8 * i);
+        v[3] ^= word;
+        dtrain__sip_round(v);
+        dtrain__sip_round(v);
+        v[0] ^= word;
+    }
+    v[2] ^= 0xff;
+    for (int i = 0; i < 4; i++) dtrain__sip_round(v);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}

@@ -1,0 +1,543 @@
+/* A rank. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/environment_internal.h"
+#include "world/link_internal.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "comm/comm.h"
+#include "device/device.h"
+
+typedef struct dtrain__launch {
+    dtrain_launch_desc desc; /* resolved */
+    dtrain_rank_fn rank_main;
+    void *user;
+    dtrain__placement place; /* rank: the first one here; size: the world's */
+    bool joins;              /* a world that another launcher has started ... */
+    bool here;               /* ... of which this process is one rank */
+    dtrain_result joined;    /* here: how that went */
+    dtrain__region region;
+    dtrain__control *control; /* the region's */
+    uint32_t cores;
+    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;               /* that forks; 0 when nobody does */
+    pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
+    int live;                     /* processes to reap */
+    int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
+    bool foreign_child;           /* a SIGCHLD that was not about a rank */
+    sigset_t watched, old_mask;
+    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+} dtrain__launch;
+
+static uint32_t dtrain__cores(void)
+{
+#ifdef CPU_COUNT /* hidden when a system header came before _GNU_SOURCE was defined */
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
+        return (uint32_t)CPU_COUNT(&set);
+#endif
+    const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than cpu_set_t can hold */
+    return count > 0 ? (uint32_t)count : 1;
+}
+
+static void dtrain__world_destroy(dtrain_world *world)
+{
+    if (!world) return;
+    const dtrain_allocator allocator = world->allocator;
+    dtrain__world_comm_end(world);
+    dtrain_device_destroy(world->device);
+    dtrain__link_destroy(world);
+    if (world->page.control) munmap(world->page.control, world->page.bytes);
+    if (world->mine) munmap(world->mine, dtrain__page_bytes());
+    dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
+    dtrain__free(&allocator, world, 1, sizeof *world);
+}
+
+static dtrain_result dtrain__world_mark(dtrain_world *world)
+{
+    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                           strerror(errno));
+    world->mine = (uint32_t *)page;
+    *world->mine = 1;
+#ifdef MADV_WIPEONFORK
+    madvise(page, dtrain__page_bytes(),
+            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+#endif
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_device_desc device;
+    DTRAIN__TRY(dtrain__world_mark(world));
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    if (!world->threads) world->threads = launch->cores / (uint32_t)world->local_size;
+    if (!world->threads) world->threads = 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->local_rank;
+    device.oversubscribed = world->oversubscribed;
+    device.math = world->math;
+    device.tune = world->tune;
+    device.memory_limit = desc->memory_limit;
+    device.allocator = world->allocator;
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
+}
+
+/* *out may be half a world when it fails: what it has goes with dtrain__world_destroy. */
+static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                          dtrain_world **out)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_world *world =
+        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+    *out = world;
+    if (!world) return DTRAIN_ERROR_MEMORY;
+    world->rank = rank;
+    world->size = launch->place.size;
+    world->local_rank = rank;
+    world->local_size = world->size;
+    world->node_count = 1;
+    world->comm_ops = desc->comm_ops;
+    world->emulation = desc->emulation;
+    world->math = desc->math;
+    world->tune = desc->tune;
+    world->threads = desc->threads_per_rank;
+    world->launcher = launch->launcher;
+    world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->control = launch->control;
+    world->allocator = desc->allocator;
+    world->log.write = desc->log;
+    world->log.user = desc->log_user;
+    world->log.level = (dtrain_log_level)desc->log_level;
+    world->log.rank = rank;
+    return dtrain__world_parts(world, launch);
+}
+
+/* Where the others see how this rank ended: in the world's page; and, when it has joined a world of
+ * another launcher, dtrain_launch sees it in the launch's own. What rank 0 knows of the others, and
+ * a failed rank of why, goes along. */
+static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
+                             int code)
+{
+    char error[DTRAIN__ERROR_BYTES];
+    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
+    const bool met = launch->joins && world && world->link && world->link->met;
+    if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
+    if (!met) return;
+    dtrain__record_end(world->control, rank, how, code, error);
+    dtrain__world_leave(world, launch->desc.grace_ms);
+    if (!launch->here || (rank && !code)) return;
+    memcpy(launch->control->fates, world->control->fates, sizeof world->control->fates);
+    launch->control->first_failed = dtrain__load(&world->control->first_failed);
+}
+
+/* All of a rank's life, in a process or a thread of its own. */
+static int dtrain__rank_run(dtrain__launch *launch, int index)
+{
+    const int rank = launch->place.rank + index;
+    int code = 1;
+    dtrain__end how = DTRAIN__UNSTARTED;
+    dtrain_world *world = NULL;
+    dtrain__set_thread_rank(rank);
+    dtrain__set_last_error("");
+    const dtrain_result created = dtrain__world_create(launch, rank, &world);
+    if (created == DTRAIN_OK) {
+        code = launch->rank_main(world, launch->user);
+        how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
+    }
+    if (launch->here) launch->joined = created;
+    dtrain__rank_end(launch, world, rank, how, code);
+    dtrain__world_destroy(world);
+    dtrain__set_thread_rank(-1);
+    return code;
+}
+
+/* An exit status has eight bits; 256 must not look like success. */
+static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
+
+/* ---- Ranks as processes -----------------------------------------------------------------------*/
+
+static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+#define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
+
+static void dtrain__signal_ranks(dtrain__launch *launch, int number)
+{
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
+        if (launch->pids[i] > 0) kill(launch->pids[i], number);
+}
+
+/* What waitpid said about one rank. A rank that returned has left its own, better record. */
+static void dtrain__reaped(dtrain__launch *launch, int index, int status)
+{
+    const int rank = launch->place.rank + index;
+    const uint32_t known = dtrain__load(&launch->control->fates[rank].how);
+    launch->pids[index] = 0;
+    launch->live--;
+    if (WIFSIGNALED(status)) {
+        const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
+        if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
+        dtrain__record_end(launch->control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
+                           WTERMSIG(status), "");
+    } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
+        const int code = WEXITSTATUS(status);
+        dtrain__record_end(launch->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code, "");
+    }
+}
+
+static void dtrain__reap(dtrain__launch *launch)
+{
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++) {
+        int status = 0;
+        if (launch->pids[i] <= 0) continue;
+        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
+        if (pid == launch->pids[i]) dtrain__reaped(launch, (int)i, status);
+        else if (pid < 0 && errno == ECHILD) /* another thread of the host has reaped it */
+            dtrain__reaped(launch, (int)i, 0);
+    }
+}
+
+/* Typed at a terminal, a signal has reached the whole process group: ranks must not get it twice.
+ * The second request to stop is obeyed without asking the ranks. */
+static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
+{
+    const bool stop = number != SIGUSR1 && number != SIGUSR2;
+    if (!from_terminal) dtrain__signal_ranks(launch, number);
+    if (!stop) return;
+    launch->forwarded = number;
+    if (++launch->stop_count < 2) return;
+    launch->kill_ns = 1;
+    dtrain__signal_ranks(launch, SIGKILL);
+}
+
+/* SIGCHLD wakes us; the nap only matters when another thread of the host swallowed it. */
+static void dtrain__watch(dtrain__launch *launch)
+{
+    struct timespec nap;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 50000000;
+    while (launch->live > 0) {
+        siginfo_t what;
+        const int number = sigtimedwait(&launch->watched, &what, &nap);
+        dtrain__reap(launch);
+        if (number > 0 && number != SIGCHLD)
+            dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
+        const uint64_t now = dtrain__now_ns();
+        if (!launch->kill_ns && dtrain__load(&launch->control->first_failed))
+            launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
+        if (launch->kill_ns && now >= launch->kill_ns) {
+            launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
+            dtrain__signal_ranks(launch, SIGKILL);
+        }
+    }
+}
+
+/* Never returns. The launcher's death must not leave ranks behind; it may have died already before
+ * prctl, which the second look sees. */
+static void dtrain__child(dtrain__launch *launch, int index)
+{
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+    if (getppid() != launch->launcher) _exit(1);
+    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+    const int code = dtrain__rank_run(launch, index);
+    fflush(NULL);
+    _exit(dtrain__exit_code(code));
+}
+
+static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int index, int error)
+{
+    struct rlimit limit;
+    launch->kill_ns = 1;
+    dtrain__signal_ranks(launch, SIGKILL);
+    dtrain__watch(launch);
+    if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
+    return dtrain_fail(
+        DTRAIN_ERROR_SYSTEM,
+        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
+        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
+        launch->place.rank + index, (uint32_t)launch->place.size, strerror(error),
+        (unsigned long long)limit.rlim_cur);
+}
+
+static dtrain_result dtrain__fork_all(dtrain__launch *launch)
+{
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        const pid_t pid = fork();
+        if (pid == 0) dtrain__child(launch, i);
+        if (pid < 0) return dtrain__fork_failed(launch, i, errno);
+        launch->pids[i] = pid;
+        launch->live++;
+    }
+    dtrain__watch(launch);
+    return DTRAIN_OK;
+}
+
+/* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
+ * place while ranks run. Our last SIGCHLD is taken off the queue, or a handler of the host's would
+ * wait for a child that is gone; one that was about another child is raised again. */
+static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
+{
+    struct sigaction found, plain;
+    sigset_t only_child;
+    struct timespec no_time;
+    siginfo_t what;
+    memset(&plain, 0, sizeof plain);
+    memset(&no_time, 0, sizeof no_time);
+    plain.sa_handler = SIG_DFL;
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
+    launch->watched = only_child;
+    for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
+        sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
+    sigaction(SIGCHLD, NULL, &found);
+    const bool deaf = found.sa_handler == SIG_IGN || (found.sa_flags & SA_NOCLDWAIT);
+    pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
+    const bool was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
+    if (deaf) sigaction(SIGCHLD, &plain, NULL);
+
+    fflush(NULL); /* or each rank would write what is in the buffers now once more */
+    const dtrain_result result = dtrain__fork_all(launch);
+
+    while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
+    if (deaf) sigaction(SIGCHLD, &found, NULL);
+    if (was_pending) kill(getpid(), SIGCHLD);
+    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+    return result;
+}
+
+/* ---- Ranks as threads -------------------------------------------------------------------------*/
+
+typedef struct dtrain__rank_thread {
+    dtrain__launch *launch;
+    int rank;
+    pthread_t thread;
+} dtrain__rank_thread;
+
+static void *dtrain__thread_main(void *argument)
+{
+    dtrain__rank_thread *self = (dtrain__rank_thread *)argument;
+    uint32_t gate;
+    while ((gate = dtrain__load(&self->launch->gate)) == 0) sched_yield();
+    if (gate == 1) dtrain__rank_run(self->launch, self->rank);
+    return NULL;
+}
+
+/* No rank runs before all threads are there: a thread cannot be killed when a later one is
+ * refused. */
+static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
+{
+    dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
+    const int count = (int)launch->desc.rank_count;
+    int started = 0, error = 0;
+    for (; started < count && !error; started += !error) {
+        threads[started].launch = launch;
+        threads[started].rank = started;
+        error =
+            pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
+    }
+    dtrain__store(&launch->gate, error ? 2u : 1u);
+    for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
+    if (!error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
+                       count, strerror(error));
+}
+
+/* ---- dtrain_launch ----------------------------------------------------------------------------*/
+
+/* Who starts the ranks: this call, another launcher, or this call on its node. */
+static dtrain_result dtrain__settle(dtrain__launch *launch)
+{
+    const dtrain__environment env = {dtrain__getenv, NULL};
+    dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
+    DTRAIN__TRY(dtrain__recognise(&env, place));
+    if (!place->family) {
+        if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
+        if (!desc->rank_count) desc->rank_count = 1;
+        place->size = (int)desc->rank_count;
+        return DTRAIN_OK;
+    }
+    if (desc->rank_count && (int)desc->rank_count != place->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    desc->rank_count = place->forks ? (uint32_t)place->forks : 1;
+    return DTRAIN_OK;
+}
+
+/* Not written as x <= 0: NaN must not pass. */
+static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain_emulation *asked = &desc->emulation;
+    const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
+    const struct dtrain_comm_ops *local = NULL;
+    const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
+    if (!asked->node_ranks && !any) return DTRAIN_OK;
+    if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: emulation.node_ranks is %u, expected a divisor of the "
+                           "%d ranks; 1 makes every rank a node",
+                           asked->node_ranks, launch->place.size);
+    if (!(gigabits > 0 && gigabits <= 1e6))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: emulation.gigabits_per_second is %g, expected more than "
+                           "0 and at most 1e6; 10 is a link of 10 Gb/s",
+                           gigabits);
+    if (!(latency >= 0 && latency <= 1e9))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
+                           "datacenter network has 5 to 50",
+                           latency);
+    DTRAIN__TRY(dtrain_comm_ops_by_name("local", &local));
+    if (!desc->comm_ops || desc->comm_ops == local) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
+                       "another one; clear one of them");
+}
+
+static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
+{
+    dtrain_launch_desc *desc = &launch->desc;
+    if (given) *desc = *given;
+    if (desc->rank_count > DTRAIN_MAX_RANKS || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
+            desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
+    if (desc->mode > DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: mode is %u, expected 0 (processes) or "
+                           "1 (threads)",
+                           desc->mode);
+    if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: log_level is %u (0 to 4 expected), "
+                           "threads_per_rank %u (0 to 4096 expected)",
+                           desc->log_level, desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__settle(launch));
+    DTRAIN__TRY(dtrain__check_emulation(launch));
+    launch->cores = dtrain__cores();
+    if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    if (!desc->grace_ms) desc->grace_ms = 5000;
+    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
+    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
+    return DTRAIN_OK;
+}
+
+/* Turns the fates of all ranks into one result, one sentence and the info. */
+static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    dtrain__control *control = launch->control;
+    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    int others = 0;
+    char how[200], stopped[128] = "", too[64] = "";
+    info->signal = launch->forwarded;
+    if (first < 0) return DTRAIN_OK;
+    const dtrain__fate *fate = &control->fates[first];
+    const bool killed = fate->how == DTRAIN__SIGNALED || fate->how == DTRAIN__STOPPED;
+    const dtrain__fate *own = &control->fates[launch->here ? launch->place.rank : first];
+    for (int i = 0; i < launch->place.size; i++)
+        others += i != first && control->fates[i].how > DTRAIN__LEFT;
+    info->first_failed_rank = first;
+    if (killed) info->signal = fate->value;
+    info->exit_code = killed ? 128 + fate->value : dtrain__exit_code(fate->value);
+    if (fate->how == DTRAIN__LOST) info->exit_code = 1;
+    if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
+    dtrain__describe_end(control, first, how, sizeof how);
+    if (launch->forwarded)
+        snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",
+                 launch->forwarded, dtrain__signal_name(launch->forwarded));
+    if (others)
+        snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
+                       info->seconds, stopped, too, fate->error[0] ? "; its last error: " : "",
+                       fate->error);
+}
+
+static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    dtrain_result result = DTRAIN_OK;
+    DTRAIN__TRY(launch->joins
+                    ? dtrain__map_page(&launch->region)
+                    : dtrain__map_region(launch->desc.reserve_bytes, launch->desc.rank_count, NULL,
+                                         -1, &launch->region));
+    launch->control = launch->region.control;
+    info->rank_count = (uint32_t)launch->place.size;
+    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    else if (launch->launcher) result = dtrain__launch_processes(launch);
+    else result = dtrain__launch_threads(launch);
+    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch->start_ns);
+    if (result == DTRAIN_OK) {
+        info->exit_code = 0;
+        result = dtrain__conclude(launch, info);
+    }
+    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+        result =
+            dtrain_fail(launch->joined, "%s", launch->control->fates[launch->place.rank].error);
+    munmap(launch->region.control, launch->region.bytes);
+    return result;
+}
+
+/* torchrun reports what stands in this file as the root cause. */
+static void dtrain__write_error_file(const char *text)
+{
+    const char *path = getenv("TORCHELASTIC_ERROR_FILE");
+    FILE *file = path && path[0] ? fopen(path, "we") : NULL;
+    if (!file) return;
+    fprintf(file, "{\"message\": {\"message\": \"");
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
+        else if (c < 32 || c > 126) fprintf(file, "\\u%04x", c);
+        else fputc(c, file);
+    }
+    fprintf(file, "\", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n", (long long)time(NULL));
+    fclose(file);
+}
+
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info)
+{
+    dtrain__launch launch;
+    dtrain_launch_info ignored;
+    if (!info) info = &ignored;
+    memset(&launch, 0, sizeof launch);
+    memset(info, 0, sizeof *info);
+    info->first_failed_rank = -1;
+    info->exit_code = 1;
+    if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
+    if (dtrain__rank_of_thread() >= 0)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_launch: called by a rank; launch once, from main");
+    launch.rank_main = rank_main;
+    launch.user = user;
+    launch.start_ns = dtrain__now_ns();
+    dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    if (result == DTRAIN_OK) result = dtrain__launch_all(&launch, info);
+    if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
+    return result;
+}

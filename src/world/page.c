@@ -1,0 +1,243 @@
+/* One host: one page
+ *
+ * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
+ * without a name (memfd) and tells the others where it has mapped it; they open it through
+ * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when
+ * the last of them has ended, however that was. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/result.h"
+#include "world/environment_internal.h"
+#include "world/link_internal.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+
+/* The same for ranks that can see each other's processes and memory. */
+static uint64_t dtrain__host_id(void)
+{
+    static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
+    const uint64_t none[2] = {0, 0};
+    char text[512];
+    memset(text, 0, sizeof text);
+    if (gethostname(text, 255) != 0) text[0] = 0;
+    const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
+    if (file >= 0) close(file);
+    for (int i = 0; i < 2; i++)
+        if (readlink(spaces[i], text + 320 + 96 * i, 95) < 0) text[320 + 96 * i] = 0;
+    return dtrain__siphash(none, text, sizeof text);
+}
+
+/* Where a rank is, and where it is to believe it is. */
+typedef struct dtrain__whereabouts {
+    uint64_t host;
+    dtrain_emulation emulation;
+} dtrain__whereabouts;
+
+/* The nodes of ranks that a launcher has started: every one has read its own desc. */
+static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__whereabouts *all)
+{
+    const dtrain_emulation *mine = &world->emulation;
+    for (int i = 0; i < world->size; i++) {
+        const dtrain_emulation *other = &all[i].emulation;
+        if (other->node_ranks != mine->node_ranks || other->latency_us != mine->latency_us ||
+            other->gigabits_per_second != mine->gigabits_per_second)
+            return dtrain__exchange_fail(
+                world, DTRAIN_ERROR_MISMATCH,
+                "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
+                "us, rank %d for %u, %g, %g; give all ranks the same desc",
+                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank,
+                mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
+    }
+    if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
+    return dtrain__exchange_fail(
+        world, DTRAIN_ERROR_UNSUPPORTED,
+        "dtrain_launch: emulation makes nodes of one host, and these ranks are on %d hosts; clear "
+        "desc.emulation: their links are real",
+        world->node_count);
+}
+
+/* Which ranks are neighbours. What the launcher said about local ranks stands. */
+static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
+{
+    dtrain__whereabouts own, all[DTRAIN_MAX_RANKS];
+    int local_rank = 0, local_size = 0, hosts = 0;
+    memset(&own, 0, sizeof own);
+    const uint64_t mine = own.host = dtrain__host_id();
+    own.emulation = world->emulation;
+    DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
+    for (int i = 0; i < world->size; i++) {
+        int first = 0;
+        while (all[first].host != all[i].host) first++;
+        if (all[i].host == mine && first == i) world->node = hosts;
+        local_rank += i < world->rank && all[i].host == mine;
+        local_size += all[i].host == mine;
+        hosts += first == i;
+    }
+    world->node_count = hosts;
+    DTRAIN__TRY(dtrain__agree_on_nodes(world, all));
+    if (place->forks) local_rank = world->rank - place->rank;
+    else if (place->local_rank >= 0) local_rank = place->local_rank;
+    world->local_rank = local_rank;
+    world->local_size = place->local_size > 0 ? place->local_size : local_size;
+    return DTRAIN_OK;
+}
+
+/* Where rank 0 has put the region. */
+typedef struct dtrain__offer {
+    uint64_t address, bytes, device, inode;
+    int32_t pid, file; /* file < 0: rank 0 could not make it */
+} dtrain__offer;
+
+typedef struct dtrain__answer {
+    int32_t good;
+    char why[180];
+} dtrain__answer;
+
+/* Far from where programs, libraries and stacks are put, and from the shadows of sanitizers. */
+static void *dtrain__region_hint(int attempt)
+{
+    static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
+    return attempt < 3 ? (void *)places[attempt] : NULL;
+}
+
+static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_bytes, int attempt,
+                                          dtrain__region *region, dtrain__offer *offer)
+{
+    struct stat status;
+    memset(offer, 0, sizeof *offer);
+    offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
+    if (offer->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
+    const dtrain_result result = dtrain__map_region(
+        reserve_bytes, (uint32_t)world->size, dtrain__region_hint(attempt), offer->file, region);
+    if (result != DTRAIN_OK || fstat(offer->file, &status) != 0) {
+        close(offer->file);
+        offer->file = -1;
+        return result != DTRAIN_OK ? result
+                                   : dtrain_fail(DTRAIN_ERROR_SYSTEM, "fstat: %s", strerror(errno));
+    }
+    offer->address = (uint64_t)(uintptr_t)region->control;
+    offer->bytes = region->bytes;
+    offer->device = (uint64_t)status.st_dev;
+    offer->inode = (uint64_t)status.st_ino;
+    offer->pid = (int32_t)getpid();
+    return DTRAIN_OK;
+}
+
+/* The file must be the one that was meant: the process may have gone, its number be another's. */
+static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
+{
+    char path[64];
+    struct stat status;
+    void *const wanted = (void *)(uintptr_t)offer->address;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
+    const int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
+    if (fstat(file, &status) != 0 || (uint64_t)status.st_dev != offer->device ||
+        (uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
+        close(file);
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
+    }
+    void *memory = mmap(wanted, (size_t)offer->bytes, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
+    const int error = errno;
+    close(file);
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, (size_t)offer->bytes);
+    if (memory != wanted)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%llu bytes at %p are not free here: %s",
+                           (unsigned long long)offer->bytes, wanted,
+                           memory == MAP_FAILED ? strerror(error) : "other memory is there");
+    dtrain__no_dump(memory, (size_t)offer->bytes);
+    region->control = (dtrain__control *)memory;
+    region->bytes = (size_t)offer->bytes;
+    return DTRAIN_OK;
+}
+
+/* One attempt of all ranks; *good says whether everybody has the region, which then is open to all.
+ * An error is the failure of the exchange itself. */
+static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
+                                        dtrain__region *region, bool *good)
+{
+    dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
+    dtrain__answer mine, answers[DTRAIN_MAX_RANKS];
+    dtrain_result result = DTRAIN_OK;
+    memset(&offer, 0, sizeof offer);
+    memset(&mine, 0, sizeof mine);
+    memset(region, 0, sizeof *region);
+    offer.file = -1;
+    if (world->rank == 0)
+        result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
+    dtrain_result told = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
+    if (told == DTRAIN_OK) {
+        if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
+        mine.good = result == DTRAIN_OK && offers[0].file >= 0;
+        if (result != DTRAIN_OK)
+            snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
+        told = dtrain_world_all_gather(world, &mine, sizeof mine, answers);
+    }
+    if (offer.file >= 0) close(offer.file);
+    *good = told == DTRAIN_OK;
+    for (int i = world->size - 1; i >= 0 && told == DTRAIN_OK; i--) {
+        if (answers[i].good) continue;
+        *good = false;
+        answers[i].why[sizeof answers[i].why - 1] = 0;
+        if (answers[i].why[0])
+            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, answers[i].why);
+    }
+    if (!*good && region->control) munmap(region->control, region->bytes);
+    return told;
+}
+
+/* From here on the page is everybody's. Without a region the ranks go on as on several hosts. */
+static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
+{
+    bool good = false;
+    for (int attempt = 0; attempt < 6 && !good; attempt++) {
+        dtrain__region region;
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region, &good));
+        if (!good) continue;
+        munmap(world->page.control, world->page.bytes);
+        world->page = region;
+        world->control = region.control;
+        world->exchange_count = 0;
+        world->link->shared = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* All that a launched rank does before it is a rank like any other. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
+                                                 const dtrain__placement *place,
+                                                 size_t reserve_bytes)
+{
+    DTRAIN__TRY(dtrain__map_page(&world->page));
+    world->control = world->page.control;
+    DTRAIN__TRY(dtrain__link_create(world));
+    DTRAIN__TRY(dtrain__meet(world, place));
+    world->link->met = true;
+    DTRAIN__TRY(dtrain__find_hosts(world, place));
+    return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
+}
+
+/* The end of a launched rank: the others learn how it was. Rank 0 stays until all have ended, as
+ * the parent of forked ranks does, or until the grace period after a failure is over: through it
+ * the others hear of each other. */
+DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
+{
+    uint64_t end_ns = 0, now;
+    bool all = false;
+    dtrain__link_news(world);
+    while (!all) {
+        dtrain__link_pump(world, 20);
+        dtrain__world_comm_linger(world);
+        now = dtrain__now_ns();
+        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
+            end_ns = now + (uint64_t)grace_ms * 1000000u;
+        all = dtrain__link_all_told(world);
+        for (int i = 0; i < world->size && world->rank == 0; i++)
+            all = all && dtrain__load(&world->control->fates[i].how) != DTRAIN__RUNNING;
+        if (end_ns && now >= end_ns) break;
+    }
+}

@@ -1,0 +1,86 @@
+/* World, launch
+ *
+ * First how ranks end, wait, exchange and share memory; then a keyed hash (hash.c), what
+ * launchers say in the environment (environment.c), the link between ranks of a launcher (link.c),
+ * how they meet (rendezvous.c), how they come to share memory (page.c), a rank's life and
+ * dtrain_launch (launch.c).
+ *
+ * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
+ * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
+ * it at the same address, so pointers into it can be handed around:
+ *
+ *     | control: first failure, how each rank ended | arena of rank 0 | ... | arena of rank N-1 |
+ *
+ * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
+ * memory: no lock is shared, so no rank can die holding one.
+ *
+ * The launcher installs no signal handler. It blocks SIGCHLD and the signals it forwards and sleeps
+ * in sigtimedwait; a rank's death is in the control page some 100 us after it happened, where the
+ * waiting ranks see it. Invariant: whatever happens, every rank that was started has been reaped
+ * when dtrain_launch returns. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "device/device.h"
+
+DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
+DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
+/* Ranks of an emulated node; 0 without emulation. What the machine is shared by (cores, memory,
+ * devices) goes by its real hosts, the members of dtrain_world. */
+DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
+{
+    return (int)world->emulation.node_ranks;
+}
+DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world)
+{
+    if (!world) return -1;
+    return dtrain__node_ranks(world) ? world->rank % dtrain__node_ranks(world) : world->local_rank;
+}
+DTRAIN_API int dtrain_world_local_size(const dtrain_world *world)
+{
+    if (!world) return 0;
+    return dtrain__node_ranks(world) ? dtrain__node_ranks(world) : world->local_size;
+}
+DTRAIN_API int dtrain_world_node(const dtrain_world *world)
+{
+    if (!world) return -1;
+    return dtrain__node_ranks(world) ? world->rank / dtrain__node_ranks(world) : world->node;
+}
+DTRAIN_API int dtrain_world_node_count(const dtrain_world *world)
+{
+    if (!world) return 0;
+    return dtrain__node_ranks(world) ? world->size / dtrain__node_ranks(world) : world->node_count;
+}
+DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
+{
+    return world ? world->device : NULL;
+}
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
+{
+    return world ? world->comm : NULL;
+}
+DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world)
+{
+    return world ? &world->allocator : NULL;
+}
+DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world)
+{
+    return world ? world->threads : 0;
+}
+DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world)
+{
+    return world ? (uint32_t)(world->timeout_ns / 1000000u) : 0;
+}
+
+DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
+{
+    if (!world || !format) return;
+    va_list args;
+    va_start(args, format);
+    dtrain__log_va(&world->log, level, format, args);
+    va_end(args);
+}

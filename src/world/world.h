@@ -1,0 +1,180 @@
+/* World, launch
+ *
+ * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
+ * local ranks, hands each a world, watches over them and reports how they ended. Started by another
+ * launcher as one rank of several, it joins them instead:
+ *
+ *     launcher        what is read, the first complete family wins
+ *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
+ *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
+ *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+ *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+ *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
+ *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
+ *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
+ *                     dtrain_launch forks the ranks of this node
+ *
+ * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
+ * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
+ * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. DTRAIN_JOB_KEY, the
+ * same on all ranks, keeps others out: it is proved, not sent; the traffic is not encrypted, so the
+ * network must be trusted. All this takes at most timeout_ms, and not more than five minutes.
+ *
+ * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
+ * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
+ * says. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "device/device.h"
+
+typedef struct dtrain_world dtrain_world;
+typedef struct dtrain_comm dtrain_comm;
+typedef struct dtrain_comm_ops dtrain_comm_ops;
+
+typedef enum dtrain_launch_mode {
+    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
+    DTRAIN_LAUNCH_THREADS = 1    /* one thread a rank, for tests and race detectors */
+} dtrain_launch_mode;
+
+#define DTRAIN_MAX_RANKS 256
+
+/* The local communicator as a cluster: consecutive ranks form nodes, and what passes between nodes
+ * takes the time that a link would. An emulation for measuring and teaching: the data still goes
+ * through shared memory, ranks wait without using the processor, and inside a node nothing is
+ * slowed. The world reports these nodes as its hosts.
+ *
+ * The model: every node has one full-duplex link, which its ranks share, first come, first served.
+ * A collective costs latency_us for each of its rounds and, on each link, the bytes that dtrain's
+ * MPI communicator would move over it, at gigabits_per_second; the table is in comm/links.c.
+ * Headers are not counted: TCP over Ethernet carries 0.94 of the link's nominal rate as data.
+ *
+ * A transfer begins when the last rank starts the operation and goes on while ranks compute. Waits
+ * notice its end some 0.1 ms late at most. timeout_ms counts as ever: it must be longer than the
+ * slowest transfer with all that is queued before it. dtrain_world_all_gather and dtrain_launch
+ * cost nothing. Ranks of a launcher can be emulated nodes when they are on one host and give the
+ * same desc. */
+typedef struct dtrain_emulation {
+    uint32_t node_ranks;        /* ranks of a node; divides rank_count; 0 = no emulation */
+    double gigabits_per_second; /* of a node's link, in each direction: 1e9 bits a second */
+    double latency_us;          /* of a message between nodes */
+} dtrain_emulation;
+
+/* Zero means default. */
+typedef struct dtrain_launch_desc {
+    uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
+                                  default_rank_count; at most DTRAIN_MAX_RANKS */
+    uint32_t mode;             /* dtrain_launch_mode */
+    uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / local ranks, at least 1 */
+    uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
+    uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
+    uint32_t log_level;        /* dtrain_log_level */
+    size_t reserve_bytes;      /* shared address space per rank, committed only when touched;
+                                    0 = the machine's memory */
+    dtrain_log_fn log;         /* NULL = stderr */
+    void *log_user;
+    dtrain_allocator allocator;             /* zeros = malloc and free */
+    const dtrain_device_ops *device_ops;    /* NULL = CPU */
+    const struct dtrain_comm_ops *comm_ops; /* of the world's communicator; NULL = local, and with a
+                                               GPU local through host memory */
+    uint32_t math;                          /* dtrain_math, for the device */
+    uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
+    bool tune;                              /* for the device: its desc says what it does */
+    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
+                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
+                              batches keep to. 0 = none. Not in it: the process itself and scratch
+                              of kernels */
+    dtrain_emulation emulation; /* all zero = none */
+} dtrain_launch_desc;
+
+/* How the run ended. */
+typedef struct dtrain_launch_info {
+    uint32_t rank_count;
+    int first_failed_rank; /* -1: none failed */
+    int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
+    int signal;            /* that ended the first failed rank, or 0; or that was forwarded */
+    double seconds;
+} dtrain_launch_info;
+
+/* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
+typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
+
+/* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
+ * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
+ * that failed first and how. Ranks still running grace_ms after a failure are killed.
+ *
+ * Processes: call it before starting threads and before touching much memory (fork copies page
+ * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
+ * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 that reach the parent are forwarded to
+ * every rank; no handler is installed, and the signal mask is restored before the call returns.
+ * If the parent dies, the ranks die with it (Linux).
+ * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
+ *
+ * Joined ranks: rank_main runs in the calling process, which is one rank; the result is that rank's
+ * own. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the first
+ * failure of any. When a rank fails and TORCHELASTIC_ERROR_FILE is set, torchrun finds the sentence
+ * there.
+ *
+ * desc and info may be NULL. */
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info);
+
+/* Return this rank's number, from 0. */
+DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
+/* Return the number of ranks. */
+DTRAIN_API int dtrain_world_size(const dtrain_world *world);
+/* Return this rank's number among the ranks of its host, which GPU is its own for example. Under
+ * emulation a node stands for a host, here and in the next three calls. */
+DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
+/* Return the number of ranks of this host. */
+DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
+/* Return the number of this host; hosts are numbered in the order of their lowest ranks. */
+DTRAIN_API int dtrain_world_node(const dtrain_world *world);
+/* Return the number of hosts. */
+DTRAIN_API int dtrain_world_node_count(const dtrain_world *world);
+/* Return this rank's device, which the world owns. */
+DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
+/* Return the communicator of all ranks, which the world owns. */
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
+/* Return the allocator of the launch desc. */
+DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
+/* Return the number of compute threads of this rank. */
+DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
+/* Return the deadline of every wait for other ranks, in milliseconds. */
+DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
+
+#define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
+
+/* Gather small records from all ranks: all (size * bytes) receives every rank's `mine` (bytes), in
+ * rank order. Collective and blocking, at most until the deadline; every rank passes the same
+ * bytes, at most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 is a barrier. It is meant for ids, addresses and
+ * verdicts, and needs neither a communicator nor a device. When another rank has failed, the result
+ * is DTRAIN_ERROR_PEER; when the gathering itself fails, all ranks fail as by
+ * dtrain_world_abort. */
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all);
+
+/* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
+ * failure that the others cannot see, such as a lost device or a library's error. The first abort
+ * of a run stands, later ones are dropped. Never blocks. */
+DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
+
+/* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
+ * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
+ * counts as gone two seconds later: an operation that it took part in may still be finishing
+ * here. */
+DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
+
+/* Send one formatted line to the log. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+DTRAIN_API void
+dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
+
+/* Ask the operating system for the memory of this process: the proportional set size now, and the
+ * high-water mark of the resident set size. 0 where it is unknown. */
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);

@@ -1,0 +1,170 @@
+/* What other files may use of world/ beside the public API. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "device/device.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000 /* an older kernel takes the address as a hint */
+#endif
+
+typedef enum dtrain__end {
+    DTRAIN__RUNNING = 0,
+    DTRAIN__LEFT = 1,     /* rank_main returned 0 */
+    DTRAIN__RETURNED = 2, /* something else */
+    DTRAIN__SIGNALED = 3,
+    DTRAIN__UNSTARTED = 4, /* its world could not be made */
+    DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
+    DTRAIN__LOST = 6       /* its connection closed without a word */
+} dtrain__end;
+
+/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
+typedef struct dtrain__fate {
+    uint32_t how;      /* atomic, stored last: dtrain__end */
+    int32_t value;     /* return value or signal */
+    uint64_t ended_ns; /* when this was written */
+    char error[496];   /* the rank's last error, when it did not end well */
+} dtrain__fate;
+
+/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough:
+ * a rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank
+ * that had read all posts n. */
+typedef struct dtrain__post {
+    uint64_t sequence; /* atomic, stored last: exchanges posted so far */
+    uint64_t bytes[2];
+    char data[2][DTRAIN_WORLD_ALL_GATHER_BYTES];
+} dtrain__post;
+
+typedef struct dtrain__report {
+    uint32_t state; /* atomic: 0 none, 1 being written, 2 stands */
+    int32_t rank, code;
+    char text[500];
+} dtrain__report;
+
+/* One direction of a node's emulated link, see comm/links.c. */
+typedef struct dtrain__lane {
+    uint64_t busy_until; /* atomic, on the monotonic clock */
+    uint64_t line[7];
+} dtrain__lane;
+
+typedef struct dtrain__control {
+    uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
+    uint32_t ended_count;  /* atomic: fates written */
+    uint64_t promised;     /* atomic: bytes handed out by all arenas */
+    uint64_t free_at_start;
+    char *arenas; /* all of them */
+    size_t arena_bytes;
+    dtrain__report report;
+    dtrain__fate fates[DTRAIN_MAX_RANKS];
+    dtrain__post posts[DTRAIN_MAX_RANKS];
+    dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
+} dtrain__control;
+
+/* A control page with or without arenas behind it, as it was mapped. */
+typedef struct dtrain__region {
+    dtrain__control *control;
+    size_t bytes;
+} dtrain__region;
+
+/* Memory handed out by an arena. What lies between two of these is free: nothing to coalesce. */
+typedef struct dtrain__range {
+    size_t begin, end; /* whole pages, from the start of the arena */
+} dtrain__range;
+
+typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
+
+struct dtrain_world {
+    int rank, size;
+    int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
+    dtrain_emulation emulation;
+    uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
+    uint32_t threads;
+    bool oversubscribed; /* more threads than cores: waiting must not spin */
+    pid_t launcher;      /* the process that forked this rank, or 0 */
+    uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
+    uint64_t timeout_ns;
+    dtrain__control *control;
+    struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
+    dtrain__region page;       /* with a link: where control is */
+    char no_region[200];       /* with a link: why the ranks of one host share no memory */
+    uint32_t *mine;            /* reads 0 in a process forked by a rank */
+    dtrain__range *ranges;     /* (range_count), sorted */
+    size_t range_count, range_room;
+    dtrain_allocator allocator;
+    dtrain__log_sink log;
+    dtrain_device *device;
+    const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
+    uint32_t math;
+    bool tune;
+    dtrain_comm *comm; /* all ranks */
+    uint64_t exchange_count;
+    struct dtrain__local_comm *locals;  /* this rank's communicators, newest first */
+    struct dtrain__staged_comm *staged; /* those for device memory */
+    dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
+};
+
+/* The world's communicator comes from comm/. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
+
+#define DTRAIN__YIELDS_PER_LOOK 32u /* 10 us on an idle machine */
+
+typedef struct dtrain__wait {
+    uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
+    bool looked;
+    uint64_t last_ns, waited_ns; /* last look at the clock, time waited so far */
+} dtrain__wait;
+
+/* world/world.c */
+DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world);
+
+/* world/control.c */
+DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
+DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
+                                          size_t room);
+DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
+DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
+                                        int value, const char *error);
+DTRAIN__PRIVATE void dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
+                                           const char *text);
+DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
+DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait);
+DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
+DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_result code,
+                                                    const char *format, ...);
+
+/* world/arena.c */
+DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
+DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region);
+DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
+                                                 dtrain__region *region);
+DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
+DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
+DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
+
+/* world/hash.c */
+DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
