@@ -1,27 +1,30 @@
 # dtrain needs a C compiler and make; everything else here is optional and says so when it is absent.
 #   make run      trains a GPT on real text, two ranks of this machine's CPU, about a minute
-#   make test     builds and runs all tests, those of the GPU kernels on the CPU
+#   make test     builds and runs the tests, those of the GPU kernels on the CPU, about five minutes
 #   make cuda     the examples for NVIDIA GPUs
 #   make mpi      the examples for CPUs of several hosts
 # Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,
-# CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90).
+# CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), PREFIX, DESTDIR.
 
 CC      ?= cc
 CFLAGS  ?= -O2 -g
 BUILD   ?= build
+PREFIX  ?= /usr/local
 ARGS    ?=
 STRICT  := -std=c99 -pedantic -Wall -Wextra -Wconversion -Werror
-LIBS    := -lm -lpthread
+LIBS    := -lm -lpthread $(if $(CBLAS),-lopenblas)
+DEFINES := $(if $(CBLAS),-DDTRAIN_USE_CBLAS)
 
-ifdef CBLAS
-CFLAGS += -DDTRAIN_USE_CBLAS
-LIBS   += -lopenblas
+# One job for each core; -j on the command line goes before.
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
 endif
 
-GPU_TESTS := $(wildcard tests/cuda/test_cuda_*.c)
 PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
-TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c))
+UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c
+GPU       := $(wildcard tests/cuda/test_cuda_*.c)
+TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
@@ -31,20 +34,27 @@ help:
 	@echo "make run        the main job: $(BUILD)/train_gpt (ARGS=\"--help\" shows its flags)"
 	@echo "make cuda       the examples for NVIDIA GPUs, in $(BUILD)/cuda/ (nvcc)"
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
-	@echo "make test       all tests; prints what was skipped for want of an optional tool"
+	@echo "make install    dtrain.h and its companions to PREFIX=$(PREFIX), with a file for pkg-config; also uninstall"
+	@echo "make test       the tests; prints what was skipped for want of an optional tool"
+	@echo "make test-all   with the long ones: every case of every matrix, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
+	@echo "make test-long  the long scripts alone"
+	@echo "make nightly    what takes hours: test-all under both compilers, all of it under sanitizers, mutations, long fuzzing"
 	@echo "make bench      GEMM, collectives and training, beside their rivals where installed"
 	@echo "make bench-strategies  speed, memory and bytes of every strategy (ARGS=\"--help\")"
 	@echo "make bench-comm        exchanges of gradients over slow links, and what helps (ARGS=\"--help\")"
 	@echo "make bench-scaling     1 to 8 ranks of this machine, then 64 and 256 (ARGS=\"--help\")"
-	@echo "make check-simulator   build/simulate's predictions beside published scaling"
+	@echo "make check-simulator   $(BUILD)/simulate's predictions beside published scaling"
 	@echo "make gpu-check  with an NVIDIA GPU: tests, sanitizers, NCCL, benchmarks; 9 minutes"
 	@echo "make asan tsan  the tests under the address and undefined behaviour sanitizers, or that of threads"
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
-	@echo "make lint       formatting, contents of dtrain.h, warnings of other compilers"
-	@echo "make clean"
+	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
+	@echo "make src        compiles each file of src/ alone"
+	@echo "make dtrain.h dtrain_cuda.cu dtrain_nccl.h   joins them from src/"
+	@echo "make lint       formatting, walls between folders, joined files, warnings of other tools"
+	@echo "make clean      removes $(BUILD)/"
 
 run: $(BUILD)/train_gpt
 	$(BUILD)/train_gpt $(ARGS)
@@ -55,23 +65,31 @@ run: $(BUILD)/train_gpt
 ifeq ($(origin CXX),default)
 CXX := $(if $(findstring clang,$(CC)),clang++,g++)
 endif
-EMULATION := -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda/emulation
 ifneq ($(shell command -v $(CXX)),)
-EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU_TESTS)) $(BUILD)/emu/test_emulation
-# These start ranks, on every core; the others are one thread each.
-WITH_RANKS := %_ddp %_nccl %_strategies %_compression %_offload
-EMU_BENCH := $(BUILD)/emu/bench_kernels $(BUILD)/emu/bench_train $(BUILD)/emu/train_gpt
+EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation
+EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
 endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
-SCRIPTS ?= tests/cli/test_examples.sh tests/cli/test_bench.sh tests/cli/test_launchers.sh \
-           tests/nccl/test_nccl.sh tests/cli/test_mpi.sh tests/cli/test_slurm.sh tests/cli/test_simulator.sh
-COMPILING ?= tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
-test: $(EXAMPLES) $(TESTS) $(BENCHES) $(filter $(BUILD)/%,$(EMU_TESTS)) $(EMU_BENCH)
-	@BUILD=$(BUILD) CC="$(CC)" sh tests/scripts/run.sh $(TESTS) $(filter $(WITH_RANKS),$(EMU_TESTS)) $(SCRIPTS) \
-	  --beside $(COMPILING) $(filter-out $(WITH_RANKS),$(EMU_TESTS))
+# run.sh takes them in this order, one for each core at a time: the longest come first.
+LONGEST := $(addprefix $(BUILD)/,tests/test_compression emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm \
+             tests/test_rendezvous tests/test_nccl) tests/scripts/test_compile.sh tests/cli/test_examples.sh
+LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh) \
+           tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh
+SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh)) tests/scripts/test_compile.sh
+ALL     := $(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS)
+MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
+RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
+
+FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
+test: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+	@$(RUN) $(FAST)
+test-long: $(EXAMPLES) $(BENCHES) $(EMU_BENCH) $(MPIS)
+	@$(RUN) $(LONG)
+test-all: $(EXAMPLES) $(BENCHES) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES)
@@ -85,44 +103,46 @@ bench-comm: $(BUILD)/train_gpt $(BUILD)/bench/bench_comm
 bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 	$(BUILD)/bench/bench_scaling --program $(BUILD)/train_gpt $(ARGS)
 
-# A sanitizer build is the same tests in a folder of its own; benchmarks would measure the sanitizer.
+# A sanitizer build is the same tests in a folder of its own.
 # Kernel threads are fibers: what a sanitizer knows of a stack must not move to its own heap.
-asan: export SCRIPTS = tests/cli/test_examples.sh
-tsan: export SCRIPTS =
-asan tsan: export COMPILING =
-NO_BENCH := BENCHES= EMU_BENCH=
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test BUILD=build/asan $(NO_BENCH) \
+	$(MAKE) test BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
 	  CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test BUILD=build/tsan CFLAGS="-O1 -g -fsanitize=thread" $(NO_BENCH) EXAMPLES= \
-	  EMU_TESTS="$(addprefix build/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix build/tsan/tests/test_,comm faults launch links nccl ddp strategies compression \
+	$(MAKE) test BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g -fsanitize=thread" \
+	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults launch links nccl ddp strategies compression \
 	    trainer gemm device sparse)"
+
+# What else reads or runs the code, each a target of its own, and all beside one another.
 valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/scripts/valgrind.sh
-
 fuzz:
-	@mkdir -p $(BUILD)/fuzz
-	@for f in $(wildcard tests/fuzz/fuzz_*.c); do \
-	  out=$(BUILD)/fuzz/$$(basename $$f .c); echo "== $$f"; \
-	  clang -O1 -g -I. -fsanitize=fuzzer,address,undefined $$f -o $$out $(LIBS) && \
-	  $$out -max_total_time=$${FUZZ_SECONDS:-30} -print_final_stats=0 -verbosity=0 || exit 1; done
+	@BUILD=$(BUILD) sh tests/scripts/fuzz.sh
+golden:
+	@sh tests/reference/check.sh
+lint:
+	@BUILD=$(BUILD) CC="$(CC)" sh tests/scripts/lint.sh
+checks: $(TESTS)
+	@$(RUN) tests/scripts/valgrind.sh tests/scripts/lint.sh tests/scripts/fuzz.sh tests/reference/check.sh
 
 N ?= 40
 mutate:
 	@BUILD=$(BUILD) CC="$(CC)" CXX="$(CXX)" sh tests/cuda/mutate_cuda.sh $(N)
 
-golden:
-	sh tests/reference/check.sh
-
-lint:
-	@CC="$(CC)" sh tests/scripts/lint.sh
-
-clean:
-	rm -rf build
+nightly: export DTRAIN_TEST_FULL = 1
+nightly: export DTRAIN_TEST_DIALECTS = 1
+nightly: export FUZZ_SECONDS = 600
+nightly:
+	$(MAKE) test-all
+	$(MAKE) test-all CC=clang BUILD=$(BUILD)/clang
+	$(MAKE) test CBLAS=1 BUILD=$(BUILD)/cblas SCRIPTS=tests/cli/test_examples.sh
+	$(MAKE) asan CC=clang
+	$(MAKE) tsan
+	$(MAKE) checks
+	$(MAKE) mutate N=200
 
 # ---- GPUs -----------------------------------------------------------------------------------------
 NVCC      ?= nvcc
@@ -131,7 +151,7 @@ ARCH = $(foreach a,$(CUDA_ARCH),$(if $(filter native,$a),-arch=native,-gencode=a
 NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo yes),-DDTRAIN_USE_NCCL -ldl)
 
 cuda: $(patsubst $(BUILD)/%,$(BUILD)/cuda/%,$(EXAMPLES))
-gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU_TESTS))) \
+gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
 gpu-check:
 	@BUILD=$(BUILD) bash tests/cuda/gpu_check.sh
@@ -139,70 +159,127 @@ gpu-check:
 # ---- MPI ------------------------------------------------------------------------------------------
 MPICC ?= mpicc
 mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
-
-# ---- The product, joined from src/ ----------------------------------------------------------------
-SRC := $(wildcard src/*.h src/*.cu src/*/*.[ch] src/*/*/*.[ch]* src/*/*/*/*.[ch])
-dtrain.h dtrain_cuda.cu dtrain_nccl.h: $(SRC) tools/join.sh
-	sh tools/join.sh src/$@ >$@.new && mv $@.new $@
+# What the tests start under each MPI that is installed, in a folder of its own.
+openmpi mpich:
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi train_gpt)
 
 # ---- Rules ----------------------------------------------------------------------------------------
-vpath %.c   examples tools/train_gpt tools/simulate tests/unit tests/cuda tests/nccl bench
+# Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
+# flags of its compiler (flags): when one of them changes it is built again.
+vpath %.c   examples tools/train_gpt tools/simulate tests/unit tests/cuda tests/nccl tests/cli bench
 vpath %.cpp tests/cuda tests/cuda/emulation
-HEADERS := $(wildcard dtrain*.h tools/*.h tools/*/*.h tests/*/*.h tests/*/*/*.h bench/*.h) tests/nccl/mock/nccl_mock.c
-TEST_INCLUDES := -I. -Itests -Itests/support -Itests/cuda
+STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
+OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@
+TEST_INCLUDES := -Itests -Itests/support -Itests/unit -Itests/cuda -Itests/nccl/mock -Ibench
+-include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
-# The implementation, compiled once for the tests and benchmarks that use what the header declares. From
-# an archive: a program that has it within itself, to look inside, takes none of this.
-IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(CFLAGS) -I. -x c -c -
-$(BUILD)/dtrain.a: dtrain.h
+$(BUILD)/flags:      FLAGS = $(CC) $(CXX) $(CFLAGS) $(DEFINES)
+$(BUILD)/mpi/flags:  FLAGS = $(MPICC) $(CFLAGS) $(DEFINES)
+$(BUILD)/cuda/flags: FLAGS = $(NVCC) $(ARCH) $(CC) $(CFLAGS) $(DEFINES)
+%/flags: FORCE
 	@mkdir -p $(@D)
-	$(IMPLEMENTATION) -o $(@:.a=.o)
-	rm -f $@ && $(AR) rc $@ $(@:.a=.o)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
+FORCE:
 
-$(BUILD)/%: %.c $(HEADERS)
-	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) -I. $< -o $@ $(LIBS)
-$(BUILD)/tests/%: %.c $(BUILD)/dtrain.a $(HEADERS)
-	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
-$(BUILD)/tests/test_nccl: CFLAGS += -Itests/nccl/mock
-$(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a $(HEADERS)
-	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) -I. -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
+# The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
+# with it too, although their text asks for an implementation of their own (and for its includes): it is written for
+# whoever compiles them by one line. Tests that define DTRAIN_IMPLEMENTATION look inside; where kernels are not
+# their subject, they get it without SIMD, which compiles in a third of the time.
+LINKED  := -DDTRAIN__IMPLEMENTED \
+           $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
+PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
+ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
+INSIDE  := $(notdir $(shell grep -l 'define DTRAIN_IMPLEMENTATION' $(UNIT) 2>/dev/null))
+KERNELS := test_gemm.c test_device.c test_dtypes.c test_sparse.c
+PLAIN    = $(if $(filter $(filter-out $(KERNELS),$(INSIDE)),$(<F)),-O1 -DDTRAIN_NO_SIMD)
+IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
+ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
+PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
 
-$(BUILD)/mpi/%: %.c $(HEADERS)
+$(BUILD)/dtrain.o: dtrain.h $(BUILD)/flags
+	$(IMPLEMENTATION)
+$(BUILD)/dtrain.a: $(BUILD)/dtrain.o
+	$(ARCHIVE)
+$(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
-	$(MPICC) $(STRICT) $(CFLAGS) -DDTRAIN_USE_MPI -I. $< -o $@ $(LIBS)
+	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+$(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
+	@mkdir -p $(@D)
+	$(PROGRAM) $(PLAIN) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+$(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
+	@mkdir -p $(@D)
+	$(PROGRAM) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
 
-$(BUILD)/emu/dtrain_cuda.o: dtrain_cuda.cu $(HEADERS)
+$(BUILD)/mpi/%: private CC = $(MPICC) -DDTRAIN_USE_MPI
+$(BUILD)/mpi/dtrain.o: dtrain.h $(BUILD)/mpi/flags
+	$(IMPLEMENTATION)
+$(BUILD)/mpi/dtrain.a: $(BUILD)/mpi/dtrain.o
+	$(ARCHIVE)
+$(BUILD)/mpi/%: %.c $(BUILD)/mpi/dtrain.a
+	$(PROGRAM) $(ASKING) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
+$(BUILD)/mpi/test_mpi: test_mpi.c $(BUILD)/mpi/flags
+	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD $(TEST_INCLUDES) $< -o $@ $(LIBS)
+# Chunks so small that every lane has many, messages so small that ints would overflow early.
+$(BUILD)/mpi/small_mpi: test_mpi.c $(BUILD)/mpi/flags
+	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 $(TEST_INCLUDES) $< -o $@ $(LIBS)
+
+$(BUILD)/emu/%: private DEFINES += -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda/emulation
+$(BUILD)/emu/dtrain.o: dtrain.h $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CFLAGS) $(EMULATION) -I. -x c++ -c $< -o $@
-$(BUILD)/emu/dtrain.o: dtrain.h
+	$(IMPLEMENTATION)
+$(BUILD)/emu/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(IMPLEMENTATION) $(EMULATION) -o $@
-$(BUILD)/emu/%.o: %.cpp $(HEADERS)
+	$(CXX) $(STRICT_CXX) $(OPTIONS) -x c++ -c $< -o $@
+$(BUILD)/emu/%.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CFLAGS) $(EMULATION) $(TEST_INCLUDES) -c $< -o $@
-$(BUILD)/emu/%.o: %.c $(HEADERS)
+	$(CXX) $(STRICT_CXX) $(OPTIONS) $(TEST_INCLUDES) -c $< -o $@
+$(BUILD)/emu/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(CFLAGS) $(EMULATION) $(TEST_INCLUDES) -c $< -o $@
-$(BUILD)/emu/test_cuda_nccl.o $(BUILD)/emu/test_cuda_compression.o: EMULATION += -Itests/nccl/mock
+	$(PROGRAM) $(ASKING) $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/emu/emulated.a: $(addprefix $(BUILD)/emu/,dtrain.o dtrain_cuda.o cuda_emulation.o)
-	rm -f $@ && $(AR) rc $@ $^
+	$(ARCHIVE)
 $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
 	$(CXX) $(CFLAGS) $^ -o $@ $(LIBS)
 
-$(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu dtrain.h
-	@mkdir -p $(@D)
-	$(NVCC) -O3 -std=c++17 $(ARCH) -I. -c $< -o $@
-$(BUILD)/cuda/dtrain.o: dtrain.h
-	@mkdir -p $(@D)
-	$(IMPLEMENTATION) -DDTRAIN_USE_CUDA -o $@
+$(BUILD)/cuda/%: private DEFINES += -DDTRAIN_USE_CUDA
+$(BUILD)/cuda/dtrain.o: dtrain.h $(BUILD)/cuda/flags
+	$(IMPLEMENTATION)
+$(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/cuda/flags
+	$(NVCC) -O3 -std=c++17 $(ARCH) -I. -MMD -MF $@.d -MT $@ -c $< -o $@
 $(BUILD)/cuda/dtrain.a: $(addprefix $(BUILD)/cuda/,dtrain.o dtrain_cuda.o)
-	rm -f $@ && $(AR) rc $@ $^
-$(BUILD)/cuda/%: %.c $(BUILD)/cuda/dtrain.a $(HEADERS)
-	$(NVCC) -O3 $(ARCH) -DDTRAIN_USE_CUDA $(TEST_INCLUDES) $< $(BUILD)/cuda/dtrain.a -o $@ -lcublasLt $(LIBS) $(NCCL)
+	$(ARCHIVE)
+$(BUILD)/cuda/%.o: %.c $(BUILD)/cuda/flags
+	$(NVCC) -O3 $(ARCH) $(DEFINES) $(ASKING) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
+$(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
+	$(NVCC) $(ARCH) $^ -o $@ -lcublasLt $(LIBS) $(NCCL)
 
-.PHONY: examples help run cuda mpi gpu-programs gpu-check test bench bench-strategies bench-comm bench-scaling check-simulator asan tsan valgrind fuzz mutate golden lint clean
+# ---- The sources one by one -----------------------------------------------------------------------
+# The product files are joined from src/; src compiles each file of it alone, and links all of them.
+SOURCES := $(shell find src -name '*.c' 2>/dev/null)
+src: $(SOURCES:%.c=$(BUILD)/%.o)
+$(BUILD)/src/%.o: src/%.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(STRICT) $(OPTIONS) -Isrc -Itests/nccl/mock -c $< -o $@
+dtrain.h dtrain_cuda.cu dtrain_nccl.h: %: src/% tools/join.sh $(shell find src -type f)
+	sh tools/join.sh $< >$@.new && mv $@.new $@
+
+# ---- For other builds -----------------------------------------------------------------------------
+VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
+INCLUDE = $(DESTDIR)$(PREFIX)/include
+PC      = $(DESTDIR)$(PREFIX)/share/pkgconfig
+install: dtrain.h dtrain_cuda.cu dtrain_nccl.h
+	mkdir -p $(INCLUDE) $(PC)
+	install -m 644 $^ $(INCLUDE)
+	printf '%s\n' 'Name: dtrain' 'Description: distributed deep-learning training for C, in one header' \
+	  'Version: $(VERSION)' 'Cflags: -I$(PREFIX)/include' 'Libs: -lm -lpthread' >$(PC)/dtrain.pc
+uninstall:
+	rm -f $(addprefix $(INCLUDE)/,dtrain.h dtrain_cuda.cu dtrain_nccl.h) $(PC)/dtrain.pc
+
+clean:
+	rm -rf $(BUILD)
+
+.PHONY: examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
+        asan tsan valgrind fuzz golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

@@ -5825,7 +5825,7 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
  * ==============================================================================================*/
 
 /* Orthonormal columns
-*
+ *
  * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
  *
  *   gram      a block sums G over a share of the rows that depends on rows and columns alone

@@ -3,12 +3,9 @@
 # communicator, for 1 to 8 ranks; every way to fail, where each rank must say what happened; and train_gpt,
 # which must end with the bits of forked ranks. DTRAIN_TEST_FULL=1 adds 2^31 bytes in one call.
 . tests/support/shell.sh
-out=$build/mpi
-mkdir -p "$out"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 take_ports # the next of them for each run
 
-strict="-std=c99 -pedantic -Wall -Wextra -Wconversion -Werror"
 # A launcher kills all ranks when one fails; here each is to find it out by itself. Hydra tells the
 # survivors with a signal.
 start() { # start RANKS COMMAND...
@@ -23,7 +20,7 @@ failure() {
     name=$1 ranks=$2 files=$3 same=$4; shift 4
     rm -f "$tmp"/out.*
     export DTRAIN_MPI_OUT="$tmp/out"
-    survive "$ranks" "$out/test_$mpi" "$@"
+    survive "$ranks" "$out/test_mpi" "$@"
     unset DTRAIN_MPI_OUT
     cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
     [ "$(grep -c '^ok' "$tmp/all")" -eq "$files" ] && ! grep -q '^BAD' "$tmp/all" &&
@@ -79,30 +76,27 @@ for mpi in openmpi mpich; do
     if ! have $cc || ! have mpirun.$mpi; then
         skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
     fi
-    flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests -Itests/support"
-    status=0
-    $cc $flags tests/cli/test_mpi.c -o "$out/test_$mpi" -lm -lpthread >"$tmp/log" 2>&1 || status=1
-    # chunks so small that every lane has many, messages so small that ints would overflow early
-    $cc $flags -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 tests/cli/test_mpi.c -o "$out/small_$mpi" \
-        -lm -lpthread >>"$tmp/log" 2>&1 || status=1
+    make -s BUILD="$build" $mpi >"$tmp/log" 2>&1
+    status=$?
     result "$mpi: compiles" $status "$tmp/log"
     [ $status -eq 0 ] || continue
+    out=$build/$mpi/mpi
     printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$tmp/impl.c"
     for pair in "clang -std=c99" "g++ -std=c++17 -x c++"; do
         have "${pair%% *}" || { skip "$mpi: dtrain.h, $pair" "not installed"; continue; }
         OMPI_CC=${pair%% *} MPICH_CC=${pair%% *} $cc ${pair#* } -pedantic -Wall -Wextra -Wconversion -Werror \
-            -DDTRAIN_USE_MPI -I. -c "$tmp/impl.c" -o "$tmp/impl.o" >"$tmp/log" 2>&1
+            -DDTRAIN_USE_MPI -I. -fsyntax-only "$tmp/impl.c" >"$tmp/log" 2>&1
         result "$mpi: dtrain.h, $pair" $? "$tmp/log"
     done
 
     eval "ranks=\$${mpi}_ranks"
     for n in $ranks; do
-        start $n "$out/test_$mpi" comm
+        start $n "$out/test_mpi" comm
         result "$mpi: all calls, $n ranks" $? "$tmp/log"
     done
-    start 3 "$out/small_$mpi" comm
+    start 3 "$out/small_mpi" comm
     result "$mpi: all calls in small chunks, 3 ranks" $? "$tmp/log"
-    start 3 "$out/test_$mpi" hurry
+    start 3 "$out/test_mpi" hurry
     result "$mpi: what a leaving rank has sent arrives" $? "$tmp/log"
 
     for which in 0 1 2 3 4 5 6 7 8; do failure "ranks that differ, $which" 3 3 same mismatch $which; done
@@ -115,42 +109,42 @@ for mpi in openmpi mpich; do
 
     # How ranks meet.
     start 3 sh -c 'DTRAIN_RANK=$((2 - ${OMPI_COMM_WORLD_RANK:-$PMI_RANK})) DTRAIN_WORLD_SIZE=3 \
-        DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" comm s' sh "$out/test_$mpi"
+        DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" comm s' sh "$out/test_mpi"
     result "$mpi: another order than MPI's" $? "$tmp/log"
     start 3 sh -c 'RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 \
-        MASTER_PORT=29500 exec "$1" comm a' sh "$out/test_$mpi"
+        MASTER_PORT=29500 exec "$1" comm a' sh "$out/test_mpi"
     result "$mpi: torchrun's variables inside mpirun" $? "$tmp/log"
     for r in 0 1; do
-        { RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$out/test_$mpi" nothing >"$tmp/$r" 2>&1
+        { RANK=$r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port timeout 60 "$out/test_mpi" nothing >"$tmp/$r" 2>&1
           [ $? -eq 1 ] || echo "rank $r did not fail" >>"$tmp/$r"; } &
     done
     wait
     cat "$tmp/0" "$tmp/1" >"$tmp/log"
     [ "$(grep -c 'alone in an MPI of its own.*mpirun -n 2' "$tmp/log")" -eq 2 ] && ! grep -q 'did not fail' "$tmp/log"
     result "$mpi: torchrun's variables alone: told to use mpirun" $? "$tmp/log"
-    DTRAIN_MPI_RANKS=3 timeout 60 "$out/test_$mpi" nothing >"$tmp/log" 2>&1
+    DTRAIN_MPI_RANKS=3 timeout 60 "$out/test_mpi" nothing >"$tmp/log" 2>&1
     refused "forked ranks are told to use mpirun" 'started by dtrain_launch itself; run: mpirun -n 3'
-    DTRAIN_MPI_RANKS=3 DTRAIN_MPI_MODE=1 timeout 60 "$out/test_$mpi" nothing >"$tmp/log" 2>&1
+    DTRAIN_MPI_RANKS=3 DTRAIN_MPI_MODE=1 timeout 60 "$out/test_mpi" nothing >"$tmp/log" 2>&1
     refused "so are threads" 'started by dtrain_launch itself; run: mpirun -n 3'
     start 4 sh -c 'r=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; DTRAIN_RANK=$((r % 2)) DTRAIN_WORLD_SIZE=2 \
-        DTRAIN_PORT=$((DTRAIN_PORT + 100 + r / 2)) DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" nothing; ' sh "$out/test_$mpi"
+        DTRAIN_PORT=$((DTRAIN_PORT + 100 + r / 2)) DTRAIN_MASTER_ADDR=127.0.0.1 exec "$1" nothing; ' sh "$out/test_mpi"
     [ "$(grep -c "rank 0 of the world's 2 sees 4 in MPI" "$tmp/log")" -eq 4 ]
     result "$mpi: two worlds in one mpirun" $? "$tmp/log"
-    timeout 60 "$out/test_$mpi" comm >"$tmp/log" 2>&1
+    timeout 60 "$out/test_mpi" comm >"$tmp/log" 2>&1
     result "$mpi: one rank without a launcher" $? "$tmp/log"
 
     if [ "$full" != 0 ]; then
         limit=300
-        start 2 "$out/test_$mpi" huge
+        start 2 "$out/test_mpi" huge
         result "$mpi: more than 2^31 bytes" $? "$tmp/log"
         limit=
     fi
 
     if [ $hosts -eq 2 ]; then
-        on_two_hosts "$out/test_$mpi" comm
+        on_two_hosts "$out/test_mpi" comm
         result "$mpi: all calls, two hosts" $? "$tmp/log"
         rm -f "$tmp"/out.*
-        DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; sleep 3' sh "$out/test_$mpi" death
+        DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; sleep 3' sh "$out/test_mpi" death
         status=$?
         cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
         least=3
@@ -162,16 +156,14 @@ for mpi in openmpi mpich; do
     else skip "$mpi: two hosts" "$(head -n 1 "$tmp/err")"; fi
 
     # train_gpt: the bits of forked ranks.
-    status=0
-    $cc $strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. tools/train_gpt/train_gpt.c -o "$out/train_gpt_$mpi" -lm -lpthread \
-        >"$tmp/log" 2>&1 || status=1
-    gpt="$out/train_gpt_$mpi --layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 8 --warmup 2 --sample 0 --threads 1
+    gpt="$out/train_gpt --layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 8 --warmup 2 --sample 0 --threads 1
          --eval-batches 2 --timeout 60 --deterministic"
-    if ! "$out/train_gpt_$mpi" --help 2>&1 | grep -q -e '--comm'; then
+    if ! "$out/train_gpt" --help 2>&1 | grep -q -e '--comm'; then
         skip "$mpi: train_gpt" "it has no flag --comm"
         continue
     fi
     for strategy in ddp full_shard; do
+        status=0
         $gpt --ranks 4 --strategy $strategy >"$tmp/forked" 2>&1 || status=1
         start 4 $gpt --ranks 4 --strategy $strategy --comm mpi || status=1
         grep 'bit-identical' "$tmp/forked" >"$tmp/a"; grep 'bit-identical' "$tmp/log" >"$tmp/b"

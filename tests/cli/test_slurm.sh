@@ -85,16 +85,12 @@ for pair in openmpi:pmix mpich:pmi2; do
     mpi=${pair%:*} type=${pair#*:}
     have mpicc.$mpi || { skip "srun, $mpi" "mpicc.$mpi is not installed"; continue; }
     grep -q "$type" "$tmp/types" || { skip "srun, $mpi" "srun --mpi=list has no $type"; continue; }
-    if [ ! -x "$build/mpi/train_gpt_$mpi" ]; then # tests/cli/test_mpi.sh has made it
-        mkdir -p "$build/mpi"
-        mpicc.$mpi -std=c99 ${CFLAGS:--O2 -g} -DDTRAIN_USE_MPI -I. tools/train_gpt/train_gpt.c -o "$build/mpi/train_gpt_$mpi" \
-            -lm -lpthread || { result "srun, $mpi: compiles" 1; continue; }
-    fi
-    same "srun --mpi=$type, $mpi" srun -n 4 --mpi=$type "$build/mpi/train_gpt_$mpi" $flags --comm mpi
+    make -s BUILD="$build" $mpi >"$tmp/log" 2>&1 || { result "srun, $mpi: compiles" 1 "$tmp/log"; continue; }
+    same "srun --mpi=$type, $mpi" srun -n 4 --mpi=$type "$build/$mpi/mpi/train_gpt" $flags --comm mpi
 done
 # Without --mpi every process is an MPI of its own.
-if [ -x "$build/mpi/train_gpt_mpich" ]; then
-    timeout 120 srun -n 2 --mpi=none "$build/mpi/train_gpt_mpich" ${flags% *} 2 --comm mpi >"$tmp/log" 2>&1
+if [ -x "$build/mpich/mpi/train_gpt" ]; then
+    timeout 120 srun -n 2 --mpi=none "$build/mpich/mpi/train_gpt" ${flags% *} 2 --comm mpi >"$tmp/log" 2>&1
     [ $? -ne 0 ] && grep -q 'alone in an MPI of its own.*srun with --mpi' "$tmp/log"
     result "srun without --mpi: told to give it" $? "$tmp/log"
 fi

@@ -83,18 +83,24 @@ line="$nvcc -O1 -gencode=arch=compute_$last,code=sm_$last -DDTRAIN_USE_CUDA -I."
 try "one nvcc line makes a program" $line "$out/first.c" dtrain_cuda.cu -lcublasLt -o "$out/first"
 programs=
 [ ! -x "$out/first" ] || programs=$out/first
+# Every program, linked with the implementation compiled once (LINKED: the Makefile's flags for that).
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$out/dtrain.c"
+try "dtrain.h, nvcc" $line -c "$out/dtrain.c" -o "$out/dtrain.o"
+cp "$out/dtrain.c" "$out/dtrain.cu"
+try "dtrain.h in a .cu" $nvcc -std=c++17 -I. -c "$out/dtrain.cu" -o "$out/in_a_cu.o"
+rm -f "$out/dtrain.a"
+ar rc "$out/dtrain.a" "$out/dtrain.o" "$kernels"
 for example in examples/*.c tools/*/*.c; do
-    program=$out/$(basename "$example" .c)
-    try "$example" $line "$example" "$kernels" -lcublasLt -o "$program"
-done
-for example in "train_gpt --steps 2" hello_ddp mlp; do
-    [ ! -x "$out/${example%% *}" ] || programs="$programs|$out/$example --device cuda"
+    program=$out/$(basename "$example" .c) flags=$LINKED
+    ! grep -q 'dtrain__\|DTRAIN__' "$example" || flags=
+    try "$example" $line $flags "$example" "$out/dtrain.a" -lcublasLt -o "$program"
+    [ ! -x "$program" ] || ! grep -q '"--device' "$example" "$(dirname "$example")"/*.h 2>/dev/null || programs="$programs|$program --device cuda"
 done
 
 if ! echo '#include <nccl.h>' | $nvcc -E -x cu - >/dev/null 2>&1; then
     skip "programs with NCCL" "nccl.h is not installed"
 else
-    try "train_gpt with NCCL" $line -DDTRAIN_USE_NCCL tools/train_gpt/train_gpt.c "$kernels" -lcublasLt -ldl -o "$out/train_nccl"
+    try "train_gpt with NCCL" $line $LINKED -DDTRAIN_USE_NCCL tools/train_gpt/train_gpt.c "$out/dtrain.a" -lcublasLt -ldl -o "$out/train_nccl"
     try "tests/nccl/gpu_nccl.c, NCCL linked" $line -DDTRAIN_NCCL_LINKED tests/nccl/gpu_nccl.c "$kernels" -lcublasLt -lnccl -o "$out/gpu_nccl"
     [ ! -x "$out/train_nccl" ] || programs="$programs|$out/train_nccl --device cuda --ranks 2 --steps 2"
     [ ! -x "$out/gpu_nccl" ] || programs="$programs|$out/gpu_nccl two"

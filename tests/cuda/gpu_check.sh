@@ -68,7 +68,7 @@ else rm -f "$bin/gpu_nccl"; fi
 # The device's own test counts free memory, so it runs alone; the others share the GPU.
 all_tests() {
     local test tests failures=0 pids=()
-    tests=$(ls "$bin"/test_cuda_* | grep -v '\.o$')
+    tests=$(ls "$bin"/test_cuda_* | grep -v '\.[od]$')
     timeout 60 "$bin/test_cuda_device" >"$logs/test_cuda_device.log" 2>&1 || failures=1
     for test in $tests; do
         [ "$test" = "$bin/test_cuda_device" ] && continue

@@ -1,67 +1,66 @@
 #!/bin/sh
-# run.sh PROGRAM... [--beside PROGRAM...]: runs test programs and scripts, adds up their "N passed, N failed[,
-# N skipped]". Those behind --beside, which compute alone or compile, come last, one for each core
-# at a time. "skip WHAT: WHY" in place of a program is one skipped test.
+# run.sh PROGRAM...: runs test programs and scripts, LANES of them at a time (default: one for each core),
+# in the order given. Each ends with "N passed, N failed[, N skipped]"; here they become rows of one table,
+# and one sum. What a program prints is shown when it fails, and its lines "skip ..." always.
+# "skip WHAT: WHY" in place of a program is one skipped test.
+lanes=${LANES:-$(nproc 2>/dev/null || echo 1)}
+out=${BUILD:-build}/output
 passed=0 failed=0 skipped=0
-output=${BUILD:-build}/output
-cores=$(nproc 2>/dev/null || echo 1)
+if [ $# -eq 0 ]; then echo "run.sh: no program is selected"; echo "0 passed, 1 failed"; exit 1; fi
+rm -rf "$out"
+mkdir -p "$out" && mkfifo "$out/ended" || exit 1
 
-run() { # run PROGRAM OUTPUT: and its exit status in OUTPUT.status
-    case $1 in
-        "skip "*) return ;;
-        *.sh) sh "$1" >"$2" 2>&1 ;;
-        *) "$1" >"$2" 2>&1 ;;
-    esac
-    echo $? >"$2.status"
-}
-count() { # count PROGRAM OUTPUT
-    echo "$1"
-    case $1 in "skip "*) skipped=$((skipped + 1)); return ;; esac
-    status=$(cat "$2.status")
-    cat "$2"
-    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$2" | tail -n 1)
-    if [ -z "$line" ]; then
-        echo "  FAIL $1 ended with status $status and without a count"
-        failed=$((failed + 1))
-        return
-    fi
-    p=$(echo "$line" | sed 's/^\([0-9]*\) passed.*/\1/')
-    f=$(echo "$line" | sed 's/.* \([0-9]*\) failed.*/\1/')
-    s=$(echo "$line" | sed -n 's/.* \([0-9]*\) skipped.*/\1/p')
-    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + ${s:-0}))
-    if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then failed=$((failed + 1)); fi
-}
-
-while [ $# -gt 0 ] && [ "$1" != --beside ]; do
-    run "$1" "$output"
-    count "$1" "$output"
-    shift
-done
-
-if [ $# -gt 1 ]; then
-    shift
-    echo "$# programs beside one another, which takes minutes"
-    trap 'trap - INT; kill 0' INT # a shell's background jobs ignore it
-    rm -rf "$output".*
-    core=0
-    while [ $core -lt "$cores" ]; do
-        number=0
-        for program in "$@"; do # a core takes the next that is free
-            number=$((number + 1))
-            mkdir "$output.$number.taken" 2>/dev/null && run "$program" "$output.$number"
-        done &
-        core=$((core + 1))
-    done
-    wait
+# lane PROGRAM...: takes the next program that nobody has taken until there is none; writes its number when it has ended.
+lane() {
     number=0
     for program in "$@"; do
         number=$((number + 1))
-        count "$program" "$output.$number"
+        mkdir "$out/$number.taken" 2>/dev/null || continue
+        start=$(date +%s)
+        case $program in
+            "skip "*) echo "  $program"; echo "0 passed, 0 failed, 1 skipped" ;;
+            *.sh) sh "$program" ;;
+            *) "$program" ;;
+        esac >"$out/$number" 2>&1
+        echo "$? $(($(date +%s) - start))" >"$out/$number.status"
+        echo "$number" >"$out/ended"
     done
-fi
-rm -rf "$output" "$output".*
+}
+
+# row NAME NUMBER: the row of an ended program, what it has to say, and its part of the sum
+row() {
+    name=$1 file=$out/$2
+    case $name in "skip "*) name=${name#skip } name=${name%%:*} ;; esac
+    read -r status seconds <"$file.status"
+    count=$(grep -E '^[0-9]+ passed, [0-9]+ failed(, [0-9]+ skipped)?$' "$file" | tail -n 1)
+    set -- $(echo "$count" | tr -cd '0-9 ')
+    p=${1:-0} f=${2:-0} s=${3:-0} why=
+    if [ -z "$count" ]; then why="ended with status $status and without a count"
+    elif [ $((p + f + s)) -eq 0 ]; then why="ran no test"
+    elif [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then why="ended with status $status"; fi
+    [ -z "$why" ] || f=$((f + 1))
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    printf '%-36s %6d %6d %7d %7d\n' "$name" "$p" "$f" "$s" "$seconds"
+    if [ "$f" -gt 0 ]; then cat "$file"; else grep '^  skip' "$file"; fi
+    [ -z "$why" ] || echo "  FAIL $name $why"
+}
+
+trap 'trap - INT TERM; kill 0' INT TERM # a shell's background jobs ignore the keyboard
+printf '%-36s %6s %6s %7s %7s\n' "$# programs, $lanes at a time" passed failed skipped seconds
+begin=$(date +%s)
+exec 3<>"$out/ended"
+while [ "$lanes" -gt 0 ]; do
+    lane "$@" &
+    lanes=$((lanes - 1))
+done
+for each in "$@"; do
+    read -r number <&3
+    eval "row \"\${$number}\" $number"
+done
+rm -rf "$out"
 
 echo
+echo "$(($(date +%s) - begin)) seconds"
 if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
 else echo "$passed passed, $failed failed"; fi
 [ "$failed" -eq 0 ]

@@ -1,9 +1,17 @@
 #!/bin/sh
-# Two files are enough: dtrain.h compiles alone in every dialect, links from two translation units,
-# and leaves only dtrain_ symbols. Compilers that are not installed are skipped by name.
+# The files that users copy are enough: dtrain.h compiles alone in every dialect, links from two translation units,
+# leaves only dtrain_ symbols, and reaches other builds by make install and CMake. One full compilation by each of
+# gcc, clang and g++ (that of make counts for its compiler); other dialects are checked, not compiled.
+# DTRAIN_TEST_DIALECTS=1 compiles them all. Compilers that are not installed are skipped by name.
 . tests/support/shell.sh
+cc=${CC:-cc}
+full=${DTRAIN_TEST_DIALECTS:-0}
+library=$build/dtrain.a
+[ -f "$library" ] || make -s BUILD="$build" CC="$cc" "$library" || exit 1
 build=$build/compile
+rm -rf "$build"
 mkdir -p "$build"
+here() { have "$1" || { skip "$1" "not installed"; return 1; }; }
 
 cat >"$build/impl.c" <<'END'
 #define DTRAIN_IMPLEMENTATION
@@ -28,44 +36,76 @@ END
 { echo '#define DTRAIN_STATIC'; cat "$build/impl.c"; echo 'int main(void) { return dtrain_version()[0] == 0; }'; } >"$build/static.c"
 
 warn="-I. -Wall -Wextra -Wconversion -Werror"
-for cc in gcc clang; do
-    if ! have $cc; then skip "$cc" "not installed"; continue; fi
+libs="-lm -lpthread"
+check=-fsyntax-only
+[ "$full" = 0 ] || check="-O2 -c -o $build/dialect.o"
+case $($cc --version 2>/dev/null) in *clang*) ours=clang ;; *) ours=gcc ;; esac
+for c in gcc clang; do
+    here $c || continue
     for std in c99 c11 c17 gnu99; do
-        try "$cc -std=$std -pedantic" $cc -std=$std -pedantic $warn -c "$build/impl.c" -o "$build/impl_$cc.o"
+        try "$c -std=$std -pedantic" $c -std=$std -pedantic $warn $check "$build/impl.c"
     done
-    try "$cc -O3 -ffast-math -march=native finds overflows" sh -c "$cc -std=c99 -O3 -ffast-math -march=native $warn \
-        -Itests -Itests/support tests/unit/test_scaler.c -o '$build/scaler_$cc' -lm -lpthread && '$build/scaler_$cc'"
-    try "$cc without SIMD" $cc -std=c99 -DDTRAIN_NO_SIMD $warn -c "$build/impl.c" -o "$build/nosimd.o"
-    try "$cc late implementation" $cc -std=gnu99 $warn -c "$build/late.c" -o "$build/late.o"
-    try "$cc static copy" $cc -std=c99 -I. -Wall -Wextra -Werror -Wno-unused-function "$build/static.c" -o "$build/static" -lm -lpthread
-    try "$cc two files" $cc -std=c99 $warn "$build/user.c" "$build/impl_$cc.o" -o "$build/two_$cc" -lm -lpthread
-    try "$cc two files run" "$build/two_$cc"
-    try "$cc exports dtrain_ only" sh -c "! nm -g --defined-only $build/impl_$cc.o | awk '{print \$3}' | grep -v '^dtrain_'"
+    try "$c without SIMD" $c -std=c99 -DDTRAIN_NO_SIMD $warn $check "$build/impl.c"
+    try "$c late implementation" $c -std=gnu99 $warn $check "$build/late.c"
+    try "$c static copy" $c -std=c99 -I. -Wall -Wextra -Werror -Wno-unused-function "$build/static.c" -o "$build/static" $libs
+    object=$library
+    [ $c = $ours ] || { object=$build/impl_$c.o; try "$c -O2" $c -std=c99 -pedantic $warn -O2 -c "$build/impl.c" -o "$object"; }
+    try "$c two files" $c -std=c99 $warn "$build/user.c" "$object" -o "$build/two_$c" $libs
+    try "$c two files run" "$build/two_$c"
+    try "$c exports dtrain_ only" sh -c "! nm -g --defined-only $object | awk 'NF == 3 { print \$3 }' | grep -v '^dtrain_'"
+    for program in examples/*.c tools/*/*.c; do
+        try "$c $program by itself" $c -std=c99 -pedantic $warn -fsyntax-only "$program"
+    done
+    [ $c = $ours ] || [ "$full" != 0 ] || continue
+    try "$c -O3 -ffast-math -march=native finds overflows" sh -c "$c -std=c99 -O3 -ffast-math -march=native $warn \
+        -Itests -Itests/support tests/unit/test_scaler.c -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
 done
-for cxx in g++ clang++; do
-    if ! have $cxx; then skip "$cxx" "not installed"; continue; fi
+for c in g++ clang++; do
+    here $c || continue
     for std in c++17 c++20; do
-        try "$cxx -std=$std" $cxx -x c++ -std=$std -pedantic $warn -c "$build/impl.c" -o "$build/impl_$cxx.o"
+        try "$c -std=$std" $c -x c++ -std=$std -pedantic $warn $check "$build/impl.c"
     done
-    try "$cxx C++ user, C implementation" $cxx -x c++ -std=c++17 $warn -c "$build/user.c" -o "$build/user_$cxx.o"
-    if [ -f "$build/impl_gcc.o" ]; then
-        try "$cxx links them" $cxx "$build/user_$cxx.o" "$build/impl_gcc.o" -o "$build/mixed_$cxx" -lm -lpthread
-    fi
+    [ $c = g++ ] && [ $ours = gcc ] || try "$c -std=c++17 dtrain_cuda.cu" $c -x c++ -std=c++17 -I. -Wall -Wextra -Werror -DDTRAIN_CUDA_EMULATION \
+        -DDTRAIN_USE_CUDA -Itests/cuda/emulation -fsyntax-only dtrain_cuda.cu
+    try "$c C++ user, C implementation" $c -std=c++17 $warn -x c++ "$build/user.c" -x none "$library" -o "$build/mixed_$c" $libs
+    try "$c C++ user, C implementation run" "$build/mixed_$c"
 done
-if have nvcc; then
-    cp "$build/impl.c" "$build/impl.cu"
-    try "nvcc, in a .cu" nvcc -std=c++17 -I. -c "$build/impl.cu" -o "$build/impl_nvcc.o"
-else skip "nvcc" "not installed"; fi
-if echo '#include <cblas.h>' | ${CC:-cc} -E - >/dev/null 2>&1; then
-    try "DTRAIN_USE_CBLAS" ${CC:-cc} -std=c99 -DDTRAIN_USE_CBLAS $warn -c "$build/impl.c" -o "$build/cblas.o"
+if command -v g++ >/dev/null 2>&1; then # what C++ makes of it computes the same
+    try "g++ -O2 -std=c++17" g++ -x c++ -std=c++17 $warn -O2 -c "$build/impl.c" -o "$build/impl_g++.o"
+    for test in optim data metrics; do
+        try "C++ implementation, test_$test" sh -c "$cc -std=c99 -I. -Itests -Itests/support tests/unit/test_$test.c \
+            '$build/impl_g++.o' -o '$build/test_$test' $libs && '$build/test_$test'"
+    done
+fi
+if echo '#include <cblas.h>' | $cc -E - >/dev/null 2>&1; then
+    try "DTRAIN_USE_CBLAS" $cc -std=c99 -DDTRAIN_USE_CBLAS $warn $check "$build/impl.c"
 else skip "DTRAIN_USE_CBLAS" "no cblas.h"; fi
 
 # The programs that the README and the manual show are what they say: complete, and right.
 sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```' >"$build/readme.c"
 sed -n '/A complete program: a model/,/With the tape/p' dtrain.h | sed '1d;$d' >"$build/manual.c"
 for program in readme manual; do
-    try "the program of the $program compiles" ${CC:-cc} -std=c99 $warn -O1 "$build/$program.c" -o "$build/$program" -lm -lpthread
+    try "the program of the $program compiles" $cc -std=c99 $warn "$build/$program.c" -o "$build/$program" $libs
     try "the program of the $program learns" sh -c "'$build/$program' | grep -q 'w = 3.000'"
 done
+
+# In other builds: installed for pkg-config, and as a folder of a CMake project.
+prefix=$PWD/$build/prefix
+case $build in /*) prefix=$build/prefix ;; esac
+try "make install" make -s install PREFIX=/usr DESTDIR="$prefix"
+if here pkg-config; then
+    export PKG_CONFIG_SYSROOT_DIR="$prefix" PKG_CONFIG_PATH="$prefix/usr/share/pkgconfig" PKG_CONFIG_ALLOW_SYSTEM_CFLAGS=1
+    try "pkg-config finds it" sh -c "cp '$build/user.c' '$prefix/' && cd '$prefix' &&
+        $cc -std=c99 -Wall -Werror user.c -fsyntax-only \$(pkg-config --cflags dtrain) && pkg-config --libs dtrain | grep -q -e '-lpthread'"
+fi
+try "make uninstall" make -s uninstall PREFIX=/usr DESTDIR="$prefix"
+try "make uninstall leaves nothing" [ -z "$(find "$prefix/usr" -type f)" ]
+if here cmake; then
+    mkdir -p "$build/cmake"
+    cp "$build/user.c" "$build/cmake/"
+    printf 'cmake_minimum_required(VERSION 3.12)\nproject(user C)\nadd_subdirectory(%s dtrain)\nadd_executable(user user.c)
+target_link_libraries(user dtrain::dtrain)\n' "$PWD" >"$build/cmake/CMakeLists.txt"
+    try "cmake, add_subdirectory" sh -c "cmake -S '$build/cmake' -B '$build/cmake/build' && cmake --build '$build/cmake/build' && '$build/cmake/build/user'"
+fi
 
 finish

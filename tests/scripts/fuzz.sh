@@ -1,0 +1,18 @@
+#!/bin/sh
+# Each fuzzer of tests/fuzz for FUZZ_SECONDS (default 30), under the address and undefined behaviour sanitizers.
+build=${BUILD:-build}/fuzz
+passed=0 failed=0
+if ! command -v clang >/dev/null 2>&1; then
+    echo "  skip fuzzers: clang is not installed"; echo "0 passed, 0 failed, 1 skipped"; exit 0
+fi
+mkdir -p "$build"
+for fuzzer in tests/fuzz/fuzz_*.c; do
+    program=$build/$(basename "$fuzzer" .c)
+    if clang -O1 -g -I. -fsanitize=fuzzer,address,undefined "$fuzzer" -o "$program" -lm -lpthread >"$program.log" 2>&1 &&
+        "$program" -max_total_time="${FUZZ_SECONDS:-30}" -print_final_stats=1 -verbosity=0 -artifact_prefix="$build/" >>"$program.log" 2>&1; then
+        passed=$((passed + 1)); echo "  ok   $fuzzer, $(sed -n 's/^stat::number_of_executed_units: *//p' "$program.log") inputs"
+    else failed=$((failed + 1)); echo "  FAIL $fuzzer"; tail -n 30 "$program.log"; fi
+done
+if [ $((passed + failed)) -eq 0 ]; then echo "  FAIL there is no fuzzer"; failed=1; fi
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
