@@ -98,7 +98,7 @@ for example in examples/*.c tools/*/*.c; do
     program=$build/$(basename "$example" .c)
     try "$example" $line "$example" "$kernels" -lcublasLt -o "$program"
 done
-for example in "train_gpt --steps 2" hello_ddp mlp; do
+for example in "train_gpt --steps 2" ddp mlp "gpt --steps 2"; do
     [ ! -x "$build/${example%% *}" ] || programs="$programs|$build/$example --device cuda"
 done
 
