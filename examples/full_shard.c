@@ -40,12 +40,12 @@ static const int widths[LAYERS + 1] = {IN, HIDDEN, HIDDEN, HIDDEN, OUT};
 
 /* The weight (out, in) and bias (out) of layer l are params[2 l] and params[2 l + 1]. value and
  * grad stay NULL: the library initialises the values, and no rank ever holds the whole model. */
-static void declare(dtrain_param params[2 * LAYERS], char names[2 * LAYERS][16])
+static void declare(dtrain_param params[2 * LAYERS], char names[2 * LAYERS][32])
 {
     memset(params, 0, 2 * LAYERS * sizeof *params);
     for (int i = 0; i < 2 * LAYERS; i++) {
         const int l = i / 2;
-        snprintf(names[i], 16, "layer%d.%s", l, i % 2 ? "bias" : "weight");
+        snprintf(names[i], sizeof names[i], "layer%d.%s", l, i % 2 ? "bias" : "weight");
         params[i].name = names[i];
         params[i].unit = (uint32_t)l;
         params[i].shape[0] = widths[l + 1];
@@ -155,7 +155,7 @@ static int train(dtrain_world *world, uint32_t kind, float *losses, uint64_t *ha
     const int rank = dtrain_world_rank(world);
     dtrain_strategy_desc desc = dtrain_strategy_defaults();
     dtrain_param params[2 * LAYERS];
-    char names[2 * LAYERS][16];
+    char names[2 * LAYERS][32];
     dtrain_strategy *strategy;
     dtrain_strategy_info info;
     const dtrain_shard *shards;

@@ -47,7 +47,7 @@ static const struct {
 
 typedef struct model {
     dtrain_param params[PARAMS]; /* in forward order */
-    char names[PARAMS][24];
+    char names[PARAMS][32];
 } model;
 
 /* Matrices start as N(0, scale^2), vectors as the constant scale. A unit is what sharded strategies
