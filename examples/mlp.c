@@ -1,250 +1,313 @@
-/* mlp.c: a multi-layer perceptron on the tape: forward only, the rest follows.
+/* mlp.c: a multi-layer perceptron on the tape, with a training loop of its own (no trainer): the
+ * program writes the forward pass, the tape makes the backward pass and communicates during it.
  *
- *   build:   cc -O2 -I. examples/mlp.c -o build/mlp -lm -lpthread
- *   run:     build/mlp [ranks, 2 by default] [FILE in CIFAR-10's binary format] [--device cuda]
+ *   build:   cc -O2 -I. examples/mlp.c -o mlp -lm -lpthread
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/mlp.c dtrain_cuda.cu -lcublasLt -o mlp
- *   expect:  without a file, two spirals are told apart: accuracy rises from 50 % to over 98 %
+ *   run:     ./mlp                      two ranks tell two spirals apart; ./mlp 3 starts three
+ *            ./mlp 2 FOLDER             two ranks learn CIFAR-10 from FOLDER, which holds
+ *                                       data_batch_1.bin to data_batch_5.bin and test_batch.bin
+ *            ./mlp 1 --device cuda
+ *   expect  of ./mlp:
+ *     epoch   6  training loss 0.5858  test accuracy  66.0 %
+ *     epoch  12  training loss 0.2678  test accuracy  91.5 %
+ *     ...
+ *     epoch  60  training loss 0.0276  test accuracy  99.0 %
+ *            and of ./mlp 2 FOLDER with a tenth of CIFAR-10, 4660 training and 846 test images:
+ *     epoch   1  training loss 2.8318  test accuracy  27.5 %
+ *     ...
+ *     epoch  10  training loss 0.3046  test accuracy  40.0 %
  *
- * CIFAR-10 records are 1 label byte and 3072 pixel bytes; the last tenth of the file is held out.
- * Every rank trains on its own share of each batch, dealt by the sampler of PyTorch's
- * DistributedSampler; gradients are averaged; the result does not depend on how many ranks share
- * the work, except for rounding. */
+ * Every rank trains on its own part of each batch of 96, dealt as by PyTorch's DistributedSampler.
+ * Gradients are averaged, so the result does not depend on the number of ranks that share the work,
+ * except for rounding and for the samples that are left over at the end of an epoch. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-#define CHECK(call)                                            \
-    do {                                                       \
-        if ((call) != DTRAIN_OK) {                             \
-            fprintf(stderr, "mlp: %s\n", dtrain_last_error()); \
-            return 1;                                          \
-        }                                                      \
+/* End this rank when a call fails. dtrain_launch then ends the others, and its own error quotes the
+ * sentence of this one; the memory of a rank goes with its process. */
+#define CHECK(call)                        \
+    do {                                   \
+        if ((call) != DTRAIN_OK) return 1; \
     } while (0)
 
-enum { BATCH = 96, HIDDEN = 64, CIFAR_PIXELS = 3072, CIFAR_RECORD = 1 + CIFAR_PIXELS };
+enum { BATCH = 96, TEST_BATCH = 256, PIXELS = 3 * 32 * 32, RECORD = 1 + PIXELS };
 
-/* features (count, width), labels (count): the first train_count rows train, the rest test. */
+/* ---- data: read before the ranks start, so that forked ranks share the memory ------------ */
+
+typedef struct samples {
+    int64_t count;
+    float *x;        /* (count, width) */
+    int32_t *labels; /* (count) */
+} samples;
+
 typedef struct data {
-    int64_t count, train_count, width, classes, epochs;
-    float *features;
-    int32_t *labels;
+    int64_t width, hidden, classes, epochs;
+    samples train, test;
 } data;
 
-static int allocate(data *d, int64_t count, int64_t width, int64_t classes, int64_t epochs)
+/* Make room for `more` samples at the end. */
+static bool grow(samples *s, int64_t more, int64_t width)
 {
-    d->count = count;
-    d->train_count = count - count / 10;
-    d->width = width;
-    d->classes = classes;
-    d->epochs = epochs;
-    d->features = malloc((size_t)(count * width) * sizeof(float));
-    d->labels = malloc((size_t)count * sizeof(int32_t));
-    return d->features && d->labels ? 0 : (fprintf(stderr, "mlp: no memory for the data\n"), 1);
+    const size_t count = (size_t)(s->count + more);
+    float *x = realloc(s->x, count * (size_t)width * sizeof *x);
+    if (x) s->x = x;
+    int32_t *labels = realloc(s->labels, count * sizeof *labels);
+    if (labels) s->labels = labels;
+    if (!x || !labels) fprintf(stderr, "mlp: no memory for %zu samples\n", count);
+    return x && labels;
 }
 
-static int make_spirals(data *d)
+/* Two noisy spirals, one a class, each of one and a half turns. */
+static bool make_spirals(samples *s, int64_t count, uint64_t seed)
 {
-    if (allocate(d, 2000, 2, 2, 60)) return 1;
-    for (int64_t i = 0; i < d->count; i++) {
-        uint64_t at = (uint64_t)i;
-        float turn = dtrain_random_uniform(3, 0, at),
-              noise = 0.02f * dtrain_random_normal(3, 1, at);
-        int label = (int)(i % 2);
-        float angle = 9.0f * turn + 3.14159265f * (float)label;
-        d->features[2 * i] = (turn + noise) * cosf(angle);
-        d->features[2 * i + 1] = (turn + noise) * sinf(angle);
-        d->labels[i] = label;
+    if (!grow(s, count, 2)) return false;
+    s->count = count;
+    for (int64_t i = 0; i < count; i++) {
+        const float along = dtrain_random_uniform(seed, 0, (uint64_t)i);
+        const float radius = along + 0.02f * dtrain_random_normal(seed, 1, (uint64_t)i);
+        s->labels[i] = (int32_t)(i % 2);
+        const float angle = 9.0f * along + 3.14159265f * (float)s->labels[i];
+        s->x[2 * i] = radius * cosf(angle);
+        s->x[2 * i + 1] = radius * sinf(angle);
     }
+    return true;
+}
+
+/* Append the records of an open file: a byte with the label, then 3072 bytes of pixels. */
+static bool read_records(FILE *file, const char *path, samples *s)
+{
+    unsigned char record[RECORD];
+    fseek(file, 0, SEEK_END);
+    const long bytes = ftell(file);
+    rewind(file);
+    if (bytes <= 0 || bytes % RECORD) {
+        fprintf(stderr,
+                "mlp: \"%s\" has %ld bytes; expected records of %d bytes (CIFAR-10's "
+                "binary version)\n",
+                path, bytes, RECORD);
+        return false;
+    }
+    if (!grow(s, bytes / RECORD, PIXELS)) return false;
+    for (long r = 0; r < bytes / RECORD; r++, s->count++) {
+        if (fread(record, RECORD, 1, file) != 1) {
+            fprintf(stderr, "mlp: record %ld of \"%s\" could not be read\n", r, path);
+            return false;
+        }
+        if (record[0] > 9) {
+            fprintf(stderr, "mlp: record %ld of \"%s\" has label %d; expected 0 to 9\n", r, path,
+                    record[0]);
+            return false;
+        }
+        s->labels[s->count] = record[0];
+        for (int k = 0; k < PIXELS; k++) /* 120 and 64: about their mean and deviation */
+            s->x[s->count * PIXELS + k] = ((float)record[1 + k] - 120.0f) / 64.0f;
+    }
+    return true;
+}
+
+static bool read_file(const char *folder, const char *name, samples *s)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    if (!file) {
+        fprintf(stderr, "mlp: cannot open \"%s\": %s\n", path, strerror(errno));
+        return false;
+    }
+    const bool good = read_records(file, path, s);
+    fclose(file);
+    return good;
+}
+
+static bool read_cifar(data *d, const char *folder)
+{
+    char name[32];
+    for (int i = 1; i <= 5; i++) {
+        snprintf(name, sizeof name, "data_batch_%d.bin", i);
+        if (!read_file(folder, name, &d->train)) return false;
+    }
+    return read_file(folder, "test_batch.bin", &d->test);
+}
+
+/* ---- model ------------------------------------------------------------------------------- */
+
+enum { W1, B1, W2, B2, W3, B3, PARAMS };
+
+static void declare(dtrain_param params[PARAMS], const data *d)
+{
+    static const char *const names[PARAMS] = {"fc1.weight", "fc1.bias",   "fc2.weight",
+                                              "fc2.bias",   "fc3.weight", "fc3.bias"};
+    const int64_t widths[4] = {d->width, d->hidden, d->hidden, d->classes};
+    memset(params, 0, PARAMS * sizeof *params);
+    for (int i = 0; i < PARAMS; i++) {
+        const int layer = i / 2;
+        params[i].name = names[i];
+        params[i].unit = (uint32_t)layer;
+        params[i].shape[0] = widths[layer + 1];
+        if (i % 2) continue; /* biases start at zero */
+        params[i].shape[1] = widths[layer];
+        params[i].init = DTRAIN_INIT_UNIFORM; /* He et al., 2015 */
+        params[i].init_scale = sqrtf(6.0f / (float)widths[layer]);
+    }
+}
+
+/* x (rows, width) -> logits (rows, classes). dtrain_tape_unit opens a unit, which strategies that
+ * shard parameters gather and release; the others ignore it. */
+static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const data *d, const float *x,
+                              int64_t rows)
+{
+    const int64_t shape[2] = {rows, d->width};
+    dtrain_tensor *h = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, x, false);
+    dtrain_tape_unit(t, 0);
+    h = dtrain_linear(t, h, &p[W1], &p[B1], DTRAIN_ACTIVATION_RELU); /* (rows, hidden) */
+    dtrain_tape_unit(t, 1);
+    h = dtrain_linear(t, h, &p[W2], &p[B2], DTRAIN_ACTIVATION_RELU);
+    dtrain_tape_unit(t, 2);
+    return dtrain_linear(t, h, &p[W3], &p[B3], DTRAIN_ACTIVATION_NONE);
+}
+
+/* ---- training ---------------------------------------------------------------------------- */
+
+/* *share = the fraction of all test samples whose largest logit is the label's. Each rank tests
+ * every ranks-th chunk of TEST_BATCH samples. */
+static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const data *d,
+                float *logits, double *share)
+{
+    const samples *s = &d->test;
+    const int64_t stride = (int64_t)TEST_BATCH * dtrain_world_size(world);
+    int64_t correct = 0;
+    for (int64_t at = (int64_t)TEST_BATCH * dtrain_world_rank(world); at < s->count; at += stride) {
+        const int64_t rows = s->count - at < TEST_BATCH ? s->count - at : TEST_BATCH;
+        CHECK(dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0));
+        CHECK(dtrain_tensor_read(t, forward(t, params, d, s->x + at * d->width, rows), logits));
+        for (int64_t r = 0; r < rows; r++) {
+            const float *row = logits + r * d->classes;
+            int32_t best = 0;
+            for (int32_t c = 1; c < d->classes; c++)
+                if (row[c] > row[best]) best = c;
+            correct += best == s->labels[at + r];
+        }
+    }
+    CHECK(dtrain_all_reduce(dtrain_world_comm(world), &correct, &correct, 1, DTRAIN_DTYPE_I64,
+                            DTRAIN_REDUCE_SUM, NULL));
+    *share = (double)correct / (double)s->count;
     return 0;
 }
 
-static int read_cifar(data *d, const char *path)
-{
-    unsigned char record[CIFAR_RECORD];
-    FILE *file = fopen(path, "rb");
-    if (!file) return fprintf(stderr, "mlp: %s: %s\n", path, strerror(errno)), 1;
-    fseek(file, 0, SEEK_END);
-    long bytes = ftell(file);
-    rewind(file);
-    if (bytes < 20 * CIFAR_RECORD || bytes % CIFAR_RECORD) {
-        fclose(file);
-        return fprintf(
-                   stderr,
-                   "mlp: %s has %ld bytes; CIFAR-10 files hold records of %d bytes, 20 at least\n",
-                   path, bytes, CIFAR_RECORD),
-               1;
-    }
-    int failed = allocate(d, bytes / CIFAR_RECORD, CIFAR_PIXELS, 10, 20);
-    for (int64_t i = 0; i < d->count && !failed; i++) {
-        failed = fread(record, CIFAR_RECORD, 1, file) != 1 || record[0] > 9;
-        if (failed)
-            fprintf(stderr, "mlp: %s: record %lld is cut off or has a label above 9\n", path,
-                    (long long)i);
-        d->labels[i] = record[0];
-        for (int k = 0; k < CIFAR_PIXELS; k++)
-            d->features[i * CIFAR_PIXELS + k] = ((float)record[1 + k] - 120.0f) / 64.0f;
-    }
-    fclose(file);
-    return failed;
-}
-
-/* ---- the model ---- */
-
-enum { W1, B1, W2, B2, W3, B3, PARAM_COUNT };
-
-static void declare(dtrain_param *params, const data *d)
-{
-    static const char *const names[PARAM_COUNT] = {"fc1.weight", "fc1.bias",   "fc2.weight",
-                                                   "fc2.bias",   "fc3.weight", "fc3.bias"};
-    int64_t sizes[4] = {d->width, HIDDEN, HIDDEN, d->classes};
-    memset(params, 0, PARAM_COUNT * sizeof *params);
-    for (int i = 0; i < PARAM_COUNT; i++) {
-        int layer = i / 2;
-        params[i].name = names[i];
-        params[i].unit = (uint32_t)layer;
-        params[i].shape[0] = sizes[layer + 1];
-        if (i % 2) continue; /* biases start at zero */
-        params[i].shape[1] = sizes[layer];
-        params[i].init = DTRAIN_INIT_UNIFORM; /* He et al., 2015 */
-        params[i].init_scale = sqrtf(6.0f / (float)sizes[layer]);
-    }
-}
-
-static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, dtrain_tensor *x)
-{
-    x = dtrain_linear(t, x, &p[W1], &p[B1], DTRAIN_ACTIVATION_RELU); /* (rows, HIDDEN) */
-    x = dtrain_linear(t, x, &p[W2], &p[B2], DTRAIN_ACTIVATION_RELU);
-    return dtrain_linear(t, x, &p[W3], &p[B3], DTRAIN_ACTIVATION_NONE); /* (rows, classes) */
-}
-
-/* ---- training ---- */
-
-typedef struct job {
-    const data *d;
-    dtrain_param params[PARAM_COUNT];
-    int64_t batch, next, *order; /* this rank's rows of the epoch, and the next one to take */
-    float *x;                    /* (batch, width) */
-    int32_t *labels;             /* (batch) */
-} job;
-
-static dtrain_result next_batch(void *user)
-{
-    job *j = user;
-    for (int64_t b = 0; b < j->batch; b++) {
-        int64_t row = j->order[j->next++];
-        memcpy(j->x + b * j->d->width, j->d->features + row * j->d->width,
-               (size_t)j->d->width * sizeof(float));
-        j->labels[b] = j->d->labels[row];
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_tensor *loss(dtrain_tape *t, void *user)
-{
-    job *j = user;
-    int64_t shape[2] = {j->batch, j->d->width};
-    dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, j->x, false);
-    dtrain_tensor *labels = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, j->labels, false);
-    return dtrain_cross_entropy(t, forward(t, j->params, x), labels);
-}
-
-/* Share of held-out rows whose largest logit is the label's. */
-static dtrain_result accuracy(dtrain_tape *t, job *j, double *share)
-{
-    int64_t rows = j->d->count - j->d->train_count, classes = j->d->classes,
-            shape[2] = {rows, j->d->width}, good = 0;
-    float *logits = malloc((size_t)(rows * classes) * sizeof(float));
-    dtrain_result result =
-        logits ? dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0) : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK) {
-        const float *held_out = j->d->features + j->d->train_count * j->d->width;
-        dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, held_out, false);
-        result = dtrain_tensor_read(t, forward(t, j->params, x), logits);
-    }
-    for (int64_t r = 0; r < rows && result == DTRAIN_OK; r++) {
-        int64_t best = 0;
-        for (int64_t c = 1; c < classes; c++)
-            if (logits[r * classes + c] > logits[r * classes + best]) best = c;
-        good += best == j->d->labels[j->d->train_count + r];
-    }
-    *share = (double)good / (double)rows;
-    free(logits);
-    return result;
-}
-
+/* Every rank runs this function. */
 static int train(dtrain_world *world, void *user)
 {
     const data *d = user;
-    int ranks = dtrain_world_size(world);
-    dtrain_sampler_desc sampler = {.rank = (uint32_t)dtrain_world_rank(world),
-                                   .rank_count = (uint32_t)ranks,
-                                   .item_count = d->train_count,
-                                   .seed = 1,
-                                   .shuffle = true,
-                                   .drop_last = true};
-    int64_t per_rank = dtrain_sampler_count(&sampler);
-    job j = {.d = d, .batch = BATCH / ranks > 0 ? BATCH / ranks : 1};
-    int64_t steps = per_rank / j.batch, *scratch = malloc((size_t)d->train_count * sizeof(int64_t));
-    j.order = malloc((size_t)per_rank * sizeof(int64_t));
-    j.x = malloc((size_t)(j.batch * d->width) * sizeof(float));
-    j.labels = malloc((size_t)j.batch * sizeof(int32_t));
-    if (!scratch || !j.order || !j.x || !j.labels) return 1;
-    declare(j.params, d);
+    const int rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
+    const dtrain_sampler_desc sampler = {.rank = (uint32_t)rank,
+                                         .rank_count = (uint32_t)ranks,
+                                         .item_count = d->train.count,
+                                         .seed = 1,
+                                         .shuffle = true,
+                                         .drop_last = true};
+    const int64_t own = dtrain_sampler_count(&sampler); /* samples of this rank in an epoch */
+    int64_t batch = BATCH / ranks > 0 ? BATCH / ranks : 1;
+    if (own < 1)
+        CHECK(dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%d ranks cannot share %lld training samples",
+                          ranks, (long long)d->train.count));
+    if (batch > own) batch = own;
 
+    int64_t *scratch = malloc((size_t)d->train.count * sizeof *scratch);
+    int64_t *order = malloc((size_t)own * sizeof *order);
+    float *x = malloc((size_t)(batch * d->width) * sizeof *x);
+    int32_t *labels = malloc((size_t)batch * sizeof *labels);
+    float *logits = malloc((size_t)(TEST_BATCH * d->classes) * sizeof *logits);
+    if (!scratch || !order || !x || !labels || !logits)
+        CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %lld samples",
+                          (long long)batch));
+
+    dtrain_param params[PARAMS];
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_trainer *trainer;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
-    CHECK(dtrain_strategy_create(world, j.params, PARAM_COUNT, NULL, &strategy));
+    dtrain_tape *tape;
+    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const int64_t steps = own / batch; /* of an epoch */
+    const dtrain_schedule schedule = {DTRAIN_SCHEDULE_COSINE, 3e-3f, 0, 10, d->epochs * steps};
+    declare(params, d);
+    CHECK(dtrain_strategy_create(world, params, PARAMS, NULL, &strategy)); /* NULL: plain DDP */
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
-    dtrain_trainer_desc desc = {
-        .tokens = (uint32_t)j.batch,
-        .clip = 1,
-        .schedule = {DTRAIN_SCHEDULE_COSINE, 3e-3f, 0, 10, d->epochs * steps},
-        .strategy = strategy,
-        .optimizer = optimizer,
-        .next_batch = next_batch,
-        .loss = loss,
-        .user = &j};
-    CHECK(dtrain_trainer_create(world, &desc, &trainer));
+    CHECK(dtrain_tape_create(world, strategy, NULL, &tape));
 
     for (int64_t epoch = 0; epoch < d->epochs; epoch++) {
-        dtrain_step_record record = {0};
-        double share, sum = 0;
-        CHECK(dtrain_sampler_indices(&sampler, (uint64_t)epoch, scratch, j.order));
-        j.next = 0;
+        float loss, norm, clip, sum = 0;
+        double share;
+        CHECK(dtrain_sampler_indices(&sampler, (uint64_t)epoch, scratch, order));
         for (int64_t step = 0; step < steps; step++) {
-            CHECK(dtrain_trainer_step(trainer, &record));
-            sum += record.loss;
+            for (int64_t b = 0; b < batch; b++) {
+                const int64_t row = order[step * batch + b];
+                memcpy(x + b * d->width, d->train.x + row * d->width, (size_t)d->width * sizeof *x);
+                labels[b] = d->train.labels[row];
+            }
+            CHECK(dtrain_tape_begin(tape, 0, 0));
+            dtrain_tensor *mean = dtrain_cross_entropy(
+                tape, forward(tape, params, d, x, batch),
+                dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false));
+            CHECK(dtrain_tensor_read(tape, mean, &loss));
+            CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces gradients as they are made */
+            CHECK(dtrain_strategy_finish(strategy));
+            CHECK(dtrain_clip_grad_norm(strategy, 1, &norm, &clip));
+            CHECK(dtrain_optimizer_step(optimizer,
+                                        dtrain_schedule_lr(&schedule, epoch * steps + step), clip));
+            sum += loss / (float)steps;
         }
         if ((epoch + 1) % (d->epochs / 10)) continue;
-        CHECK(accuracy(dtrain_trainer_tape(trainer), &j, &share));
-        if (dtrain_world_rank(world) == 0)
-            printf("epoch %3lld  loss %.4f  held-out accuracy %5.1f %%\n", (long long)epoch + 1,
-                   sum / (double)steps, 100 * share);
+        CHECK(dtrain_all_reduce(dtrain_world_comm(world), &sum, &sum, 1, DTRAIN_DTYPE_F32,
+                                DTRAIN_REDUCE_MEAN, NULL));
+        if (test(world, tape, params, d, logits, &share)) return 1;
+        if (rank == 0)
+            printf("epoch %3lld  training loss %.4f  test accuracy %5.1f %%\n",
+                   (long long)epoch + 1, sum, 100 * share);
     }
-    dtrain_trainer_destroy(trainer);
+    dtrain_tape_destroy(tape);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
     free(scratch);
-    free(j.order);
-    free(j.x);
-    free(j.labels);
+    free(order);
+    free(x);
+    free(labels);
+    free(logits);
     return 0;
 }
 
 int main(int argc, char **argv)
 {
-    data d;
-    const char *device = "cpu";
-    if (argc > 2 && strcmp(argv[argc - 2], "--device") == 0) device = argv[argc - 1], argc -= 2;
-    dtrain_launch_desc desc = {.default_rank_count = 2}; /* a launcher's number comes first */
-    if (argc > 1) desc.rank_count = (uint32_t)atoi(argv[1]);
-    CHECK(dtrain_device_ops_by_name(device, &desc.device_ops));
-    memset(&d, 0, sizeof d);
-    int failed = argc > 2 ? read_cifar(&d, argv[2]) : make_spirals(&d);
-    if (!failed && dtrain_launch(&desc, train, &d, NULL) != DTRAIN_OK)
-        failed = (fprintf(stderr, "mlp: %s\n", dtrain_last_error()), 1);
-    free(d.features);
-    free(d.labels);
-    return failed;
+    /* Under torchrun, mpirun or srun the launcher's number of ranks counts, else these two. */
+    dtrain_launch_desc desc = {.default_rank_count = 2};
+    data d = {.width = 2, .hidden = 64, .classes = 2, .epochs = 60};
+    const char *device = "cpu", *folder = NULL;
+    for (int a = 1; a < argc; a++) {
+        char *end;
+        const unsigned long number = strtoul(argv[a], &end, 10);
+        if (strcmp(argv[a], "--device") == 0 && a + 1 < argc) device = argv[++a];
+        else if (*end == 0 && number > 0) desc.rank_count = (uint32_t)number;
+        else if (!folder && argv[a][0] != '-') folder = argv[a];
+        else {
+            fprintf(stderr, "usage: mlp [RANKS] [FOLDER] [--device cpu|cuda], not \"%s\"\n",
+                    argv[a]);
+            return 2;
+        }
+    }
+    bool good;
+    if (folder) {
+        d.width = PIXELS;
+        d.hidden = 256;
+        d.classes = 10;
+        d.epochs = 10;
+        good = read_cifar(&d, folder);
+    } else good = make_spirals(&d.train, 1800, 3) && make_spirals(&d.test, 200, 4);
+    if (good) {
+        good = dtrain_device_ops_by_name(device, &desc.device_ops) == DTRAIN_OK &&
+               dtrain_launch(&desc, train, &d, NULL) == DTRAIN_OK;
+        if (!good) fprintf(stderr, "mlp: %s\n", dtrain_last_error());
+    }
+    free(d.train.x);
+    free(d.train.labels);
+    free(d.test.x);
+    free(d.test.labels);
+    return good ? 0 : 1;
 }

@@ -1,4 +1,4 @@
-/* flags.h: command line flags from one table, which makes the parser, its sentences and --help. */
+/* flags.h: command line flags from one table, which drives the parser, its sentences and --help. */
 #ifndef FLAGS_H
 #define FLAGS_H
 
@@ -14,8 +14,14 @@ typedef struct flag {
     void *value; /* const char *, long (place in words), long, double, long; flag_list */
     double low, high;
     const char *help;
-    const char *const *words; /* ended by NULL */
+    const char *const *words; /* ends with NULL */
 } flag;
+
+/* A row that is no flag: --help prints it as a heading. */
+#define FLAG_GROUP(heading)                \
+    {                                      \
+        NULL, 0, NULL, 0, 0, heading, NULL \
+    }
 
 enum { FLAGS_MOST = 100, FLAGS_LIST = 32 };
 typedef struct flag_list {
@@ -24,27 +30,58 @@ typedef struct flag_list {
 
 static bool flags_given[FLAGS_MOST]; /* by place in the table */
 
-/* A line for each; the second column shows what is used when the flag is not given. */
+enum { FLAGS_COLUMN = 40, FLAGS_WIDTH = 100 };
+
+/* Print a word and the blank before it, on a new line where it would go beyond FLAGS_WIDTH. */
+static inline void flags__print_word(const char *word, size_t length, size_t *column)
+{
+    if (*column + 1 + length > FLAGS_WIDTH) {
+        printf("\n%*s", FLAGS_COLUMN - 1, "");
+        *column = FLAGS_COLUMN - 1;
+    }
+    printf(" %.*s", (int)length, word);
+    *column += 1 + length;
+}
+
+/* Print the help of one flag: its name, its value when it is not given, its meaning, its words. */
+static inline void flags__print(const flag *f)
+{
+    char usual[32] = "";
+    size_t column;
+    if (f->kind == 's' && *(const char **)f->value)
+        snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
+    if (f->kind == 'w' && *(long *)f->value >= 0)
+        snprintf(usual, sizeof usual, "%s", f->words[*(long *)f->value]);
+    if (f->kind == 'i' && *(long *)f->value > 0)
+        snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
+    if (f->kind == 'f' && *(double *)f->value >= f->low)
+        snprintf(usual, sizeof usual, "%g", *(double *)f->value);
+    column = (size_t)printf("  %-26s %-10s", f->name, usual);
+    for (const char *at = f->help; *at; at += *at == ' ') {
+        const size_t length = strcspn(at, " ");
+        flags__print_word(at, length, &column);
+        at += length;
+    }
+    for (int k = 0; f->words && f->words[k]; k++) {
+        char word[64];
+        snprintf(word, sizeof word, "%s%s%s", k ? "" : "(", f->words[k],
+                 f->words[k + 1] ? "," : ")");
+        flags__print_word(word, strlen(word), &column);
+    }
+    putchar('\n');
+}
+
+/* Print every flag, under the headings of the table where it has some. */
 static inline void flags_help(const flag *table, int count)
 {
     for (int i = 0; i < count; i++) {
-        const flag *f = &table[i];
-        char usual[32] = "";
-        if (f->kind == 's' && *(const char **)f->value)
-            snprintf(usual, sizeof usual, "%s", *(const char **)f->value);
-        if (f->kind == 'w' && *(long *)f->value >= 0)
-            snprintf(usual, sizeof usual, "%s", f->words[*(long *)f->value]);
-        if (f->kind == 'i' && *(long *)f->value > 0)
-            snprintf(usual, sizeof usual, "%ld", *(long *)f->value);
-        if (f->kind == 'f' && *(double *)f->value >= f->low)
-            snprintf(usual, sizeof usual, "%g", *(double *)f->value);
-        printf("  %-26s %-10s %s", f->name, usual, f->help);
-        for (int k = 0; f->words && f->words[k]; k++) printf("%s%s", k ? ", " : ": ", f->words[k]);
-        putchar('\n');
+        if (table[i].name) flags__print(&table[i]);
+        else printf("%s%s\n", i ? "\n" : "", table[i].help);
     }
 }
 
-/* These take `length` characters of text: a whole value, or one of a list. 0, or 2. */
+/* Read `length` characters of text: a whole value, or one entry of a list. Return 0, or 2 after a
+ * sentence to stderr. */
 static inline int flags__word(const char *program, const flag *f, const char *text, size_t length,
                               long *value)
 {
@@ -104,15 +141,15 @@ static inline int flags__set(const char *program, const flag *f, const char *tex
     return 0;
 }
 
-/* The place of a name, or -1. */
+/* The place of a flag in the table, or -1. */
 static inline int flags_find(const flag *table, int count, const char *name)
 {
     int at = count - 1;
-    while (at >= 0 && strcmp(name, table[at].name) != 0) at--;
+    while (at >= 0 && (!table[at].name || strcmp(name, table[at].name) != 0)) at--;
     return at;
 }
 
-/* Of what follows a program's name: 0, or 2 after a sentence to stderr. */
+/* Read what follows the program's name. Return 0, or 2 after a sentence to stderr. */
 static inline int flags_parse(const char *program, const flag *table, int count, int given,
                               char **arguments)
 {

@@ -6,10 +6,66 @@ export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
 
 gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --steps 12 --warmup 2 --eval-batches 2 --sample 0"
 
-good "hello_ddp, 2 ranks" "learned +\+1.0" "$build/hello_ddp"
-good "hello_ddp, 5 ranks" "learned +\+1.0" "$build/hello_ddp" 5
+good "ddp, 2 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp"
+good "ddp, 5 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp" 5
+bad "ddp, ranks that are no number" "usage: ddp" "$build/ddp" two
+for ranks in 1 2 3; do
+    good "full_shard, $ranks ranks" "500 losses and the parameters are equal, bit for bit" "$build/full_shard" $ranks
+done
+good "nccl without CUDA, 3 ranks" "all ranks ended with the same parameters" "$build/nccl" 3
+grep -q "built without DTRAIN_USE_CUDA" "$tmp/out"
+result "nccl without CUDA says so" $? "$tmp/out"
+
+# gpt: the same sample whatever the strategy; other ranks and precisions run; bad values are sentences.
+tiny="$build/gpt --data dtrain.h --batch 2 --steps 8"
+drawn() { "$@" 2>&1 | sed '1,/a sample:/d'; }
+drawn $tiny --ranks 3 >"$tmp/base"
+for strategy in zero1 shard_grad_op full_shard zero3; do
+    drawn $tiny --ranks 3 --strategy $strategy >"$tmp/other"
+    [ -s "$tmp/base" ] && cmp -s "$tmp/base" "$tmp/other"
+    result "gpt, same sample: --strategy $strategy" $? "$tmp/other"
+done
+good "gpt, one rank, bf16" "held-out loss [0-9.]+, [0-9]+ tokens/s" $tiny --ranks 1 --precision bf16
+good "gpt, fp16" "held-out loss [0-9.]+, [0-9]+ tokens/s" $tiny --precision fp16 --lr 1e-3
+bad "gpt, unknown flag" "the flag \"--layers\" is not one of: --data" $tiny --layers 3
+bad "gpt, unknown strategy" "--strategy \"zero9\" is not one of: ddp" $tiny --strategy zero9
+bad "gpt, flag without value" "--lr needs a value" $tiny --lr
+bad "gpt, steps that are no number" "positive numbers" $tiny --steps many
+bad "gpt, missing data" "$tmp/none" $tiny --data "$tmp/none"
+
+# mlp on CIFAR-10's format. Class k is bright in the k-th tenth of the image. Each training file has two
+# of the classes, so accuracy needs all five; and with every label of the test file one too high, no
+# answer can be right that was not learned from it.
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
+image() { bytes 1 "$1"; bytes $((307 * $2)) 170; bytes 307 377; bytes $((3072 - 307 * ($2 + 1))) 170; } # image LABEL CLASS
+cifar=$tmp/cifar
+mkdir "$cifar" "$tmp/shifted"
+for class in 0 1 2 3 4 5 6 7; do image $class $class >"$tmp/class$class"; done
+image 10 8 >"$tmp/class8"; image 11 9 >"$tmp/class9" # labels are octal
+for file in 1 2 3 4 5; do
+    for copy in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25; do
+        cat "$tmp/class$((2 * file - 2))" "$tmp/class$((2 * file - 1))"
+    done >"$cifar/data_batch_$file.bin"
+done
+cat "$tmp"/class[0-9] >"$cifar/test_batch.bin"
+cp "$cifar"/data_batch_* "$tmp/shifted/"
+for class in 0 1 2 3 4 5 6; do image $((class + 1)) $class; done >"$tmp/once"
+image 10 7 >>"$tmp/once"; image 11 8 >>"$tmp/once"; image 0 9 >>"$tmp/once"
+for copy in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25; do cat "$tmp/once" "$tmp/once"; done >"$tmp/shifted/test_batch.bin"
+for ranks in 1 2 3; do
+    good "mlp on CIFAR-10's format, $ranks ranks" "epoch +10 .* test accuracy 100.0 %" "$build/mlp" $ranks "$cifar"
+done
+good "mlp, the test file is held out" "epoch +10 .* test accuracy   0.0 %" "$build/mlp" "$tmp/shifted"
+bad "mlp, a missing folder" "cannot open \"$tmp/none/data_batch_1.bin\": No such file" "$build/mlp" "$tmp/none"
+bad "mlp, unknown flag" "usage: mlp" "$build/mlp" --epochs 3
+bytes 1 7 >>"$tmp/shifted/test_batch.bin"
+bad "mlp, a file with a byte too many" "test_batch.bin\" has 1536501 bytes; expected records of 3073" "$build/mlp" "$tmp/shifted"
+image 12 0 >"$tmp/shifted/data_batch_4.bin"
+bad "mlp, a label above 9" "record 0 of .*data_batch_4.bin\" has label 10" "$build/mlp" "$tmp/shifted"
+rm "$tmp/shifted/data_batch_3.bin"
+bad "mlp, a missing file" "cannot open .*data_batch_3.bin\"" "$build/mlp" "$tmp/shifted"
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
 good "train_gpt, sample" "a sample" $gpt --sample 20
 

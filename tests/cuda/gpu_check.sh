@@ -118,7 +118,7 @@ strategies() {
     echo "$count runs end with ddp's parameters"
 }
 export -f strategies
-step 30 "hello_ddp" "$bin/hello_ddp" --device cuda
+step 30 "ddp" "$bin/ddp" --device cuda
 step 60 "mlp" "$bin/mlp" 1 --device cuda
 step 60 "train_gpt, fp32" bash -c "train --ranks 1"
 step 60 "train_gpt, bf16" bash -c "train --ranks 1 --precision bf16"

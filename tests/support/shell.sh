@@ -1,7 +1,7 @@
 # shell.sh: what the test scripts share. A script sources it from the root of the tree, tests, and finishes:
 #
 #     . tests/support/shell.sh
-#     good "hello_ddp, 2 ranks" "learned +1.0" "$build/hello_ddp"
+#     good "ddp, 2 ranks" "learned +1.0" "$build/ddp"
 #     bad "unknown flag" "--nonsense" "$build/train_gpt" --nonsense
 #     finish
 #

@@ -37,6 +37,20 @@
 /* One sentence about a bad request; the caller returns it as main's exit code. */
 #define BAD(...) (fprintf(stderr, "simulate: " __VA_ARGS__), fputc('\n', stderr), 2)
 
+/* Return from the function when a call fails; the sentence is in dtrain_last_error(). */
+#define TRY(call)                                 \
+    do {                                          \
+        const dtrain_result result_ = (call);     \
+        if (result_ != DTRAIN_OK) return result_; \
+    } while (0)
+
+/* The last error without the name of the only rank. */
+static const char *last_error(void)
+{
+    const char *text = dtrain_last_error();
+    return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
+}
+
 /* ---- flags -------------------------------------------------------------------------------------- */
 
 /* -1 in a number of the cluster: as its preset says. */
@@ -226,11 +240,10 @@ static dtrain_result forward(dtrain_strategy *strategy, const model *m, long bat
 {
     for (size_t i = 0; i < m->count; i++) {
         const uint32_t unit = m->params[i].unit;
-        if (i == 0 || m->params[i - 1].unit != unit)
-            DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
+        if (i == 0 || m->params[i - 1].unit != unit) TRY(dtrain_strategy_gather(strategy, unit));
         run_layer(m, i, batch, 1);
         if (i + 1 == m->count || m->params[i + 1].unit != unit)
-            DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
+            TRY(dtrain_strategy_release(strategy, unit));
     }
     return DTRAIN_OK;
 }
@@ -240,14 +253,13 @@ static dtrain_result backward(dtrain_strategy *strategy, const model *m, long ba
     for (size_t i = m->count; i-- > 0;) {
         const uint32_t unit = m->params[i].unit;
         if (i + 1 == m->count || m->params[i + 1].unit != unit) {
-            DTRAIN__TRY(dtrain_strategy_gather(strategy, unit));
+            TRY(dtrain_strategy_gather(strategy, unit));
             for (size_t k = i + 1; k-- > 0 && m->params[k].unit == unit;)
                 if (!m->layers[k].kept) run_layer(m, k, batch, 1); /* made again */
         }
         run_layer(m, i, batch, 2);
-        DTRAIN__TRY(dtrain_strategy_ready(strategy, i));
-        if (i == 0 || m->params[i - 1].unit != unit)
-            DTRAIN__TRY(dtrain_strategy_release(strategy, unit));
+        TRY(dtrain_strategy_ready(strategy, i));
+        if (i == 0 || m->params[i - 1].unit != unit) TRY(dtrain_strategy_release(strategy, unit));
     }
     return dtrain_strategy_finish(strategy);
 }
@@ -256,9 +268,9 @@ static dtrain_result train_step(dtrain_strategy *strategy, dtrain_optimizer *opt
                                 const model *m, long batch, long accum)
 {
     for (long micro = 0; micro < accum; micro++) {
-        DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro + 1 < accum));
-        DTRAIN__TRY(forward(strategy, m, batch));
-        DTRAIN__TRY(backward(strategy, m, batch));
+        TRY(dtrain_strategy_accumulate(strategy, micro + 1 < accum));
+        TRY(forward(strategy, m, batch));
+        TRY(backward(strategy, m, batch));
     }
     return dtrain_optimizer_step(optimizer, 1e-3f, 1);
 }
@@ -296,9 +308,9 @@ static dtrain_result time_steps(dtrain_strategy *strategy, dtrain_optimizer *opt
 {
     struct simulation before;
     dtrain_strategy_info info;
-    DTRAIN__TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
+    TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
     before = sim;
-    DTRAIN__TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
+    TRY(train_step(strategy, optimizer, m, r->batch, r->accum));
     dtrain_strategy_query(strategy, &info);
     r->strategy = (long)info.desc.kind - 1;
     r->planned = info.step_bytes;
@@ -334,8 +346,8 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
                            "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
                            per_node, per_node);
     void *const first_address = device->state;
-    DTRAIN__TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes,
-                             sim_rank((int)r->gpus, (int)r->nodes), &comm));
+    TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus, (int)r->nodes),
+                     &comm));
     dtrain_strategy_desc desc = describe(r, activations, comm);
     dtrain_result result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);
     if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, strategy, &how, &optimizer);
@@ -361,7 +373,7 @@ static dtrain_result calibrate(dtrain_world *world, model *m, row r, double meas
     for (int i = 0; i < 32; i++) {
         const double middle = 0.5 * (low + high);
         sim.rate_scale = exp2(middle);
-        DTRAIN__TRY(simulate(world, m, &r));
+        TRY(simulate(world, m, &r));
         if (r.rate < measured) low = middle;
         else high = middle;
     }
@@ -399,10 +411,9 @@ static dtrain_result simulate_line(dtrain_world *world, model *m, long strategy,
         r->strategy = strategy;
         r->batch = batch;
         r->accum = flags.accum;
-        if (flags.global_batch) DTRAIN__TRY(share_global_batch(r));
-        if (i == 0 && flags.measured_rate > 0)
-            DTRAIN__TRY(calibrate(world, m, *r, flags.measured_rate));
-        DTRAIN__TRY(simulate(world, m, r));
+        if (flags.global_batch) TRY(share_global_batch(r));
+        if (i == 0 && flags.measured_rate > 0) TRY(calibrate(world, m, *r, flags.measured_rate));
+        TRY(simulate(world, m, r));
         if (!first && r->fits) first = r;
         r->efficiency = first ? 100 * r->rate / first->rate : 0;
     }
@@ -585,7 +596,7 @@ static int run_table(dtrain_world *world)
         row *first = rows + line * flags.gpus.count;
         if (simulate_line(world, &m, flags.strategies.items[line / flags.batches.count],
                           flags.batches.items[line % flags.batches.count], first) != DTRAIN_OK)
-            code = BAD("%s", dtrain__bare(dtrain_last_error()));
+            code = BAD("%s", last_error());
         for (long i = 0; i < flags.gpus.count && !code; i++) print_row(&first[i]);
     }
     if (!code) code = write_files(&m, rows, lines);
@@ -647,7 +658,7 @@ static int one_row(dtrain_world *world, row *r)
         result = calibrate(world, &m, *r, flags.measured_rate);
     if (result == DTRAIN_OK) result = simulate(world, &m, r);
     free_model(&m);
-    return result == DTRAIN_OK ? 0 : BAD("%s", dtrain__bare(dtrain_last_error()));
+    return result == DTRAIN_OK ? 0 : BAD("%s", last_error());
 }
 
 /* Cuts line at the bars, and blanks around them. Returns how many fields there are. */

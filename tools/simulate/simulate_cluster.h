@@ -81,6 +81,10 @@ typedef struct cost {
     double links, latency, own;
 } cost;
 
+/* Buffers up to these sizes (one rank's, all ranks' together) travel whole in the local communicator's
+ * slots, without a reduce-scatter; keep them equal to its own. */
+enum { SMALL_BYTES = 4096, SMALL_TOTAL = 8 * SMALL_BYTES };
+
 /* Ranks of a node share one link, and a latency a round is added when the bytes are through: the table
  * in dtrain.h [S26.2]. Other groups of the same node send at the same time. The rank itself reads and
  * writes its share in memory. */
@@ -88,7 +92,7 @@ static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g
 {
     const double local = (double)g.size / g.nodes, outside = g.size - local;
     const double sharers = (double)c->gpus_per_node / local;
-    const bool small = bytes <= DTRAIN__SMALL_BYTES && bytes * g.size <= DTRAIN__SMALL_TOTAL;
+    const bool small = bytes <= SMALL_BYTES && bytes * g.size <= SMALL_TOTAL;
     double out = local * outside * bytes / g.size;
     cost total = {0, 1e-6 * c->latency_us,
                   ring_factor(kind, g.size) * bytes / (c->nvlink_gbs * 1e9)};

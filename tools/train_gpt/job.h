@@ -1,0 +1,227 @@
+/* job.h: everything that a training run consists of: model, data, strategy, optimizer, trainer and
+ * metrics, and how the settings become the library's descs. */
+#ifndef JOB_H
+#define JOB_H
+
+#include "settings.h"
+
+#define TRY(call)                              \
+    do {                                       \
+        result = (call);                       \
+        if (result != DTRAIN_OK) goto cleanup; \
+    } while (0)
+
+static dtrain_result create_model(const settings *s, gpt *model)
+{
+    const gpt_config config = {s->layers,    s->heads, s->channels,      s->seq,
+                               s->positions, s->vocab, (float)s->dropout};
+    return gpt_create(model, &config);
+}
+
+/* One side of the split: a loader and the batch that it fills. The batch comes first, because
+ * gpt_set_batch and gpt_loss are handed a source as their gpt_batch. */
+typedef struct source {
+    gpt_batch batch;
+    dtrain_loader *loader;
+} source;
+
+static dtrain_result next_batch(void *user)
+{
+    source *from = (source *)user;
+    return dtrain_loader_next(from->loader, from->batch.inputs, from->batch.targets);
+}
+
+static dtrain_dataset_desc dataset_desc(const settings *s)
+{
+    dtrain_dataset_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.path = s->data;
+    desc.vocab_count = s->vocab;
+    return desc;
+}
+
+/* Train on the first part of the tokens, hold out the last --val-split of them. */
+static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
+                                      bool held_out)
+{
+    int64_t tokens = dtrain_dataset_token_count(dataset);
+    int64_t train = tokens - (int64_t)((double)tokens * s->val_split);
+    dtrain_loader_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dataset = dataset;
+    desc.batch = (uint32_t)batch;
+    desc.sequence = s->seq;
+    desc.seed = (uint64_t)s->seed;
+    desc.first_token = held_out ? train : 0;
+    desc.token_count = held_out ? tokens - train : train;
+    return desc;
+}
+
+typedef struct job {
+    const settings *s;
+    gpt model;
+    dtrain_dataset *dataset;
+    source train, held_out;
+    uint32_t accum;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_metrics *metrics;
+    dtrain_memory memory;
+} job;
+
+static dtrain_strategy_desc strategy_desc(const settings *s)
+{
+    static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16,
+                                     DTRAIN_DTYPE_F16}; /* as in dtypes */
+    static const uint32_t classes[] = {
+        0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
+        DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
+    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    desc.kind = (uint32_t)s->strategy + 1;
+    desc.accumulation = (uint32_t)s->accum_mode;
+    desc.param_dtype = types[s->param_dtype];
+    desc.reduce_dtype = types[s->reduce_dtype];
+    desc.offload = classes[s->offload];
+    desc.node_size = (uint32_t)s->node_size;
+    desc.no_overlap = s->no_overlap != 0;
+    desc.reshard_after_forward = s->reshard != 0;
+    desc.init_seed = (uint64_t)s->init_seed;
+    desc.bucket_bytes = (size_t)s->bucket_kib * 1024;
+    if (desc.first_bucket_bytes > desc.bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes;
+    desc.compression = (uint32_t)s->compression;
+    desc.sparse_exchange = (uint32_t)s->exchange;
+    desc.powersgd_rank = (uint32_t)s->powersgd_rank;
+    desc.hierarchical = s->hierarchical != 0;
+    desc.no_error_feedback = s->no_feedback != 0;
+    desc.topk_ratio = (float)s->topk_ratio;
+    desc.topk_momentum = (float)s->topk_momentum;
+    desc.warmup_ratio = (float)s->warmup_ratio;
+    desc.dense_below = s->dense_below;
+    desc.dense_steps = (uint64_t)s->dense_steps;
+    desc.warmup_steps = (uint64_t)s->warmup_steps;
+    return desc;
+}
+
+static uint32_t tape_flags(const settings *s)
+{
+    return s->precision == 2 ? DTRAIN_TAPE_BF16 : s->precision == 3 ? DTRAIN_TAPE_F16 : 0;
+}
+
+static dtrain_result open_source(dtrain_world *world, job *j, source *side, bool held_out)
+{
+    dtrain_loader_desc desc = loader_desc(j->s, j->dataset, side->batch.batch, held_out);
+    return dtrain_loader_create(world, &desc, &side->loader);
+}
+
+static dtrain_trainer_desc trainer_desc(dtrain_world *world, job *j)
+{
+    const settings *s = j->s;
+    dtrain_trainer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.accumulation = j->accum;
+    desc.tokens = (uint32_t)(j->train.batch.batch * s->seq);
+    desc.clip = (float)s->clip;
+    desc.tape_flags = tape_flags(s);
+    desc.checkpoint_every = (uint32_t)s->checkpoint;
+    desc.graph = s->graph != 0;
+    desc.seed = (uint64_t)s->seed;
+    desc.schedule.kind = (uint32_t)s->schedule;
+    desc.schedule.lr = dtrain_lr_for_ranks((float)s->lr, dtrain_world_size(world),
+                                           (dtrain_lr_scaling)s->lr_scaling);
+    desc.schedule.min_lr = (float)s->min_lr;
+    desc.schedule.warmup_steps = s->warmup;
+    desc.schedule.total_steps = s->steps;
+    desc.strategy = j->strategy;
+    desc.optimizer = j->optimizer;
+    desc.next_batch = next_batch;
+    desc.loss = gpt_loss;
+    desc.user = &j->train;
+    return desc;
+}
+
+/* Choose the size of a micro-batch and how many make a step, before the model is allocated. */
+static dtrain_result choose_batch(dtrain_world *world, job *j, const dtrain_strategy_desc *strategy)
+{
+    const settings *s = j->s;
+    dtrain_trainer_desc trainer = trainer_desc(world, j);
+    const uint64_t global = (uint64_t)s->global_batch;
+    const int ranks = dtrain_world_size(world);
+    uint32_t batch = (uint32_t)s->batch;
+    dtrain_result result = DTRAIN_OK;
+    j->accum = s->accum ? (uint32_t)s->accum : 1;
+    if (global) /* before a search, so that what cannot be shared is an error at once */
+        TRY(dtrain_trainer_split_batch(global, batch, ranks, &batch, &j->accum));
+    if (s->auto_batch) {
+        dtrain_plan_batch_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.max_batch = batch;
+        desc.set_batch = gpt_set_batch;
+        desc.trainer = &trainer;
+        desc.params = j->model.params;
+        desc.param_count = j->model.param_count;
+        desc.strategy = strategy;
+        TRY(dtrain_trainer_plan_batch(world, &desc, &batch));
+    }
+    if (global) TRY(dtrain_trainer_split_batch(global, batch, ranks, &batch, &j->accum));
+    TRY(gpt_set_batch(&j->train, batch));
+    TRY(gpt_set_batch(&j->held_out, batch));
+cleanup:
+    return result;
+}
+
+/* Make everything of a run. After a failure close_job frees what is there. */
+static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    dtrain_dataset_desc dataset = dataset_desc(s);
+    dtrain_strategy_desc strategy = strategy_desc(s);
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_trainer_desc trainer;
+    dtrain_metrics_desc metrics;
+    memset(j, 0, sizeof *j);
+    memset(&metrics, 0, sizeof metrics);
+    j->s = s;
+    TRY(create_model(s, &j->model));
+    j->train.batch.model = j->held_out.batch.model = &j->model;
+    TRY(dtrain_dataset_open(world, &dataset, &j->dataset));
+    TRY(choose_batch(world, j, &strategy));
+    TRY(open_source(world, j, &j->train, false));
+    TRY(open_source(world, j, &j->held_out, true));
+    trainer = trainer_desc(world, j);
+    TRY(dtrain_trainer_plan_activations(world, &trainer, &j->memory));
+    strategy.other_bytes = j->memory.total;
+    TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
+                               &j->strategy));
+    adamw.beta2 = (float)s->beta2;
+    adamw.variance_steps = (uint64_t)s->variance_steps;
+    adamw.weight_decay = (float)s->weight_decay;
+    if (s->topk_momentum > 0) adamw.beta1 = 0; /* one momentum is enough */
+    TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
+    trainer = trainer_desc(world, j);
+    TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
+    TRY(dtrain_trainer_plan(j->trainer, &j->memory));
+    metrics.total_steps = s->steps;
+    metrics.progress = stdout;
+    metrics.progress_every = s->steps >= 200 ? (uint32_t)(s->steps / 20) : 1;
+    metrics.jsonl_path = s->log;
+    TRY(dtrain_metrics_create(world, &metrics, &j->metrics));
+cleanup:
+    return result;
+}
+
+static void close_job(job *j)
+{
+    dtrain_metrics_destroy(j->metrics);
+    dtrain_trainer_destroy(j->trainer);
+    dtrain_optimizer_destroy(j->optimizer);
+    dtrain_strategy_destroy(j->strategy);
+    dtrain_loader_destroy(j->train.loader);
+    dtrain_loader_destroy(j->held_out.loader);
+    dtrain_dataset_close(j->dataset);
+    gpt_batch_free(&j->train.batch);
+    gpt_batch_free(&j->held_out.batch);
+    gpt_free(&j->model);
+}
+
+#endif /* JOB_H */

@@ -1,0 +1,195 @@
+/* report.h: what rank 0 prints: the head before the first step, then the table and the sample. */
+#ifndef REPORT_H
+#define REPORT_H
+
+#include "job.h"
+
+#include <ctype.h>
+
+static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
+
+static void show_device(const settings *s, dtrain_world *world)
+{
+    dtrain_device *device = dtrain_world_device(world);
+    dtrain_device_info gpu;
+    dtrain_comm_info comm;
+    int ranks = dtrain_world_size(world);
+    uint32_t threads = dtrain_world_threads(world);
+    printf("dtrain %s    %d rank%s ", dtrain_version(), ranks, ranks == 1 ? "" : "s");
+    if (device->ops->host_memory) {
+        printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",
+               dtrain_cpu_kernel_name());
+        return;
+    }
+    dtrain_comm_query(dtrain_world_comm(world), &comm);
+    if (device->ops->query(device, &gpu) == DTRAIN_OK)
+        printf("on %u %s, %s%s, collectives: %s\n", gpu.count, gpu.name, precisions[s->precision],
+               s->graph ? ", graph" : "", comm.backend);
+}
+
+/* Print the gradient memory of a rank for each mode of accumulation that the strategy has. */
+static void show_accumulation(const settings *s, const dtrain_strategy_info *info, int ranks)
+{
+    dtrain_strategy_desc desc = info->desc;
+    dtrain_memory memory;
+    gpt copy; /* planning writes to parameters, and those of the model are in use */
+    printf("accum   gradients are reduced in mode %s; MiB of gradients:",
+           accum_modes[info->desc.accumulation]);
+    if (create_model(s, &copy) == DTRAIN_OK)
+        for (desc.accumulation = DTRAIN_ACCUMULATION_LAST;
+             desc.accumulation <= DTRAIN_ACCUMULATION_SHARD_EVERY; desc.accumulation++)
+            if (dtrain_strategy_plan(copy.params, copy.param_count, &desc, ranks, &memory) ==
+                DTRAIN_OK)
+                printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
+    gpt_free(&copy);
+    printf("\n");
+}
+
+/* The bytes that a rank would send to reduce fp32 gradients once, by the ring formula. */
+static double dense_bytes(const dtrain_strategy_info *info, int ranks)
+{
+    return 8.0 * (double)info->trainable_elements * (ranks - 1) / ranks;
+}
+
+/* Write "top-k 0.01 (balanced), hierarchical", or nothing for plain DDP. */
+static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
+{
+    *text = 0;
+    if (desc->compression == DTRAIN_COMPRESSION_TOPK)
+        snprintf(text, room, "top-k %g (%s)", (double)desc->topk_ratio,
+                 exchanges[desc->sparse_exchange]);
+    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+        snprintf(text, room, "PowerSGD rank %u", desc->powersgd_rank);
+    if (desc->compression && desc->no_error_feedback)
+        snprintf(text + strlen(text), room - strlen(text), " without error feedback");
+    if (desc->hierarchical)
+        snprintf(text + strlen(text), room - strlen(text), "%shierarchical", *text ? ", " : "");
+}
+
+static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks)
+{
+    const dtrain_strategy_desc *desc = &info->desc;
+    char text[128];
+    describe_compression(desc, text, sizeof text);
+    if (*text) printf("reduce  %s", text);
+    if (desc->compression)
+        printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
+               "than fp32 and keeps %.1f MiB of state",
+               (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps,
+               info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1,
+               mib(info->state_bytes));
+    if (*text) printf("\n");
+    if (e->node_ranks)
+        printf("cluster emulated: %d nodes x %u ranks, %g Gb/s and %g us between nodes\n",
+               ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
+}
+
+static void show_strategy(const job *j, int ranks)
+{
+    const dtrain_memory *m = &j->memory;
+    dtrain_strategy_info info;
+    dtrain_strategy_query(j->strategy, &info);
+    printf(
+        "strategy %s: %d shards x %d replicas, gradients in %zu buckets; a rank sends %llu bytes "
+        "a step of one micro-batch\n",
+        info.name, info.shard_ranks, info.replicas, info.bucket_count,
+        (unsigned long long)info.step_bytes);
+    show_links(&j->s->emulation, &info, ranks);
+    if (info.reason[0]) printf("auto    %s\n", info.reason);
+    if (j->accum > 1) show_accumulation(j->s, &info, ranks);
+    printf(
+        "memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, buffers "
+        "%.1f, activations %.1f + %.1f, workspace %.1f\n",
+        mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
+        mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+    if (m->host) printf("offload %.1f MiB of host memory a rank\n", mib(m->host));
+    printf("\n");
+}
+
+static void show_start(dtrain_world *world, const job *j)
+{
+    const settings *s = j->s;
+    const int ranks = dtrain_world_size(world);
+    const int64_t tokens = dtrain_dataset_token_count(j->dataset);
+    const long batch = (long)j->train.batch.batch;
+    dtrain_strategy_info info;
+    dtrain_strategy_query(j->strategy, &info);
+    show_device(s, world);
+    printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
+           "%.2f M parameters (%llu)\n",
+           s->model, s->layers, s->heads, s->channels, s->seq, s->vocab,
+           1e-6 * (double)info.total_elements, (unsigned long long)info.total_elements);
+    printf("data    %s: %lld tokens, the last %lld held out\n", s->data, (long long)tokens,
+           (long long)((double)tokens * s->val_split));
+    printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch, s->seq,
+           j->accum, ranks, batch * s->seq * (long)j->accum * ranks);
+    show_strategy(j, ranks);
+}
+
+/* Print what was sent, averaged over all steps, those without compression included. */
+static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *info,
+                      const dtrain_summary *summary, int ranks)
+{
+    const double sent = (double)summary->comm_bytes / (double)(summary->steps ? summary->steps : 1);
+    char text[128];
+    describe_compression(&info->desc, text, sizeof text);
+    if (info->desc.compression)
+        printf("  compression          %10.1fx  fewer bytes than fp32 gradients: %.3f MiB sent a "
+               "step, not %.3f; %s\n",
+               sent > 0 ? dense_bytes(info, ranks) / sent : 1, sent / 1048576,
+               dense_bytes(info, ranks) / 1048576, text);
+    if (e->node_ranks)
+        printf("  cluster              %10d   emulated nodes of %u ranks, %g Gb/s, %g us: times "
+               "are of this cluster\n",
+               ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
+}
+
+static void show_end(dtrain_world *world, const job *j, const dtrain_summary *summary)
+{
+    const dtrain_device *device = dtrain_world_device(world);
+    const dtrain_memory *m = &j->memory;
+    dtrain_strategy_info info;
+    uint64_t now = device->peak_bytes;
+    if (device->ops->host_memory) dtrain_process_memory(&now, NULL);
+    dtrain_strategy_query(j->strategy, &info);
+    printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M tokens\n",
+           summary->last_loss, summary->first_loss, (long long)summary->steps,
+           1e-6 * (double)summary->tokens);
+    if (isfinite(summary->val_loss))
+        printf("  validation loss      %10.4f   perplexity %.2f\n", summary->val_loss,
+               exp(summary->val_loss));
+    printf("  tokens/s             %10.0f   %.1f s in all\n", summary->tokens_per_second,
+           summary->seconds);
+    printf("  step                 %10.2f ms\n", summary->step_ms);
+    printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
+           summary->comm_ms, summary->exposed_comm_ms,
+           mib(summary->comm_bytes) / (double)(summary->steps ? summary->steps : 1));
+    show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
+    printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
+           100 * summary->scaling, dtrain_world_size(world));
+    printf("  memory               %10.1f MiB in rank 0, %.1f predicted\n", mib(now),
+           mib(m->total));
+}
+
+static void show_byte(int32_t byte)
+{
+    if (byte == '\n') printf("\n  ");
+    else putchar(isprint(byte) || byte == '\t' || byte >= 128 ? byte : '?');
+}
+
+static void show_id(int32_t token) { printf("%d ", token); }
+
+/* Collective: every rank draws the sample, the first one prints it. */
+static dtrain_result show_sample(const job *j, bool first)
+{
+    const settings *s = j->s;
+    void (*show)(int32_t token) = s->vocab == 256 ? show_byte : show_id;
+    if (first) printf("\na sample, temperature %g:\n  ", s->temperature);
+    const dtrain_result result =
+        gpt_generate(dtrain_trainer_tape(j->trainer), &j->model, tape_flags(s), s->sample,
+                     s->temperature, (uint64_t)s->seed, first ? show : NULL);
+    if (first) printf("\n");
+    return result;
+}
+
+#endif /* REPORT_H */
