@@ -262,6 +262,9 @@ $(BUILD)/src/%.o: src/%.c $(BUILD)/flags
 	$(CC) $(STRICT) $(OPTIONS) -Isrc -Itests/nccl/mock -c $< -o $@
 dtrain.h dtrain_cuda.cu dtrain_nccl.h: %: src/% tools/join.sh $(shell find src -type f)
 	sh tools/join.sh $< >$@.new && mv $@.new $@
+docs:
+	sh tools/house.sh >docs/house.svg
+	sh tools/api_index.sh >docs/api.md
 
 # ---- For other builds -----------------------------------------------------------------------------
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
@@ -278,7 +281,7 @@ uninstall:
 clean:
 	rm -rf $(BUILD)
 
-.PHONY: examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
+.PHONY: docs examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:

@@ -15,7 +15,7 @@ tape:     core world comm strategy parallel
 optim:    core world comm strategy parallel tape
 train:    core world comm strategy parallel tape optim
 device:   core'
-everybody='dtrain.h dtrain_cuda.cu dtrain_nccl.h device/device.h device/backend.h'
+everybody='dtrain.h dtrain_cuda.cu dtrain_nccl.h device/device.h device/backend.h device/device_internal.h'
 
 for file in $(find src -type f); do
     awk 'length > 100 { n++; if (n < 4) print FILENAME ":" FNR } END { exit n > 0 }' "$file" || complain "$file has lines over 100 columns"
@@ -34,6 +34,8 @@ done
 for joined in dtrain.h dtrain_cuda.cu dtrain_nccl.h; do
     sh tools/join.sh src/$joined | cmp -s - $joined || complain "$joined is stale: make $joined"
 done
+sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
+sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 
 # Examples are what a user may write.
 grep -n -i 'dtrain__' examples/* && complain "examples/ use private names"
