@@ -48,14 +48,14 @@ if [ "$(id -u)" = 0 ] && have ip && ip netns add $a 2>"$tmp/err"; then
 #!/bin/sh
 while [ "\${1#-}" != "\$1" ]; do shift; done
 shift
-exec ip netns exec $b unshare --uts sh -c "hostname dtrain-b; \$*"
+exec ip netns exec $b unshare --uts sh -c "hostname tests-b; \$*"
 END
     chmod +x "$tmp/agent"
 fi
 [ $hosts -eq 2 ] || echo "needs root and ip netns" >>"$tmp/err"
 on_two_hosts() { # on_two_hosts COMMAND...: four ranks
     port=$((port + 1))
-    ip netns exec $a unshare --uts sh -c 'hostname dtrain-a; exec "$@"' sh env MASTER_ADDR=$net.1 DTRAIN_PORT=$port \
+    ip netns exec $a unshare --uts sh -c 'hostname tests-a; exec "$@"' sh env MASTER_ADDR=$net.1 DTRAIN_PORT=$port \
         timeout -k 5 150 $far -n 4 "$@" >"$tmp/log" 2>&1
 }
 
@@ -72,7 +72,7 @@ for mpi in openmpi mpich; do
     # Over TCP Open MPI 4 may never come back from MPI_Testsome once a peer has died; mpirun, left as it comes,
     # ends that rank with the job, as soon as the first process has ended.
     [ $mpi = openmpi ] && far="mpirun.openmpi --oversubscribe --mca plm_rsh_agent $tmp/agent \
-        -H dtrain-a:2,dtrain-b:2 -x MASTER_ADDR -x DTRAIN_PORT -x DTRAIN_MPI_OUT"
+        -H tests-a:2,tests-b:2 -x MASTER_ADDR -x DTRAIN_PORT -x DTRAIN_MPI_OUT"
     if ! have $cc || ! have mpirun.$mpi; then
         skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
     fi
