@@ -86,7 +86,7 @@ for mpi in openmpi mpich; do
     if ! command -v $cc >/dev/null 2>&1 || ! command -v mpirun.$mpi >/dev/null 2>&1; then
         skip "$mpi" "$cc and mpirun.$mpi are not installed"; continue
     fi
-    flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests -Itests/support"
+    flags="$strict ${CFLAGS:--O1 -g} -DDTRAIN_USE_MPI -I. -Itests -Itests/support -Itests/unit"
     status=0
     $cc $flags tests/cli/test_mpi.c -o "$out/test_$mpi" -lm -lpthread >"$tmp/log" 2>&1 || status=1
     # chunks so small that every lane has many, messages so small that ints would overflow early
