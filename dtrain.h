@@ -66,18 +66,17 @@
        src/world/launch.c                   A rank.
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What other files may use of comm/ beside the public API.
-       src/comm/reduce.c                    Reductions
-       src/device/cpu/kernels_internal.h    What other files may use of device/cpu/ beside the public API.
-       src/comm/local_collectives.c         The local backend: shared structures
-       src/comm/local_internal.h            What other files may use of comm/ beside the public API.
+       src/comm/reduce.c                    Results of collectives, on one rank
+       src/device/device_internal.h         What other files may use of device/ beside the public API.
+       src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
+       src/comm/engine_internal.h           The progress engine
        src/comm/links.c                     Emulated links
-       src/comm/local.c                     The engine.
-       src/comm/staged.c                    Device buffers: the staged backend
-       src/comm/staged_internal.h           What other files may use of comm/ beside the public API.
-       src/comm/mpi_requests.c              MPI
-       src/comm/mpi_internal.h              What other files may use of comm/ beside the public API.
-       src/comm/mpi_move.c                  Lanes.
-       src/comm/mpi.c                       Start, test, wait.
+       src/comm/staged.c                    Buffers in device memory: two hooks of the engine
+       src/comm/local.c                     The local transport: shared memory
+       src/comm/mpi.c                       The MPI transport
+       src/comm/mpi_internal.h              The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c large
+       src/comm/mpi_move.c                  The MPI transport: large collectives in lanes, and messages
+       src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Which backend
        src/strategy/params.c                Parameters, units, buckets
        src/strategy/layout_internal.h       What other files may use of strategy/ beside the public API.
@@ -85,7 +84,6 @@
        src/strategy/compression_internal.h  What other files may use of strategy/ beside the public API.
        src/strategy/strategy_internal.h     What other files may use of strategy/ beside the public API.
        src/strategy/values.c                Values and gradients.
-       src/device/device_internal.h         What other files may use of device/ beside the public API.
        src/strategy/reduce.c                Strategies
        src/strategy/backward.c              A backward.
        src/strategy/gather.c                Sharded parameters
@@ -126,6 +124,7 @@
        src/device/cpu/cpu_internal.h        What other files may use of device/cpu/ beside the public API.
        src/device/cpu/gemm_internal.h       What other files may use of device/cpu/ beside the public API.
        src/device/cpu/pool_internal.h       What other files may use of device/cpu/ beside the public API.
+       src/device/cpu/kernels_internal.h    What other files may use of device/cpu/ beside the public API.
        src/device/cpu/pool.c                Device
        src/device/cpu/cpu.c                 The CPU device: state and memory.
        src/device/cpu/table.c               Streams, events, pinned memory: everything is done when the call returns.
@@ -135,6 +134,7 @@
        src/device/cpu/gemm_kernels.c        Instruction sets
        src/device/cpu/gemm.c                The driver.
        src/device/cpu/kernels.c             Kernels: how work is cut
+       src/device/cpu/mix.c                 Sums over ranks
        src/device/cpu/kernels/text.h        What is compiled once for each instruction set.
        src/device/cpu/kernels/vectors.h     Vectors, and what all kernels have in common.
        src/device/cpu/kernels/elementwise.h ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------
@@ -828,9 +828,10 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
  * color joins none: *out = NULL. Collective over comm. */
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key,
                                            dtrain_comm **out);
-/* Collective in spirit, local in effect: frees this rank's part. The world's communicator is not
- * destroyed by the host. Work in flight makes it an error. */
-DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm);
+/* Free this rank's part; every rank calls it, none waits. NULL is allowed. The world's communicator
+ * ends with the world: an error in the log. With handles that were not given to dtrain_work_wait
+ * the communicator fails on all ranks instead, and is freed at the end of the world. */
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
@@ -2981,8 +2982,8 @@ struct dtrain_world {
     bool tune;
     dtrain_comm *comm; /* all ranks */
     uint64_t exchange_count;
-    struct dtrain__local_comm *locals;  /* this rank's communicators, newest first */
-    struct dtrain__staged_comm *staged; /* those for device memory */
+    struct dtrain__engine *comms; /* this rank's communicators, newest first */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -6018,26 +6019,9 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 
 /* Communicators
  *
- * Above: the public calls check their arguments, keep the books and hand a dtrain_collective to the
- * backend. Below: the `local` backend for ranks of one machine; comm/staged.c, which brings
- * device memory to it; comm/backend.c, the choice between backends; comm/mpi.c.
- *
- * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
- *
- *     part of rank r   | failure | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
- *     slot s % Q       | progress = (s, stage) | fingerprint, pointers of operation s | payload |
- *
- * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
- * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
- * when all are there and agree, one of three paths is taken, the same on every rank:
- *
- *     small    the data came along in the slots: every rank computes its own result, done
- *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
- *              reaches stage 2; when all have, done. No copy, no temporary
- *     staged   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
- *              all have, every rank computes its own result from the stages
- *
- * All three add in rank order in fp32 and round once, so the bits do not tell which one ran. */
+ * The public calls check their arguments, keep the books and hand a dtrain_collective to the table
+ * of the communicator. Below them: comm/engine.c drives the communicators "local", "staged" and
+ * "mpi" (comm/engine_internal.h says how), comm/backend.c chooses between communicators. */
 
 /* ================================================================================================
  * src/comm/comm_internal.h
@@ -6050,8 +6034,17 @@ typedef struct dtrain__kind {
     bool reduces, rooted;
 } dtrain__kind;
 
+/* The fields of a call that all ranks must agree on, as ranks show them to each other. */
+typedef struct dtrain__shown {
+    uint64_t count;
+    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
+    uint32_t kind, dtype, op;
+    int32_t root;
+} dtrain__shown;
+
 /* comm/comm.c */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text, size_t room);
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room);
 DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what);
 DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size);
@@ -6064,7 +6057,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
 /* comm/reduce.c */
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
+DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
+                                  const char *const *in, size_t first, size_t count);
+DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+                                   size_t *length);
 
 static const dtrain__kind dtrain__kinds[] = {
     {"?", "?", false, false},
@@ -6086,20 +6082,21 @@ DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
 }
 
 /* "all-reduce sum f32 count 100", for messages. */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text, size_t room)
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     char root[32] = "";
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const dtrain__kind *kind = dtrain__kind_of(shown->kind);
     if (kind->rooted)
-        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer",
-                 what->root);
-    if (what->kind == DTRAIN_COLLECTIVE_BARRIER || what->kind == DTRAIN_COLLECTIVE_SPLIT)
+        snprintf(root, sizeof root, " %s %d",
+                 shown->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer", (int)shown->root);
+    if (shown->kind == DTRAIN_COLLECTIVE_BARRIER || shown->kind == DTRAIN_COLLECTIVE_SPLIT)
         snprintf(text, room, "%s", kind->name);
     else
-        snprintf(text, room, "%s%s %s count %zu%s", kind->name,
-                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
-                 what->count, root);
+        snprintf(text, room, "%s%s %s count %llu%s", kind->name,
+                 ops[shown->op <= DTRAIN_REDUCE_PROD ? shown->op : 0],
+                 dtrain_dtype_name((dtrain_dtype)shown->dtype), (unsigned long long)shown->count,
+                 root);
 }
 
 /* Elements of the send and the receive buffer: `size` times larger where a call cuts or joins
@@ -6380,19 +6377,25 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     return comm->ops->split(comm, color, key, out);
 }
 
-DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm)
+/* A communicator with handles that were not given back stays until the end of the world: they point
+ * to it. */
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
 {
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__world_check(comm->world, "dtrain_comm_destroy"));
-    if (comm == comm->world->comm)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_comm_destroy: the world's communicator ends with it");
-    if (comm->outstanding)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
-            (unsigned long long)comm->outstanding);
-    return comm->ops->destroy(comm);
+    char text[160];
+    if (!comm || dtrain__world_check(comm->world, "dtrain_comm_destroy") != DTRAIN_OK) return;
+    if (comm == comm->world->comm) {
+        snprintf(text, sizeof text, "dtrain_comm_destroy: the world's communicator ends with it");
+        (void)dtrain_fail(DTRAIN_ERROR_USAGE, "%s", text);
+    } else if (comm->outstanding) {
+        snprintf(text, sizeof text,
+                 "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
+                 (unsigned long long)comm->outstanding);
+        (void)comm->ops->fail(comm, DTRAIN_ERROR_USAGE, text);
+    } else {
+        (void)comm->ops->destroy(comm);
+        return;
+    }
+    dtrain_log(comm->world, DTRAIN_LOG_ERROR, "%s", text);
 }
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm) { return comm ? comm->rank : -1; }
@@ -6421,325 +6424,38 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * src/comm/reduce.c
  * ==============================================================================================*/
 
-/* Reductions
- *
- * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
- * output may be one of the inputs. Every input is read once and every output written once: sums of
- * fp32 and bf16 stay in registers on the way, everything else in a block of 1024 elements in the L1
- * cache.
- *
- * Written once on vectors of 32 bytes and compiled twice: for AVX2, and for what the command
- * line says (pairs of SSE2 or NEON registers). gcc -O2 vectorises no loop of unknown length by
- * itself. */
+/* Results of collectives, on one rank */
 
 /* ================================================================================================
- * src/device/cpu/kernels_internal.h
+ * src/device/device_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of device/cpu/ beside the public API. */
+/* What other files may use of device/ beside the public API. */
 
-struct dtrain__job;
-typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
+/* device/device.c */
+DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
-typedef struct dtrain__job {
-    const void *args; /* of the kernel */
-    dtrain__range_fn range;
-    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
-    bool dynamic;               /* items of unequal cost: handed out one by one */
-    int64_t next;               /* atomic: items handed out */
-    int64_t chunk, chunk_count; /* of ordered partial sums */
-    float *scratch;
-    int64_t slot; /* floats of scratch per thread */
-    double *sums; /* (chunk_count) */
-} dtrain__job;
-
-typedef struct dtrain__kernels {
-    const char *name;
-    dtrain__range_fn activate, activation_backward;
-    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
-    dtrain__range_fn embedding, embedding_backward;
-    dtrain__range_fn attention, attention_backward;
-    dtrain__range_fn cross_entropy, cross_entropy_backward;
-    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
-    dtrain__range_fn topk, gram, recombine;
-} dtrain__kernels;
-
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
-typedef struct dtrain__update {
-    const dtrain_adamw_args *adamw;
-    const dtrain_sgd_args *sgd;
-    const dtrain_optimizer_tensor *tensor;
-    uint64_t stream; /* of stochastic rounding: the tensor's place in the list */
-    uint64_t seed;
-    bool stochastic;
-    dtrain_step_scalars now;
-} dtrain__update;
-
-/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
- * has a list of its own. */
-typedef struct dtrain__topk_pass {
-    const dtrain_topk_args *args;
-    int32_t below;
-    int64_t room;     /* of a list */
-    float *values;    /* (threads, room) */
-    int32_t *indices; /* (threads, room) */
-    int64_t *found;   /* (threads); -1: more than the list had room for */
-} dtrain__topk_pass;
-
-#define DTRAIN__TOPK_BLOCK 1024 /* elements between two looks at the room that is left */
-#define DTRAIN__TOPK_SLACK (DTRAIN__TOPK_BLOCK + 16) /* a block, and a vector's lanes behind it */
-
-/* Orthonormal columns: matrices of doubles have rows of `padded` elements. */
-typedef struct dtrain__basis {
-    int64_t rows, columns, padded, chunk; /* rows of a chunk */
-    float *x;                             /* (rows, columns) */
-    double *sums;                         /* (chunks, padded, padded) products of the columns */
-    double *factor;                       /* (padded, padded) x becomes x * factor */
-} dtrain__basis;
-
-#define DTRAIN__BASIS_ROWS 64 /* that are widened to double at a time */
-
-#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
-#define DTRAIN__SUM_CHUNKS 256
-#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
-
-/* Elements below which waking threads costs more than it gives; tests set it to 0. */
-#ifndef DTRAIN__SMALL
-#define DTRAIN__SMALL 16384
-#endif
-
-/* Which part of a product of attention is not zero. */
-enum {
-    DTRAIN__FULL = 0,
-    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
-    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
-    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
-};
-
-#define DTRAIN__STRING2(x) #x
-#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
-
-/* device/cpu/kernels.c */
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
-
-#define DTRAIN__MIX_BLOCK 1024u
-#define DTRAIN__MIX static inline __attribute__((always_inline))
-
-typedef float dtrain__mix_f __attribute__((vector_size(32), aligned(1), may_alias));
-typedef uint32_t dtrain__mix_u __attribute__((vector_size(32), aligned(1), may_alias));
-typedef uint64_t dtrain__mix_l __attribute__((vector_size(32), aligned(1), may_alias));
-
-typedef union dtrain__mix_block {
-    float f[DTRAIN__MIX_BLOCK];
-    uint32_t u[DTRAIN__MIX_BLOCK];
-    uint64_t l[DTRAIN__MIX_BLOCK];
-} dtrain__mix_block;
-
-/* acc = acc OP x; x need not be aligned. */
-#define DTRAIN__MIX_LOOP(T, V, OP)                                       \
-    do {                                                                 \
-        const size_t lanes = sizeof(V) / sizeof(T);                      \
-        for (; i + lanes <= count; i += lanes) {                         \
-            V *to = (V *)(void *)(acc + i);                              \
-            *to = *to OP(*(const V *)(const void *)(x + i * sizeof(T))); \
-        }                                                                \
-        for (; i < count; i++) {                                         \
-            T one;                                                       \
-            memcpy(&one, x + i * sizeof one, sizeof one);                \
-            acc[i] = acc[i] OP one;                                      \
-        }                                                                \
-    } while (0)
-
-DTRAIN__MIX bool dtrain__mix_is_nan(float value)
-{
-    return (dtrain__f32_bits(value) & 0x7fffffffu) > 0x7f800000u; /* survives -ffast-math */
-}
-
-/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
-DTRAIN__MIX void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
-{
-    size_t i = 0;
-    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN)
-        DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
-    if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
-    for (; i < count; i++) {
-        float one;
-        memcpy(&one, x + i * sizeof one, sizeof one);
-        const bool better = op == DTRAIN_REDUCE_MIN ? one < acc[i] : one > acc[i];
-        if (!dtrain__mix_is_nan(acc[i]) && (dtrain__mix_is_nan(one) || better)) acc[i] = one;
-    }
-}
-
-/* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
-    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)                      \
-    {                                                                                            \
-        size_t i = 0;                                                                            \
-        if (op == DTRAIN_REDUCE_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
-        if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
-        for (; i < count; i++) {                                                                 \
-            U one;                                                                               \
-            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
-            if (op == DTRAIN_REDUCE_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
-        }                                                                                        \
-    }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
-
-/* Half precision goes through the CPU device's conversion kernel, which wants even addresses. */
-static void dtrain__mix_convert(const void *x, dtrain_dtype x_dtype, void *y, dtrain_dtype y_dtype,
-                                size_t count)
-{
-    dtrain_convert_args args;
-    dtrain__job job;
-    memset(&args, 0, sizeof args);
-    memset(&job, 0, sizeof job);
-    args.count = (int64_t)count;
-    args.x = x;
-    args.y = y;
-    args.x_dtype = x_dtype;
-    args.y_dtype = y_dtype;
-    job.args = &args;
-    dtrain__kernels_select()->convert(&job, 0, args.count, 0);
-}
-
-static void dtrain__mix_widen(float *to, const char *from, size_t count, dtrain_dtype dtype)
-{
-    uint16_t bits[DTRAIN__MIX_BLOCK];
-    memcpy(bits, from, count * sizeof *bits);
-    dtrain__mix_convert(bits, dtype, to, DTRAIN_DTYPE_F32, count);
-}
-
-DTRAIN__MIX void dtrain__mix(dtrain__mix_block *acc, const char *x, size_t count,
-                             dtrain_dtype dtype, uint32_t op)
-{
-    float wide[DTRAIN__MIX_BLOCK];
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32: dtrain__mix_f32(acc->f, x, count, op); break;
-    case DTRAIN_DTYPE_I32: dtrain__mix_i32(acc->u, x, count, op); break;
-    case DTRAIN_DTYPE_I64: dtrain__mix_i64(acc->l, x, count, op); break;
-    default:
-        dtrain__mix_widen(wide, x, count, dtype);
-        dtrain__mix_f32(acc->f, (const char *)wide, count, op);
-        break;
-    }
-}
-
+/* Inputs of several ranks, which are combined in this order into equal outputs. */
 typedef struct dtrain__mix_job {
-    const char *const *in; /* (in_count) */
+    const char *const *in; /* (in_count), 2 or more */
     char *const *out;      /* (out_count) */
     int in_count, out_count;
     size_t count; /* elements */
     dtrain_dtype dtype;
-    uint32_t op;
+    uint32_t op; /* dtrain_reduce_op */
 } dtrain__mix_job;
 
-/* Any dtype and operation, elements [first, count). */
-DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
-{
-    const size_t unit = dtrain_dtype_bytes(job->dtype);
-    const bool half = job->dtype == DTRAIN_DTYPE_BF16 || job->dtype == DTRAIN_DTYPE_F16;
-    const float scale = 1.0f / (float)job->in_count;
-    dtrain__mix_block acc;
-    uint16_t bits[DTRAIN__MIX_BLOCK];
-    const void *result = half ? (const void *)bits : &acc;
-    for (size_t at = first; at < job->count; at += DTRAIN__MIX_BLOCK) {
-        const size_t rest = job->count - at,
-                     m = rest < DTRAIN__MIX_BLOCK ? rest : DTRAIN__MIX_BLOCK;
-        if (half) dtrain__mix_widen(acc.f, job->in[0] + at * unit, m, job->dtype);
-        else memcpy(&acc, job->in[0] + at * unit, m * unit);
-        for (int i = 1; i < job->in_count; i++)
-            dtrain__mix(&acc, job->in[i] + at * unit, m, job->dtype, job->op);
-        if (job->op == DTRAIN_REDUCE_MEAN)
-            for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
-        if (half) dtrain__mix_convert(acc.f, DTRAIN_DTYPE_F32, bits, job->dtype, m);
-        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * unit, result, m * unit);
-    }
-}
+/* device/cpu/mix.c */
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
 
-/* fp32 sums and means, 128 bytes at a time in registers; returns how many elements are done. The
- * compiler has to reload the pointers after every store, which could have changed them: that is
- * noticed only while everything is in L1, so two inputs and two outputs, the case of two ranks,
- * have theirs in locals. */
-DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
-{
-    const int in_count = job->in_count, out_count = job->out_count;
-    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)in_count : 1.0f;
-    const bool two = in_count == 2 && out_count == 2;
-    const char *const *in = job->in, *in0 = in[0], *in1 = in[1];
-    char *const *out = job->out, *out0 = out[0], *out1 = two ? out[1] : NULL;
-    const size_t end = job->count / 32 * 32;
-    for (size_t at = 0; at < end; at += 32) {
-        const dtrain__mix_f *x = (const dtrain__mix_f *)(const void *)(in0 + 4 * at);
-        const dtrain__mix_f *z = (const dtrain__mix_f *)(const void *)(in1 + 4 * at);
-        dtrain__mix_f *y = (dtrain__mix_f *)(void *)(out0 + 4 * at);
-        dtrain__mix_f a = x[0] + z[0], b = x[1] + z[1], c = x[2] + z[2], d = x[3] + z[3];
-        for (int i = 2; i < in_count; i++) {
-            x = (const dtrain__mix_f *)(const void *)(in[i] + 4 * at);
-            a += x[0], b += x[1], c += x[2], d += x[3];
-        }
-        a *= scale, b *= scale, c *= scale, d *= scale; /* times 1 changes no bit */
-        y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-        if (two) {
-            y = (dtrain__mix_f *)(void *)(out1 + 4 * at);
-            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-            continue;
-        }
-        for (int i = 1; i < out_count; i++) {
-            y = (dtrain__mix_f *)(void *)(out[i] + 4 * at);
-            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-        }
-    }
-    return end;
-}
-
-/* The same for bf16, 32 bytes at a time. A word holds two numbers: one is its upper half, and the
- * lower half shifted up is the other, so that neither leaves its lane on the way. Rounding is that
- * of core/dtype.c, but for NaNs: theirs is the payload of a bf16, and nothing carries into it. */
-DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
-{
-    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)job->in_count : 1.0f;
-    const size_t end = job->count / 16 * 16;
-    for (size_t at = 0; at < end; at += 16) {
-        dtrain__mix_u x = *(const dtrain__mix_u *)(const void *)(job->in[0] + 2 * at);
-        dtrain__mix_f low = (dtrain__mix_f)(x << 16), high = (dtrain__mix_f)(x & 0xffff0000u);
-        for (int i = 1; i < job->in_count; i++) {
-            x = *(const dtrain__mix_u *)(const void *)(job->in[i] + 2 * at);
-            low += (dtrain__mix_f)(x << 16), high += (dtrain__mix_f)(x & 0xffff0000u);
-        }
-        low *= scale, high *= scale; /* times 1 changes no bit */
-        dtrain__mix_u y = (dtrain__mix_u)low, upper = (dtrain__mix_u)high;
-        y += 0x7fffu + (y >> 16 & 1u), upper += 0x7fffu + (upper >> 16 & 1u);
-        y = y >> 16 | (upper & 0xffff0000u);
-        for (int i = 0; i < job->out_count; i++)
-            *(dtrain__mix_u *)(void *)(job->out[i] + 2 * at) = y;
-    }
-    return end;
-}
-
-DTRAIN__MIX void dtrain__mix_run(const dtrain__mix_job *job)
-{
-    const bool sums = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
-    size_t done = 0;
-    if (sums && job->dtype == DTRAIN_DTYPE_F32) done = dtrain__mix_sums(job);
-    if (sums && job->dtype == DTRAIN_DTYPE_BF16) done = dtrain__mix_bf16_sums(job);
-    dtrain__mix_blocks(job, done);
-}
-
-static void dtrain__mix_plain(const dtrain__mix_job *job) { dtrain__mix_run(job); }
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void dtrain__mix_avx2(const dtrain__mix_job *job)
-{
-    dtrain__mix_run(job);
-}
-#endif
-
+/* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
+ * an output may be one of the inputs. One input is a copy: exact for every dtype. */
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count)
 {
     const size_t bytes = count * dtrain_dtype_bytes(what->dtype);
     dtrain__mix_job job;
-    if (in_count == 1) { /* a copy: exact for every dtype */
+    if (in_count == 1) {
         for (int i = 0; i < out_count; i++)
             if (out[i] != in[0]) memcpy(out[i], in[0], bytes);
         return;
@@ -6751,350 +6467,16 @@ DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *
     job.count = count;
     job.dtype = what->dtype;
     job.op = what->op;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) {
-        dtrain__mix_avx2(&job);
-        return;
-    }
-#endif
-    dtrain__mix_plain(&job);
+    dtrain__mix(&job);
 }
 
-/* ================================================================================================
- * src/comm/local_collectives.c
- * ==============================================================================================*/
-
-/* The local backend: shared structures
- *
- * Why a slot may be used again after 2 W operations without asking: a rank starts operation t only
- * after it has finished t - W. It finished it after it saw every rank at stage 1 of t - W; and
- * those ranks started t - W only after they had finished t - 2W, that is, after their last look at
- * its slots and payloads. So with 2 W slots nobody can still be reading what operation t
- * overwrites. */
-
-/* ================================================================================================
- * src/comm/local_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of comm/ beside the public API. */
-
-#define DTRAIN__WINDOW 32u /* W: collectives of one rank under way at once */
-#define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
-#define DTRAIN__SMALL_BYTES 4096u                     /* data that travels inside a slot ... */
-#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all slots */
-
-#define DTRAIN__CELL_BYTES ((size_t)32 << 10)
-#define DTRAIN__CELLS 4u
-#define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
-
-/* Written by its rank only; 65 cache lines, so that slots spread over the sets of a cache. */
-typedef struct dtrain__slot {
-    uint64_t progress; /* atomic; only grows */
-    uint64_t count;
-    const char *send;
-    char *recv;
-    uint32_t kind, dtype, op;
-    int32_t root;
-    uint32_t direct; /* the other ranks can reach these buffers */
-    uint32_t unused;
-    uint64_t started_ns; /* when this rank started it; emulation only */
-    char payload[DTRAIN__SMALL_BYTES];
-} dtrain__slot;
-
-/* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
-typedef struct dtrain__cell {
-    uint64_t count;      /* of the whole message */
-    uint64_t started_ns; /* when it was sent; emulation only */
-    uint32_t dtype;
-    uint32_t unused[11];
-    char data[DTRAIN__CELL_BYTES];
-} dtrain__cell;
-
-typedef struct dtrain__channel {
-    uint64_t head; /* atomic, the sender's */
-    uint64_t head_line[7];
-    uint64_t tail; /* atomic, the receiver's */
-    uint64_t tail_line[7];
-    dtrain__cell cells[DTRAIN__CELLS];
-} dtrain__channel;
-
-/* What one rank shows the others; all zero is the valid beginning. */
-struct dtrain__part {
-    uint32_t failure;     /* atomic, of the first part only: 0 none, 1 being written, 2 stands */
-    int32_t failure_code; /* dtrain_result, as the rank that found it returns it */
-    int32_t failure_rank;
-    uint32_t departed;  /* atomic: ranks that have destroyed the communicator ... */
-    uint32_t size;      /* ... out of so many */
-    char *stage;        /* 2 chunks, made when first needed */
-    dtrain__part *next; /* among this rank's retired parts */
-    char failure_text[480];
-    dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
-    dtrain__slot slots[DTRAIN__SLOTS];
-};
-
-typedef struct dtrain__local_work {
-    dtrain_work base;
-    struct dtrain__local_work *next; /* in the queue, or among the idle */
-    dtrain_collective what;
-    uint64_t sequence;     /* collectives: from 1, the same on all ranks; messages: 0 */
-    uint32_t stage, final; /* reached; 0 = not shown to the others yet. final 0 = path not chosen */
-    int seen;              /* ranks below it have reached `stage` */
-    bool done;
-    bool sent;                   /* a long message to another node: all of it is in the channel */
-    size_t moved;                /* messages: bytes */
-    uint64_t started_ns, due_ns; /* emulation only; due 0: nothing crosses nodes, or not booked */
-} dtrain__local_work;
-
-typedef struct dtrain__work_block {
-    struct dtrain__work_block *next;
-    dtrain__local_work works[DTRAIN__WINDOW];
-} dtrain__work_block;
-
-typedef struct dtrain__local_comm {
-    dtrain_comm base;
-    struct dtrain__local_comm *next; /* in the world's list */
-    dtrain__part **parts;            /* (size) */
-    bool failed;
-    uint64_t sequence;                      /* of the collective started last */
-    uint64_t agreed;                        /* of the one whose path was chosen last */
-    dtrain__local_work *queue, **queue_end; /* not done, in the order of their start */
-    dtrain__local_work *idle;
-    dtrain__work_block *blocks; /* one is enough unless very many handles are kept open */
-} dtrain__local_comm;
-
-enum { DTRAIN__LANE_OUT = 0, DTRAIN__LANE_IN = 1 };
-
-/* comm/local_collectives.c */
-DTRAIN__PRIVATE dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, int rank,
-                                              uint64_t sequence);
-DTRAIN__PRIVATE dtrain_result dtrain__local_standing(dtrain__local_comm *comm);
-DTRAIN__PRIVATE dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code,
-                                                 const char *text);
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__local_failf(dtrain__local_comm *comm, dtrain_result code,
-                                                  const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__compare(dtrain__local_comm *comm,
-                                              const dtrain__local_work *work, int rank);
-DTRAIN__PRIVATE bool dtrain__reached(const dtrain__local_comm *comm, const dtrain__local_work *work,
-                                     int rank);
-DTRAIN__PRIVATE bool dtrain__all_reached(const dtrain__local_comm *comm, dtrain__local_work *work);
-DTRAIN__PRIVATE void dtrain__reach(const dtrain__local_comm *comm, dtrain__local_work *work,
-                                   uint32_t stage);
-DTRAIN__PRIVATE bool dtrain__is_small(const dtrain_collective *what, int size);
-DTRAIN__PRIVATE void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *work);
-DTRAIN__PRIVATE void dtrain__small_path(const dtrain__local_comm *comm,
-                                        const dtrain__local_work *work);
-DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
-                                   size_t *length);
-DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
-                                         const dtrain__local_work *work);
-DTRAIN__PRIVATE size_t dtrain__chunk_count(const dtrain__local_comm *comm,
-                                           const dtrain_collective *what);
-DTRAIN__PRIVATE dtrain_result dtrain__stage_in(dtrain__local_comm *comm,
-                                               const dtrain_collective *what, size_t c);
-DTRAIN__PRIVATE void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_collective *what,
-                                       size_t c);
-
-/* comm/links.c */
-DTRAIN__PRIVATE int dtrain__emulated_node(const dtrain__local_comm *comm, int rank);
-DTRAIN__PRIVATE uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
-                                           uint64_t start, double bytes);
-DTRAIN__PRIVATE uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds);
-DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__local_comm *comm,
-                                             dtrain__local_work *work);
-DTRAIN__PRIVATE bool dtrain__collective_due(const dtrain__local_comm *comm,
-                                            dtrain__local_work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
-
-/* comm/local.c */
-DTRAIN__PRIVATE void dtrain__name_work(const dtrain_collective *what, uint64_t sequence, char *text,
-                                       size_t room);
-DTRAIN__PRIVATE void dtrain__local_end(dtrain_world *world);
-DTRAIN__PRIVATE dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out);
-DTRAIN__PRIVATE int dtrain__split_members(int64_t (*all)[2], int size, int mine, int *members);
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
-
-#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10) /* half a stage: two ranks' stages stay in L2 */
-
-DTRAIN__PRIVATE dtrain__slot *dtrain__slot_of(const dtrain__local_comm *comm, int rank,
-                                              uint64_t sequence)
-{
-    return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
-}
-
-/* ---- Failure
- *
- * The first rank that finds something wrong writes it into the first part; everybody returns
- * that. */
-
-/* Whether the sentence is there. The rank that was to write it may have died between its two
- * stores: then the record of deaths, which is some 100 us behind, names it. */
-static bool dtrain__sentence_is_there(const dtrain__local_comm *comm)
-{
-    const uint32_t *failed = &comm->base.world->control->first_failed;
-    for (int i = 0; i < 100000; i++) {
-        if (dtrain__load(&comm->parts[0]->failure) == 2) return true;
-        if (dtrain__load(failed)) return dtrain__load(&comm->parts[0]->failure) == 2;
-        sched_yield();
-    }
-    return false;
-}
-
-static dtrain_result dtrain__died_speaking(const dtrain_world *world)
-{
-    char text[160] = "a rank died while it was saying why it gave up";
-    const uint32_t failed = dtrain__load(&world->control->first_failed);
-    if (failed) dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__local_standing(dtrain__local_comm *comm)
-{
-    const dtrain__part *part = comm->parts[0];
-    comm->failed = true;
-    comm->queue = NULL; /* nothing in flight will be finished */
-    comm->queue_end = &comm->queue;
-    comm->base.in_flight = 0;
-    if (!dtrain__sentence_is_there(comm)) return dtrain__died_speaking(comm->base.world);
-    const dtrain_result code = (dtrain_result)part->failure_code;
-    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
-                            code == DTRAIN_ERROR_PEER || part->failure_rank == comm->base.rank;
-    if (everybodys) return dtrain_fail(code, "%s", part->failure_text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s",
-                       comm->base.world_ranks[part->failure_rank], part->failure_text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__local_fail(dtrain_comm *base, dtrain_result code,
-                                                 const char *text)
-{
-    dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain__part *part = comm->parts[0];
-    uint32_t none = 0;
-    if (__atomic_compare_exchange_n(&part->failure, &none, 1, false, __ATOMIC_ACQ_REL,
-                                    __ATOMIC_ACQUIRE)) {
-        part->failure_code = (int32_t)code;
-        part->failure_rank = base->rank;
-        snprintf(part->failure_text, sizeof part->failure_text, "%s", dtrain__bare(text));
-        dtrain__store(&part->failure, 2);
-    }
-    return dtrain__local_standing(comm);
-}
-
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__local_failf(dtrain__local_comm *comm, dtrain_result code,
-                                                  const char *format, ...)
-{
-    char text[480];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return dtrain__local_fail(&comm->base, code, text);
-}
-
-/* ---- Collectives ------------------------------------------------------------------------------*/
-
-static void dtrain__slot_what(const dtrain__slot *slot, dtrain_collective *what)
-{
-    memset(what, 0, sizeof *what);
-    what->kind = slot->kind;
-    what->dtype = (dtrain_dtype)slot->dtype;
-    what->op = slot->op;
-    what->root = slot->root;
-    what->count = (size_t)slot->count;
-}
-
-/* Compares what another rank calls with what this rank calls. */
-DTRAIN__PRIVATE dtrain_result dtrain__compare(dtrain__local_comm *comm,
-                                              const dtrain__local_work *work, int rank)
-{
-    const dtrain__slot *slot = dtrain__slot_of(comm, rank, work->sequence);
-    const dtrain_collective *mine = &work->what;
-    dtrain_collective theirs;
-    char a[80], b[80];
-    if (slot->kind == mine->kind && slot->dtype == (uint32_t)mine->dtype && slot->op == mine->op &&
-        slot->root == mine->root && slot->count == mine->count)
-        return DTRAIN_OK;
-    dtrain__slot_what(slot, &theirs);
-    const bool first = rank < comm->base.rank;
-    dtrain__describe(first ? &theirs : mine, a, sizeof a);
-    dtrain__describe(first ? mine : &theirs, b, sizeof b);
-    const int me = comm->base.world_ranks[comm->base.rank], other = comm->base.world_ranks[rank];
-    return dtrain__local_failf(comm, DTRAIN_ERROR_MISMATCH,
-                               "collective #%llu differs: rank %d called %s, rank %d called %s",
-                               (unsigned long long)work->sequence, first ? other : me, a,
-                               first ? me : other, b);
-}
-
-DTRAIN__PRIVATE bool dtrain__reached(const dtrain__local_comm *comm, const dtrain__local_work *work,
-                                     int rank)
-{
-    const uint64_t goal = work->sequence << DTRAIN__STAGE_BITS | work->stage;
-    return dtrain__load(&dtrain__slot_of(comm, rank, work->sequence)->progress) >= goal;
-}
-
-DTRAIN__PRIVATE bool dtrain__all_reached(const dtrain__local_comm *comm, dtrain__local_work *work)
-{
-    while (work->seen < comm->base.size && dtrain__reached(comm, work, work->seen)) work->seen++;
-    return work->seen == comm->base.size;
-}
-
-DTRAIN__PRIVATE void dtrain__reach(const dtrain__local_comm *comm, dtrain__local_work *work,
-                                   uint32_t stage)
-{
-    work->stage = stage;
-    work->seen = 0;
-    dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->sequence)->progress,
-                  work->sequence << DTRAIN__STAGE_BITS | stage);
-}
-
-DTRAIN__PRIVATE bool dtrain__is_small(const dtrain_collective *what, int size)
-{
-    const size_t bytes = dtrain__send_count(what, size) * dtrain_dtype_bytes(what->dtype);
-    return bytes <= DTRAIN__SMALL_BYTES && bytes * (size_t)size <= DTRAIN__SMALL_TOTAL;
-}
-
-/* The buffers that other ranks would touch on the direct path are where they can touch them. */
-static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
+/* Compute elements [first, first + count) of this rank's own result from everybody's input,
+ * in (size). */
+DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
+                                  const char *const *in, size_t first, size_t count)
 {
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool given = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                       what->kind == DTRAIN_COLLECTIVE_BROADCAST ||
-                       (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root == comm->rank);
-    if (comm->size == 1) return true;
-    return dtrain__is_shared(comm->world, what->send,
-                             dtrain__send_count(what, comm->size) * unit) &&
-           (!given || dtrain__is_shared(comm->world, what->recv, what->count * unit));
-}
-
-/* Stage 1: what this rank calls, with the data when it is small. */
-DTRAIN__PRIVATE void dtrain__show(dtrain__local_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->what;
-    dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
-    const size_t bytes =
-        dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
-    const bool gives = what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->base.rank;
-    slot->count = what->count;
-    slot->send = (const char *)what->send;
-    slot->recv = (char *)what->recv;
-    slot->kind = what->kind;
-    slot->dtype = (uint32_t)what->dtype;
-    slot->op = what->op;
-    slot->root = what->root;
-    slot->direct = dtrain__is_direct(&comm->base, what);
-    slot->started_ns = work->started_ns;
-    if (bytes && gives && dtrain__is_small(what, comm->base.size))
-        memcpy(slot->payload, what->send, bytes);
-    dtrain__reach(comm, work, 1);
-}
-
-/* Elements [first, first + count) of this rank's own result from everybody's input, in (size). */
-static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective *what,
-                         const char *const *in, size_t first, size_t count)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const int size = comm->base.size, rank = comm->base.rank;
+    const int size = comm->size, rank = comm->rank;
     if (!count) return; /* a barrier has no buffers; a reduction has no recv but at the root */
     char *out = what->recv ? (char *)what->recv + first * unit : NULL;
     switch (what->kind) {
@@ -7113,19 +6495,7 @@ static void dtrain__pull(const dtrain__local_comm *comm, const dtrain_collective
     }
 }
 
-DTRAIN__PRIVATE void dtrain__small_path(const dtrain__local_comm *comm,
-                                        const dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const char *in[DTRAIN_MAX_RANKS];
-    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * what->count : 0;
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload +
-                slice * dtrain_dtype_bytes(what->dtype);
-    dtrain__pull(comm, what, in, 0, what->count);
-}
-
-/* Slice `rank` of count elements, cut at multiples of 64 bytes so that no two ranks write one
+/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks write one
  * line. */
 DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
                                    size_t *length)
@@ -7138,86 +6508,810 @@ DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank
     *length = (end < count ? end : count) - *first;
 }
 
-DTRAIN__PRIVATE void dtrain__direct_path(const dtrain__local_comm *comm,
-                                         const dtrain__local_work *work)
+/* ================================================================================================
+ * src/comm/engine.c
+ * ==============================================================================================*/
+
+/* The engine: queue, agreement, waiting, failure, split */
+
+/* ================================================================================================
+ * src/comm/engine_internal.h
+ * ==============================================================================================*/
+
+/* The progress engine
+ *
+ * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
+ * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
+ * waiting and deadlines, failure, split, emulated links and buffers in device memory. A transport
+ * below it moves bytes; it is one dtrain__transport table. The life of one collective on one rank:
+ *
+ *     dtrain_all_reduce -> engine_start
+ *         |   copy_in: device memory only; page-locked images take the place of the buffers
+ *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
+ *         |   transport->show: what this rank calls, with the data when the operation is small
+ *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
+ *         |   small: every rank computes its own result from transport->inputs
+ *      MOVING         transport->move, until it returns true
+ *         |   emulated links only: the transfer has a due time
+ *      DUE            waits for the clock, then for the other ranks at transport->meet
+ *         |   copy_out: device memory only
+ *       done          engine_wait gives the handle back
+ *
+ * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
+ * ranks in its direction, and is moved by transport->message.
+ *
+ * There is no progress thread: every step above is taken inside a call of the host's, by
+ * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
+ *
+ * Why a window: a rank starts operation t only after it has finished t - W, hence after every rank
+ * has shown t - W. A rank can therefore be at most W operations ahead of another one, and a
+ * transport that keeps 2 W places for what ranks show never overwrites one that is still read: a
+ * rank that starts t has seen all ranks at t - W, and those had finished t - 2W before. */
+
+#define DTRAIN__WINDOW 32u                            /* W: collectives of one rank under way */
+#define DTRAIN__SMALL_BYTES 4096u                     /* data that is shown with the call ... */
+#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all ranks */
+
+typedef struct dtrain__engine dtrain__engine;
+typedef struct dtrain__work dtrain__work;
+typedef struct dtrain__staging dtrain__staging; /* comm/staged.c */
+typedef struct dtrain__bounce dtrain__bounce;
+
+/* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
+ * after which comm->failed is set and the engine calls none but unmap and release. */
+typedef struct dtrain__transport {
+    size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
+    uint64_t grace_ns;             /* how much later than the news that a rank has left the data
+                                      may come that this rank sent before */
+
+    /* Tell all ranks what this rank calls, work->shown; with the input when work->small. */
+    void (*show)(dtrain__engine *comm, dtrain__work *work);
+    /* What another rank has shown as its collective number `sequence`, or NULL if it has not yet.
+     * Asked for numbers of the last 2 W operations. */
+    const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
+    /* in[i] = the small input of rank i for this rank, after all ranks were heard. */
+    void (*inputs)(const dtrain__engine *comm, const dtrain__work *work, const char **in);
+    /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
+     * Only the oldest one may use what exists once in a communicator. A small one has its result
+     * already. */
+    bool (*move)(dtrain__engine *comm, dtrain__work *work, bool oldest);
+    /* Move a send or a receive on; true when it is done. */
+    bool (*message)(dtrain__engine *comm, dtrain__work *work);
+    /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
+    bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
+    /* Make the failure known to all ranks, unless one is known already: comm->report is to be
+     * filled on every rank. */
+    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
+    /* Memory that the transport reaches without a copy; zeroed. */
+    dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
+    void (*unmap)(dtrain__engine *comm, void *memory);
+
+    /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
+    bool (*poll)(dtrain__engine *comm);
+    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
+    bool (*meet)(dtrain__engine *comm, dtrain__work *work);
+
+    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
+     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
+     * what make has made, as far as other ranks do not use it. */
+    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
+    void (*join)(dtrain__engine *comm, const int64_t *addresses);
+    void (*release)(dtrain__engine *comm);
+} dtrain__transport;
+
+typedef enum dtrain__state {
+    DTRAIN__QUEUED = 0,
+    DTRAIN__SHOWN = 1,
+    DTRAIN__MOVING = 2,
+    DTRAIN__DUE = 3
+} dtrain__state;
+
+struct dtrain__work {
+    dtrain_work base;
+    dtrain__work *next;     /* in the queue, or among the idle */
+    dtrain_collective what; /* as the transport moves it: its buffers are host memory */
+    dtrain__shown shown;
+    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
+    int heard;         /* ranks below it have been heard */
+    dtrain__state state;
+    bool small, differs, done;
+    uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
+    uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
+    uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
+    dtrain__bounce *bounce;   /* device memory only */
+};
+
+/* WINDOW works, of work_bytes each, follow. */
+typedef struct dtrain__work_block {
+    struct dtrain__work_block *next;
+    uint64_t unused;
+} dtrain__work_block;
+
+struct dtrain__engine {
+    dtrain_comm base;
+    const dtrain__transport *transport;
+    void *shared;                 /* of the transport: the same in all communicators of the rank */
+    dtrain__engine *next;         /* in world->comms */
+    int64_t number, number_limit; /* of communicators, for tags; 0: no limit */
+    bool failed;                  /* comm->report says why */
+    bool stirred;                 /* the queue must be visited whatever poll says */
+    dtrain__report *report;       /* the first failure; who shares it fails together */
+    uint64_t sequence;            /* of the collective started last */
+    uint64_t agreed;              /* of the collective agreed on last */
+    dtrain__work *queue, **queue_end, *idle; /* queue: not done, in the order of their start */
+    dtrain__work_block *blocks;              /* one, unless very many handles are kept open */
+    dtrain__staging *staging;                /* NULL: the device's memory is host memory */
+};
+
+/* comm/engine.c */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
+                                                  const char *text);
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+                                                   const char *format, ...);
+DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
+                                            const char *text);
+DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain_dtype dtype,
+                                                      uint64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
+                                                   dtrain_work **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out);
+DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
+                                                   dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                  const dtrain__transport *transport, void *shared,
+                                                  int size, int rank, dtrain__engine **out,
+                                                  int64_t *address);
+DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm);
+
+/* comm/links.c */
+DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
+                                         uint64_t sent_ns);
+DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
+
+/* comm/staged.c */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_create(dtrain__engine *comm);
+DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE void dtrain__bounce_return(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__staged_alone(dtrain__engine *comm,
+                                                   const dtrain_collective *what);
+DTRAIN__PRIVATE dtrain_result dtrain__twin_alloc(dtrain__engine *comm, size_t bytes, void **out);
+DTRAIN__PRIVATE void dtrain__twin_free(dtrain__engine *comm, void *memory);
+
+/* comm/local.c */
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
+
+/* ---- Progress ---------------------------------------------------------------------------------*/
+
+static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
 {
-    const dtrain_collective *what = &work->what;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const int size = comm->base.size, rank = comm->base.rank;
-    const bool sliced = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                        what->kind == DTRAIN_COLLECTIVE_REDUCE ||
-                        what->kind == DTRAIN_COLLECTIVE_BROADCAST;
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first = 0, length = what->count;
-    int outs = 0;
-    if (sliced) dtrain__slice(what->count, unit, size, rank, &first, &length);
-    else if (dtrain__cuts(what)) first = (size_t)rank * what->count;
-    for (int i = 0; i < size; i++) {
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
-        in[i] = slot->send + first * unit;
-        const bool receives = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                              (what->kind == DTRAIN_COLLECTIVE_REDUCE) == (i == what->root);
-        if (sliced && receives) out[outs++] = slot->recv + first * unit;
-    }
-    if (!sliced) dtrain__pull(comm, what, in, 0, length);
-    else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
-        dtrain__combine(what, in + what->root, 1, out, outs, length);
-    else dtrain__combine(what, in, size, out, outs, length);
+    return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root &&
+           a->count == b->count;
 }
 
-/* ---- The staged path
- *
- *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
- *
- * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they
- * reached stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that
- * all have pulled everything and the stages are free for the next operation, so only the oldest one
- * in flight uses them. */
-
-DTRAIN__PRIVATE size_t dtrain__chunk_count(const dtrain__local_comm *comm,
-                                           const dtrain_collective *what)
+static const dtrain__shown *dtrain__shown_by(const dtrain__engine *comm, const dtrain__work *work,
+                                             int rank)
 {
-    const size_t pieces = dtrain__cuts(what) ? (size_t)comm->base.size : 1;
-    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
+    if (rank == comm->base.rank) return &work->shown;
+    return comm->transport->heard(comm, work->sequence, rank);
 }
 
-/* Copies chunk c of this rank's input into its stage: one piece, or one for each rank's slice. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_in(dtrain__local_comm *comm,
-                                               const dtrain_collective *what, size_t c)
+static bool dtrain__all_heard(dtrain__engine *comm, dtrain__work *work)
 {
-    dtrain__part *part = comm->parts[comm->base.rank];
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank)
-        return DTRAIN_OK;
-    if (!part->stage) {
-        void *stage;
-        if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
-            return dtrain__local_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-        part->stage = (char *)stage;
+    for (; work->heard < comm->base.size; work->heard++) {
+        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
+        if (!shown) return false;
+        if (!dtrain__same_call(shown, &work->shown)) work->differs = true;
+        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
     }
-    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
-    for (size_t i = 0; i < pieces; i++)
-        memcpy(half + i * chunk * unit,
-               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
-    comm->base.info.staged_bytes += pieces * length * unit;
+    return true;
+}
+
+/* Compare what two ranks call. */
+static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first,
+                                     int second)
+{
+    const dtrain__shown *x = dtrain__shown_by(comm, work, first);
+    const dtrain__shown *y = dtrain__shown_by(comm, work, second);
+    char a[80], b[80];
+    if (dtrain__same_call(x, y)) return DTRAIN_OK;
+    dtrain__describe(x, a, sizeof a);
+    dtrain__describe(y, b, sizeof b);
+    return dtrain__engine_failf(comm, DTRAIN_ERROR_MISMATCH,
+                                "collective #%llu differs: rank %d called %s, rank %d called %s",
+                                (unsigned long long)work->sequence, comm->base.world_ranks[first],
+                                a, comm->base.world_ranks[second], b);
+}
+
+/* Check, when all ranks were heard, that they call the same. Everybody compares with the first
+ * rank, so that all find the same difference. */
+static dtrain_result dtrain__engine_agree(dtrain__engine *comm, const dtrain__work *work)
+{
+    for (int i = 1; work->differs && i < comm->base.size; i++)
+        DTRAIN__TRY(dtrain__compare(comm, work, 0, i));
+    /* A rank that gave up has taken its buffers back; a small input was copied and is still good. */
+    if (!work->small && dtrain__load(&comm->report->state))
+        return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_collective *what,
-                                       size_t c)
+/* Compute this rank's result from the inputs that came along with the calls. */
+static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
     const char *in[DTRAIN_MAX_RANKS];
-    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
-    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * chunk : 0;
-    for (int i = 0; i < comm->base.size; i++) {
-        const char *stage = comm->parts[i]->stage; /* NULL on ranks that give nothing */
-        in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
+    if (!work->what.count) return;
+    comm->transport->inputs(comm, work, in);
+    dtrain__pull(&comm->base, &work->what, in, 0, work->what.count);
+}
+
+/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree in the
+ * order of the sequence numbers, because emulated links carry in that order. */
+static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
+{
+    const dtrain__transport *transport = comm->transport;
+    if (work->state == DTRAIN__QUEUED) {
+        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
+        work->state = DTRAIN__SHOWN;
+        transport->show(comm, work);
+        if (comm->failed) return false;
     }
-    dtrain__pull(comm, what, in, c * chunk, length);
+    if (work->state == DTRAIN__SHOWN) {
+        if (!dtrain__all_heard(comm, work) || work->sequence != comm->agreed + 1) return false;
+        if (dtrain__engine_agree(comm, work) != DTRAIN_OK) return false;
+        comm->agreed = work->sequence;
+        if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
+        if (work->small) dtrain__small_result(comm, work);
+        work->state = DTRAIN__MOVING;
+    }
+    if (work->state == DTRAIN__MOVING) {
+        if (!transport->move(comm, work, work->sequence == oldest)) return false;
+        work->state = DTRAIN__DUE;
+    }
+    return !work->due_ns || (dtrain__now_ns() >= work->due_ns && comm->transport->meet(comm, work));
+}
+
+/* Messages between two ranks in one direction go one after the other. */
+static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
+{
+    if (work->state == DTRAIN__QUEUED) {
+        const dtrain__work *first = comm->queue;
+        while (first->what.kind != work->what.kind || first->what.root != work->what.root)
+            first = first->next;
+        if (first != work) return false;
+        work->state = DTRAIN__MOVING;
+    }
+    return comm->transport->message(comm, work);
+}
+
+/* Move everything in flight, oldest first. */
+static void dtrain__engine_advance(dtrain__engine *comm)
+{
+    uint64_t oldest = 0; /* sequence of the first collective that is not done */
+    dtrain__work **link = &comm->queue;
+    if (comm->failed) return;
+    if (comm->transport->poll && !comm->transport->poll(comm) && !comm->stirred) return;
+    comm->stirred = false;
+    while (!comm->failed && *link) {
+        dtrain__work *work = *link;
+        if (!oldest) oldest = work->sequence;
+        if (work->bounce && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
+            comm->stirred = true; /* later ones stand behind it on the copy stream */
+            return;
+        }
+        const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
+                                         : dtrain__message_advance(comm, work);
+        if (comm->failed) return;
+        if (!done) {
+            link = &work->next;
+            continue;
+        }
+        const dtrain_result copied = work->bounce ? dtrain__copy_out(comm, work) : DTRAIN_OK;
+        if (copied != DTRAIN_OK) {
+            (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
+            return;
+        }
+        work->done = true;
+        *link = work->next;
+        if (!*link) comm->queue_end = link;
+        comm->base.in_flight--;
+        if (oldest == work->sequence) oldest = 0;
+    }
+}
+
+/* A rank that waits in one communicator keeps the others going: two ranks may wait for the same two
+ * operations in opposite order, each in the communicator that the other one advances last. */
+static void dtrain__engine_advance_all(dtrain__engine *comm)
+{
+    dtrain__engine_advance(comm);
+    for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
+        if (other == comm || !other->queue) continue;
+        dtrain__engine_advance(other);
+        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
+    }
+}
+
+/* ---- Failure
+*
+ * The first rank that finds something wrong writes it into a report that all ranks can read;
+ * everybody returns that. */
+
+/* Whether the sentence is there. The rank that was to write it may have died between its two
+ * stores: then the record of deaths, which is some 100 us behind, names it. */
+static bool dtrain__sentence_is_there(const dtrain__engine *comm)
+{
+    const uint32_t *failed = &comm->base.world->control->first_failed;
+    for (int i = 0; i < 100000; i++) {
+        if (dtrain__load(&comm->report->state) == 2) return true;
+        if (dtrain__load(failed)) return dtrain__load(&comm->report->state) == 2;
+        sched_yield();
+    }
+    return false;
+}
+
+static dtrain_result dtrain__died_speaking(const dtrain_world *world)
+{
+    char text[160] = "a rank died while it was saying why it gave up";
+    const uint32_t failed = dtrain__load(&world->control->first_failed);
+    if (failed) dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+}
+
+/* Return the failure that stands, after it was published. Nothing in flight will be finished. */
+static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
+{
+    const dtrain__report *report = comm->report;
+    for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
+        if (other->report != report) continue;
+        other->failed = true;
+        other->queue = NULL;
+        other->queue_end = &other->queue;
+        other->base.in_flight = 0;
+    }
+    if (!dtrain__sentence_is_there(comm)) return dtrain__died_speaking(comm->base.world);
+    const dtrain_result code = (dtrain_result)report->code;
+    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
+                            code == DTRAIN_ERROR_PEER || report->rank == comm->base.world->rank;
+    if (everybodys) return dtrain_fail(code, "%s", report->text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
+}
+
+/* transport->publish where comm->report is in memory that all ranks share. */
+DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
+                                            const char *text)
+{
+    dtrain__report *report = comm->report;
+    uint32_t none = 0;
+    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+        return;
+    report->code = (int32_t)code;
+    report->rank = comm->base.world->rank;
+    snprintf(report->text, sizeof report->text, "%s", text);
+    dtrain__store(&report->state, 2);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
+                                                  const char *text)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    char own[480];
+    snprintf(own, sizeof own, "%s", dtrain__bare(text));
+    if (!comm->failed) comm->transport->publish(comm, code, own);
+    return dtrain__engine_standing(comm);
+}
+
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+                                                   const char *format, ...)
+{
+    char text[480];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain__engine_fail(&comm->base, code, text);
+}
+
+/* A receiver has found another type or count than it asked for. */
+DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain_dtype dtype,
+                                                      uint64_t count)
+{
+    const dtrain_collective *what = &work->what;
+    const int *world = comm->base.world_ranks;
+    return dtrain__engine_failf(
+        comm, DTRAIN_ERROR_MISMATCH,
+        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+        world[what->root], dtrain_dtype_name(dtype), (unsigned long long)count,
+        world[comm->base.rank], dtrain_dtype_name(what->dtype), what->count);
+}
+
+/* ---- What a wait is waiting for ---------------------------------------------------------------*/
+
+/* The sequence number of a rank's latest collective, for messages. All ranks have shown what this
+ * one has finished, and nobody is more than a window ahead of anybody. */
+static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
+{
+    const dtrain__work *work = comm->queue;
+    while (work && !work->sequence) work = work->next;
+    const uint64_t oldest = work ? work->sequence : comm->sequence + 1;
+    uint64_t last = oldest + 2 * DTRAIN__WINDOW;
+    if (rank == comm->base.rank) return comm->sequence;
+    while (last && last + DTRAIN__WINDOW > oldest && !comm->transport->heard(comm, last, rank))
+        last--;
+    return last;
+}
+
+/* What keeps `work` from being done: an older collective, maybe. */
+static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
+{
+    const dtrain__work *first = work->sequence ? comm->queue : work;
+    while (first != work && !first->sequence) first = first->next;
+    return first;
+}
+
+static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
+{
+    if (rank == comm->base.rank) return false;
+    if (!work->sequence) return rank == work->what.root && comm->transport->lags(comm, work, rank);
+    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(comm, work, rank);
+    return !comm->transport->heard(comm, work->sequence, rank);
+}
+
+/* "collective #17 (all-reduce sum f32 count 4)"; sequence 0: a message. */
+static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
+{
+    char name[80];
+    dtrain__describe(&work->shown, name, sizeof name);
+    if (!work->sequence) snprintf(text, room, "%s", name);
+    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, name);
+}
+
+/* The rarer checks of a wait: has another rank failed the communicator, called something else,
+ * left? How a rank ended is read before its progress: what it did before leaving counts. */
+static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
+{
+    const dtrain__work *work = dtrain__blocking(comm, waited);
+    const int *world = comm->base.world_ranks, rank = comm->base.rank;
+    const uint64_t now = dtrain__now_ns();
+    char name[128];
+    if (dtrain__load(&comm->report->state)) return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    for (int i = 0; i < comm->base.size; i++) {
+        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
+        const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
+                          now >= fate->ended_ns + comm->transport->grace_ns;
+        if (!dtrain__waits_for(comm, work, i)) {
+            if (work->sequence && work->state == DTRAIN__SHOWN)
+                DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
+            continue;
+        }
+        if (!left) continue;
+        dtrain__name_work(work, name, sizeof name);
+        return dtrain__engine_failf(
+            comm, DTRAIN_ERROR_PEER,
+            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+            world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
+{
+    const dtrain__work *work = dtrain__blocking(comm, waited);
+    char name[128], list[200] = "";
+    size_t used = 0;
+    const dtrain_world *world = comm->base.world;
+    const double seconds = 1e-9 * (double)world->timeout_ns;
+    const uint64_t now = dtrain__now_ns();
+    dtrain__name_work(work, name, sizeof name);
+    if (waited->bounce && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+        return dtrain__engine_failf(
+            comm, DTRAIN_ERROR_TIMEOUT,
+            "the device did not finish the work before a collective in %.1f s", seconds);
+    if (work->due_ns > now)
+        return dtrain__engine_failf(
+            comm, DTRAIN_ERROR_TIMEOUT,
+            "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
+            "timeout_ms",
+            name, world->rank, seconds, world->emulation.gigabits_per_second,
+            1e-9 * (double)(work->due_ns - now));
+    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
+        used += (size_t)snprintf(
+            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
+            comm->base.world_ranks[i],
+            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
+    return dtrain__engine_failf(
+        comm, DTRAIN_ERROR_TIMEOUT,
+        "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
+        world->rank, seconds, used ? list : "its own records to go out",
+        dtrain__node_ranks(world) ? " or the emulated links" : "");
+}
+
+/* ---- Start, test, wait ------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__more_works(dtrain__engine *comm)
+{
+    const size_t each = comm->transport->work_bytes;
+    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(
+        &comm->base.world->allocator, 1, sizeof *block + DTRAIN__WINDOW * each,
+        "operations in flight");
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->next = comm->blocks;
+    comm->blocks = block;
+    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
+        dtrain__work *work = (dtrain__work *)(void *)((char *)(block + 1) + i * each);
+        work->next = comm->idle;
+        comm->idle = work;
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
+{
+    if (work->bounce) dtrain__bounce_return(comm, work);
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+}
+
+static void dtrain__work_fill(const dtrain__engine *comm, dtrain__work *work,
+                              const dtrain_collective *what)
+{
+    const int size = comm->base.size;
+    const size_t bytes = dtrain__send_count(what, size) * dtrain_dtype_bytes(what->dtype);
+    work->base.comm = (dtrain_comm *)(uintptr_t)&comm->base;
+    work->what = *what;
+    work->small =
+        bytes <= DTRAIN__SMALL_BYTES && bytes * (size_t)size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->shown.count = what->count;
+    work->shown.kind = what->kind;
+    work->shown.dtype = (uint32_t)what->dtype;
+    work->shown.op = what->op;
+    work->shown.root = what->root;
+    if (dtrain__node_ranks(comm->base.world)) work->shown.started_ns = dtrain__now_ns();
+}
+
+/* One rank: the result is what it sends, and there is nothing to wait for. */
+static dtrain_result dtrain__alone(dtrain__engine *comm, const dtrain_collective *what)
+{
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
+    if (comm->staging) return dtrain__staged_alone(comm, what);
+    memcpy(what->recv, what->send, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
+                                                   dtrain_work **out)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    *out = NULL;
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (base->size == 1) return dtrain__alone(comm, what);
+    if (!comm->idle && dtrain__more_works(comm) != DTRAIN_OK)
+        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    dtrain__work *work = comm->idle;
+    comm->idle = work->next;
+    memset(work, 0, comm->transport->work_bytes);
+    dtrain__work_fill(comm, work, what);
+    base->outstanding++;
+    const dtrain_result copied = comm->staging ? dtrain__copy_in(comm, work) : DTRAIN_OK;
+    if (copied != DTRAIN_OK) {
+        dtrain__recycle(comm, work);
+        return dtrain__engine_fail(base, copied, dtrain_last_error());
+    }
+    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+        work->sequence = ++comm->sequence;
+    *comm->queue_end = work;
+    comm->queue_end = &work->next;
+    base->in_flight++;
+    comm->stirred = true;
+    dtrain__engine_advance(comm);
+    if (comm->failed && !work->done) {
+        dtrain__recycle(comm, work);
+        return dtrain__engine_standing(comm);
+    }
+    *out = &work->base;
+    return DTRAIN_OK;
+}
+
+/* The rarer half of a wait, after dtrain__wait_look said `turn`. The sentence of a peer's death
+ * becomes that of the communicator. Before anything is given up, what the others did until they
+ * failed or left is looked at once more: it may be all that was needed. */
+static void dtrain__engine_look(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
+{
+    char text[DTRAIN__ERROR_BYTES] = "";
+    if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
+    if (work->done || comm->failed) return;
+    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
+    else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
+        (void)dtrain__engine_timeout(comm, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
+{
+    dtrain__work *work = (dtrain__work *)base;
+    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain_world *world = comm->base.world;
+    dtrain__wait wait = dtrain__wait_begin();
+    while (!work->done && !comm->failed) {
+        dtrain__engine_advance_all(comm);
+        if (work->done || comm->failed) break;
+        const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
+                                                             : dtrain__wait_turn(world, &wait);
+        if (wait.looked) dtrain__engine_look(comm, work, turn); /* may set failed */
+    }
+    dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
+    if (result == DTRAIN_OK && work->bounce) {
+        result = dtrain__after_copy_out(comm, work);
+        if (result != DTRAIN_OK)
+            result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
+    }
+    dtrain__recycle(comm, work);
+    return result;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
+{
+    dtrain__work *work = (dtrain__work *)base;
+    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain__wait wait = dtrain__wait_begin();
+    if (!work->done) dtrain__engine_advance_all(comm);
+    if (!work->done && !comm->failed)
+        dtrain__engine_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+    *done = work->done || comm->failed;
+    return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
+}
+
+/* ---- Memory, making and ending a communicator -------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    return comm->staging ? dtrain__twin_alloc(comm, bytes, out)
+                         : comm->transport->map(comm, bytes, out);
+}
+
+DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    (void)bytes;
+    if (comm->staging) dtrain__twin_free(comm, memory);
+    else comm->transport->unmap(comm, memory);
+}
+
+/* Give back private memory; operations in flight are dropped, because nobody here waits for them
+ * any more. */
+DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm)
+{
+    const dtrain_allocator *allocator = &comm->base.world->allocator;
+    const size_t work_bytes = comm->transport->work_bytes;
+    dtrain__engine **link = &comm->base.world->comms;
+    if (comm->staging) dtrain__staging_destroy(comm);
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
+    comm->transport->release(comm);
+    while (comm->blocks) {
+        dtrain__work_block *block = comm->blocks;
+        comm->blocks = block->next;
+        dtrain__free(allocator, block, 1, sizeof *block + DTRAIN__WINDOW * work_bytes);
+    }
+    dtrain__free(allocator, comm->base.world_ranks, (size_t)comm->base.size, sizeof(int));
+    dtrain__free(allocator, comm, 1, comm->transport->comm_bytes);
+}
+
+/* Make this rank's half of a communicator; the other ranks are not known to it until `join`. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                  const dtrain__transport *transport, void *shared,
+                                                  int size, int rank, dtrain__engine **out,
+                                                  int64_t *address)
+{
+    const dtrain_allocator *allocator = &world->allocator;
+    *out = NULL;
+    dtrain__engine *comm =
+        (dtrain__engine *)dtrain__alloc(allocator, 1, transport->comm_bytes, "a communicator");
+    if (!comm) return DTRAIN_ERROR_MEMORY;
+    comm->base.ops = ops;
+    comm->base.world = world;
+    comm->base.size = size;
+    comm->base.rank = rank;
+    comm->transport = transport;
+    comm->shared = shared;
+    comm->number = world->comm_count++;
+    comm->queue_end = &comm->queue;
+    comm->next = world->comms;
+    world->comms = comm;
+    comm->base.world_ranks =
+        (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
+    dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) result = dtrain__more_works(comm);
+    if (result == DTRAIN_OK) result = transport->make(comm, address);
+    if (result == DTRAIN_OK && !world->device->ops->host_memory)
+        result = dtrain__staging_create(comm);
+    if (result == DTRAIN_OK) {
+        *out = comm;
+        return DTRAIN_OK;
+    }
+    *address = 0;
+    dtrain__engine_release(comm);
+    return result;
+}
+
+/* Ranks of `mine`'s color in the new order: by key, then by old rank. Writes their old ranks. */
+static int dtrain__split_members(int64_t (*all)[3], int size, int mine, int *members)
+{
+    int count = 0;
+    for (int i = 0; i < size; i++) {
+        if (all[i][0] != all[mine][0]) continue;
+        int at = count++;
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
+    return count;
+}
+
+/* Two exchanges: colors and keys; then the address of each rank's half, or that it has none, in
+ * which case no rank gets a communicator: half a group would wait for ever.
+ *
+ * The new communicator has a number that no member has given to another one; groups of one split
+ * have no pair of ranks in common and may share it. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
+                                                   dtrain_comm **out)
+{
+    dtrain__engine *parent = (dtrain__engine *)base, *comm = NULL;
+    dtrain_world *world = base->world;
+    int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
+    int64_t address = color < 0, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
+    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
+    DTRAIN__TRY(
+        dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
+    for (int i = 0; i < base->size; i++)
+        if (world->comm_count < all[i][2]) world->comm_count = all[i][2];
+    if (parent->number_limit && world->comm_count >= parent->number_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_comm_split: this MPI has no tags left after %lld splits; make "
+                           "communicators once and keep them",
+                           (long long)world->comm_count);
+    const int size = dtrain__split_members(all, base->size, base->rank, members);
+    while (members[rank] != base->rank) rank++;
+    if (color < 0) world->comm_count++;
+    else
+        (void)dtrain__engine_make(world, base->ops, parent->transport, parent->shared, size, rank,
+                                  &comm, &address);
+    const dtrain_result shared = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
+                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
+    for (int i = 0; i < base->size && shared == DTRAIN_OK; i++)
+        if (!addresses[i]) lacking = i;
+    if (shared != DTRAIN_OK || lacking >= 0) {
+        if (comm) dtrain__engine_release(comm);
+        if (shared != DTRAIN_OK) return shared;
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "dtrain_comm_split: rank %d has no memory for its part",
+                           base->world_ranks[lacking]);
+    }
+    *out = NULL;
+    if (!comm) return DTRAIN_OK;
+    for (int i = 0; i < size; i++) {
+        joined[i] = addresses[members[i]];
+        comm->base.world_ranks[i] = base->world_ranks[members[i]];
+    }
+    comm->transport->join(comm, joined);
+    *out = &comm->base;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -7225,7 +7319,7 @@ DTRAIN__PRIVATE void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_co
  * ==============================================================================================*/
 
 /* Emulated links
- *
+*
  * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
  * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
  *
@@ -7251,13 +7345,15 @@ DTRAIN__PRIVATE void dtrain__stage_out(dtrain__local_comm *comm, const dtrain_co
  * reaches the last stage, one more than without emulation, after its own transfers are due; all
  * have reached it when every transfer is over. */
 
+enum { DTRAIN__LANE_OUT = 0, DTRAIN__LANE_IN = 1 };
+
 typedef struct dtrain__traffic {
     double out, in;  /* bytes */
     uint32_t rounds; /* 0: the group is inside one node */
 } dtrain__traffic;
 
 /* Which node a rank of the communicator is on. */
-DTRAIN__PRIVATE int dtrain__emulated_node(const dtrain__local_comm *comm, int rank)
+static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
 {
     return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
 }
@@ -7269,7 +7365,7 @@ typedef struct dtrain__spread {
     bool at_root;    /* on the root's node */
 } dtrain__spread;
 
-static dtrain__spread dtrain__spread_of(const dtrain__local_comm *comm, int root)
+static dtrain__spread dtrain__spread_of(const dtrain__engine *comm, int root)
 {
     bool known[DTRAIN_MAX_RANKS];
     dtrain__spread spread;
@@ -7287,14 +7383,14 @@ static dtrain__spread dtrain__spread_of(const dtrain__local_comm *comm, int root
     return spread;
 }
 
-static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
-                                          const dtrain_collective *what)
+static dtrain__traffic dtrain__traffic_of(const dtrain__engine *comm, const dtrain__work *work)
 {
+    const dtrain_collective *what = &work->what;
     const dtrain__spread at = dtrain__spread_of(comm, what->root);
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
     const double n = comm->base.size, away = at.away;
     const bool is_root = what->root == comm->base.rank;
-    const bool small = dtrain__is_small(what, comm->base.size);
+    const bool small = work->small;
     dtrain__traffic traffic = {0, 0, 0};
     if (at.nodes == 1) return traffic;
     traffic.rounds = 1;
@@ -7321,8 +7417,8 @@ static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
 }
 
 /* Books bytes on a lane, behind what is booked already; returns when they are through. */
-DTRAIN__PRIVATE uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
-                                           uint64_t start, double bytes)
+static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
+                                  double bytes)
 {
     uint64_t *busy = &world->control->lanes[node][lane].busy_until;
     const double ns = 8 * bytes / world->emulation.gigabits_per_second; /* Gb/s = bits a ns */
@@ -7337,37 +7433,51 @@ DTRAIN__PRIVATE uint64_t dtrain__book_lane(const dtrain_world *world, int node, 
     return end;
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
+static uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
 {
     return (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
 }
 
-/* All ranks have shown the collective. */
-DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__local_comm *comm,
-                                             dtrain__local_work *work)
+/* Book this rank's transfers on both lanes of its node, and return when the later one is over. */
+static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
+                                  double in, uint64_t start, uint32_t rounds)
 {
-    const dtrain_world *world = comm->base.world;
-    const dtrain__traffic traffic = dtrain__traffic_of(comm, &work->what);
-    const int node = dtrain__emulated_node(comm, comm->base.rank);
-    uint64_t start = 0;
-    if (!traffic.rounds) return;
-    for (int i = 0; i < comm->base.size; i++) {
-        const uint64_t started = dtrain__slot_of(comm, i, work->sequence)->started_ns;
-        if (started > start) start = started;
-    }
-    const uint64_t out = dtrain__book_lane(world, node, DTRAIN__LANE_OUT, start, traffic.out);
-    const uint64_t in = dtrain__book_lane(world, node, DTRAIN__LANE_IN, start, traffic.in);
-    work->due_ns = (out > in ? out : in) + dtrain__emulated_latency(world, traffic.rounds);
+    const uint64_t sent = dtrain__book_lane(world, out_node, DTRAIN__LANE_OUT, start, out);
+    const uint64_t received = dtrain__book_lane(world, in_node, DTRAIN__LANE_IN, start, in);
+    return (sent > received ? sent : received) + dtrain__emulated_latency(world, rounds);
 }
 
-/* At the stage that is the last one without emulation, or at the one more; true when it is done. */
-DTRAIN__PRIVATE bool dtrain__collective_due(const dtrain__local_comm *comm,
-                                            dtrain__local_work *work)
+/* Book a collective that all ranks have shown. */
+DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
 {
-    if (work->stage > work->final) return true;
-    if (dtrain__now_ns() < work->due_ns) return false;
-    dtrain__reach(comm, work, work->final + 1);
-    return dtrain__all_reached(comm, work);
+    const dtrain__traffic traffic = dtrain__traffic_of(comm, work);
+    const int node = dtrain__emulated_node(comm, comm->base.rank);
+    if (!traffic.rounds) return;
+    work->due_ns = dtrain__book_both(comm->base.world, node, traffic.out, node, traffic.in,
+                                     work->last_started_ns, traffic.rounds);
+}
+
+DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
+{
+    return dtrain__node_ranks(comm->base.world) && dtrain__emulated_node(comm, work->what.root) !=
+                                                       dtrain__emulated_node(comm, comm->base.rank);
+}
+
+/* Whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver knows
+ * when both sides were there and books for both. A sender whose message does not fit into the
+ * channel waits for the receiver; shorter messages are copied and forgotten, as MPI's eager
+ * messages are. */
+DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
+                                         uint64_t sent_ns)
+{
+    const uint64_t start = sent_ns > work->shown.started_ns ? sent_ns : work->shown.started_ns;
+    const double bytes = (double)work->what.count * (double)dtrain_dtype_bytes(work->what.dtype);
+    if (!dtrain__message_crosses(comm, work)) return true;
+    if (!work->due_ns)
+        work->due_ns =
+            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->what.root), bytes,
+                              dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
+    return dtrain__now_ns() >= work->due_ns;
 }
 
 /* A wait of an emulated world. Ranks that have moved something lately yield, as ever. When nothing
@@ -7378,9 +7488,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
     uint64_t nearest = UINT64_MAX, moves = 0;
     struct timespec nap;
-    for (const dtrain__local_comm *comm = world->locals; comm; comm = comm->next)
-        for (const dtrain__local_work *work = comm->queue; work; work = work->next) {
-            moves += work->sequence + work->stage + work->moved;
+    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
+        for (const dtrain__work *work = comm->queue; work; work = work->next) {
+            moves += work->sequence + (uint64_t)work->state + work->steps;
             if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
         }
     if (moves != world->emulated_moves) wait->yields = 0;
@@ -7395,57 +7505,591 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
 }
 
 /* ================================================================================================
- * src/comm/local.c
+ * src/comm/staged.c
  * ==============================================================================================*/
 
-/* The engine. */
+/* Buffers in device memory: two hooks of the engine
+ *
+ * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory: what is
+ * in device memory is copied through page-locked memory on the way in and out.
+ *
+ *     compute stream  ..kernels | event            event wait | kernels..
+ *     copy stream                 \ device -> image           / image -> device
+ *     host                           copied_in: transport ..  copy_out
+ *
+ * Memory from dtrain_comm_alloc is device memory with a twin that the transport has mapped, its
+ * image at the same offsets; other device memory gets an image of its operation's own. Operations
+ * are shown to other ranks in the order they were started, each when its copy has ended. */
 
-/* All ranks have shown what they call: they must agree; then the path follows from what they
- * showed. */
-static dtrain_result dtrain__choose_path(dtrain__local_comm *comm, dtrain__local_work *work)
+typedef struct dtrain__twin {
+    struct dtrain__twin *next;
+    char *device, *image;
+    size_t bytes;
+} dtrain__twin;
+
+/* What an operation on device memory holds from its start until its handle is given back. */
+struct dtrain__bounce {
+    struct dtrain__bounce *next, *next_made; /* among the idle; of all */
+    dtrain_collective called;                /* the host's buffers; work->what has the images */
+    dtrain_event *computed, *copied;
+    char *image[2]; /* of buffers that have no twin: send, recv; they grow */
+    size_t image_bytes[2];
+};
+
+struct dtrain__staging {
+    dtrain_device *device;
+    dtrain_stream *stream; /* of copies */
+    dtrain__twin *twins;
+    dtrain__bounce *idle, *made;
+};
+
+/* ---- Memory -----------------------------------------------------------------------------------*/
+
+/* Map page-locked memory that the transport reaches without a copy. */
+static dtrain_result dtrain__image_alloc(dtrain__engine *comm, size_t bytes, char **out)
 {
-    const dtrain_collective *what = &work->what;
-    const bool small = dtrain__is_small(what, comm->base.size);
-    bool direct = true;
-    for (int i = 0; i < comm->base.size; i++) {
-        DTRAIN__TRY(dtrain__compare(comm, work, i));
-        direct = direct && dtrain__slot_of(comm, i, work->sequence)->direct;
+    dtrain_device *device = comm->staging->device;
+    void *memory;
+    DTRAIN__TRY(comm->transport->map(comm, bytes, &memory));
+    const size_t pages = dtrain__round_up(bytes ? bytes : 1, dtrain__page_bytes());
+    const dtrain_result result = device->ops->host_register(device, memory, pages);
+    if (result == DTRAIN_OK) *out = (char *)memory;
+    else comm->transport->unmap(comm, memory);
+    return result;
+}
+
+static void dtrain__image_free(dtrain__engine *comm, char *memory)
+{
+    if (!memory) return;
+    comm->staging->device->ops->host_unregister(comm->staging->device, memory);
+    comm->transport->unmap(comm, memory);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__twin_alloc(dtrain__engine *comm, size_t bytes, void **out)
+{
+    const dtrain_allocator *allocator = &comm->base.world->allocator;
+    dtrain_device *device = comm->staging->device;
+    void *memory = NULL;
+    dtrain__twin *twin =
+        (dtrain__twin *)dtrain__alloc(allocator, 1, sizeof *twin, "communicator memory");
+    if (!twin) return DTRAIN_ERROR_MEMORY;
+    twin->bytes = bytes;
+    dtrain_result result = device->ops->alloc(device, bytes, &memory);
+    if (result == DTRAIN_OK) result = device->ops->zero(device, memory, bytes);
+    if (result == DTRAIN_OK) result = dtrain__image_alloc(comm, bytes, &twin->image);
+    if (result != DTRAIN_OK) {
+        if (memory) device->ops->free(device, memory, bytes);
+        dtrain__free(allocator, twin, 1, sizeof *twin);
+        return result;
     }
-    /* A rank that gave up has taken its buffers back; what it left in a slot is still good. */
-    if (!small && dtrain__load(&comm->parts[0]->failure))
-        return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
-    const size_t chunk = what->count ? dtrain__chunk_count(comm, what) : 1;
-    if (small) work->final = 1;
-    else if (direct) work->final = 2;
-    else work->final = (uint32_t)((what->count + chunk - 1) / chunk) + 2;
-    if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
+    twin->device = (char *)memory;
+    twin->next = comm->staging->twins;
+    comm->staging->twins = twin;
+    *out = memory;
     return DTRAIN_OK;
 }
 
-/* Moves one collective as far as it goes without waiting; true when it is done. */
-static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work *work,
-                                    uint64_t oldest)
+DTRAIN__PRIVATE void dtrain__twin_free(dtrain__engine *comm, void *memory)
+{
+    dtrain_device *device = comm->staging->device;
+    for (dtrain__twin **link = &comm->staging->twins; *link; link = &(*link)->next) {
+        dtrain__twin *twin = *link;
+        if (twin->device != memory) continue;
+        *link = twin->next;
+        device->ops->free(device, memory, twin->bytes);
+        dtrain__image_free(comm, twin->image);
+        dtrain__free(&comm->base.world->allocator, twin, 1, sizeof *twin);
+        return;
+    }
+}
+
+/* ---- Images of an operation's buffers ---------------------------------------------------------*/
+
+static char *dtrain__twin_image(const dtrain__staging *staging, const void *memory)
+{
+    const uintptr_t at = (uintptr_t)memory;
+    for (const dtrain__twin *twin = staging->twins; twin; twin = twin->next) {
+        const uintptr_t begin = (uintptr_t)twin->device;
+        if (at >= begin && at - begin < twin->bytes) return twin->image + (at - begin);
+    }
+    return NULL;
+}
+
+/* Host memory is its own image. */
+static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *bounce, int which,
+                                      const void *memory, size_t bytes, char **out)
+{
+    dtrain_device *device = comm->staging->device;
+    const bool on_device = memory && device->ops->is_device_memory(device, memory);
+    *out = on_device ? dtrain__twin_image(comm->staging, memory) : (char *)(uintptr_t)memory;
+    if (*out || !memory) return DTRAIN_OK;
+    if (bytes > bounce->image_bytes[which]) {
+        /* a copy out of the smaller one may still be queued */
+        DTRAIN__TRY(device->ops->synchronize(device));
+        dtrain__image_free(comm, bounce->image[which]);
+        bounce->image[which] = NULL;
+        bounce->image_bytes[which] = 0;
+        DTRAIN__TRY(dtrain__image_alloc(comm, bytes, &bounce->image[which]));
+        bounce->image_bytes[which] = bytes;
+    }
+    *out = bounce->image[which];
+    return DTRAIN_OK;
+}
+
+/* Replace the buffers of an operation by their images. In place, the smaller buffer lies inside the
+ * larger one: so must its image. */
+static dtrain_result dtrain__images(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain__bounce *bounce = work->bounce;
+    const dtrain_collective *what = &bounce->called;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const size_t send_bytes = dtrain__send_count(what, comm->base.size) * unit;
+    const size_t recv_bytes = dtrain__recv_count(what, comm->base.size) * unit;
+    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
+    char *send = NULL, *recv = NULL;
+    if (what->recv && from >= to && from + send_bytes <= to + recv_bytes) {
+        DTRAIN__TRY(dtrain__image_of(comm, bounce, 1, what->recv, recv_bytes, &recv));
+        send = recv ? recv + (from - to) : NULL;
+    } else if (what->send && to >= from && to + recv_bytes <= from + send_bytes) {
+        DTRAIN__TRY(dtrain__image_of(comm, bounce, 0, what->send, send_bytes, &send));
+        recv = send ? send + (to - from) : NULL;
+    } else {
+        DTRAIN__TRY(dtrain__image_of(comm, bounce, 0, what->send, send_bytes, &send));
+        DTRAIN__TRY(dtrain__image_of(comm, bounce, 1, what->recv, recv_bytes, &recv));
+    }
+    work->what.send = send;
+    work->what.recv = recv;
+    return DTRAIN_OK;
+}
+
+static void dtrain__bounce_destroy(dtrain__engine *comm, dtrain__bounce *bounce)
+{
+    dtrain_device *device = comm->staging->device;
+    for (int i = 0; i < 2; i++) dtrain__image_free(comm, bounce->image[i]);
+    if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
+    if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
+    dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
+}
+
+static dtrain_result dtrain__bounce_take(dtrain__engine *comm, dtrain__bounce **out)
+{
+    dtrain__staging *staging = comm->staging;
+    dtrain_device *device = staging->device;
+    *out = staging->idle;
+    if (*out) {
+        staging->idle = (*out)->next;
+        return DTRAIN_OK;
+    }
+    dtrain__bounce *bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
+                                                             sizeof *bounce, "an operation");
+    if (!bounce) return DTRAIN_ERROR_MEMORY;
+    if (device->ops->event_create(device, false, &bounce->computed) != DTRAIN_OK ||
+        device->ops->event_create(device, false, &bounce->copied) != DTRAIN_OK) {
+        dtrain__bounce_destroy(comm, bounce);
+        return DTRAIN_ERROR_MEMORY;
+    }
+    bounce->next_made = staging->made;
+    staging->made = bounce;
+    *out = bounce;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__bounce_return(dtrain__engine *comm, dtrain__work *work)
+{
+    work->bounce->next = comm->staging->idle;
+    comm->staging->idle = work->bounce;
+}
+
+/* ---- Copies -----------------------------------------------------------------------------------*/
+
+/* Whether this rank reads its send buffer, and whether it writes its recv buffer. */
+static bool dtrain__gives(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_BARRIER)
+        return false;
+    return what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->rank;
+}
+static bool dtrain__gets(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    if (what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_BARRIER)
+        return false;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) return what->root != comm->rank;
+    return what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank;
+}
+
+static dtrain_result dtrain__copy(dtrain__engine *comm, void *to, const void *from, size_t count,
+                                  dtrain_dtype dtype, dtrain_copy_kind kind)
+{
+    const size_t bytes = count * dtrain_dtype_bytes(dtype);
+    comm->base.info.staged_bytes += bytes;
+    return comm->staging->device->ops->copy_async(comm->staging->device, to, from, bytes, kind,
+                                                  comm->staging->stream);
+}
+
+/* Start the way in. The copy stream takes its turn after everything that compute has queued so
+ * far. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
+{
+    const dtrain__staging *staging = comm->staging;
+    const dtrain_device_ops *ops = staging->device->ops;
+    DTRAIN__TRY(dtrain__bounce_take(comm, &work->bounce));
+    dtrain__bounce *bounce = work->bounce;
+    const dtrain_collective *called = &bounce->called;
+    bounce->called = work->what;
+    DTRAIN__TRY(dtrain__images(comm, work));
+    DTRAIN__TRY(ops->event_record(staging->device, bounce->computed, NULL));
+    DTRAIN__TRY(ops->event_wait(staging->device, bounce->computed, staging->stream));
+    if (dtrain__gives(&comm->base, called) && work->what.send != called->send)
+        DTRAIN__TRY(dtrain__copy(comm, (void *)(uintptr_t)work->what.send, called->send,
+                                 dtrain__send_count(called, comm->base.size), called->dtype,
+                                 DTRAIN_COPY_DEVICE_TO_HOST));
+    return ops->event_record(staging->device, bounce->copied, staging->stream);
+}
+
+DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
+{
+    dtrain_device *device = comm->staging->device;
+    bool done = false;
+    const dtrain_result result = device->ops->event_query(device, work->bounce->copied, &done);
+    if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
+    return done;
+}
+
+/* Start the way out, when the transport is done. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
+{
+    const dtrain__staging *staging = comm->staging;
+    const dtrain_collective *called = &work->bounce->called;
+    if (dtrain__gets(&comm->base, called) && work->what.recv != called->recv)
+        DTRAIN__TRY(dtrain__copy(comm, called->recv, work->what.recv,
+                                 dtrain__recv_count(called, comm->base.size), called->dtype,
+                                 DTRAIN_COPY_HOST_TO_DEVICE));
+    return staging->device->ops->event_record(staging->device, work->bounce->copied,
+                                              staging->stream);
+}
+
+/* Let what compute queues from now on come after the way out. */
+DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->staging->device;
+    return device->ops->event_wait(device, work->bounce->copied, NULL);
+}
+
+/* One rank: the copy, if any, is on the compute stream. */
+DTRAIN__PRIVATE dtrain_result dtrain__staged_alone(dtrain__engine *comm,
+                                                   const dtrain_collective *what)
+{
+    dtrain_device *device = comm->staging->device;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const bool from = device->ops->is_device_memory(device, what->send);
+    const bool to = device->ops->is_device_memory(device, what->recv);
+    if (!from && !to) memcpy(what->recv, what->send, bytes);
+    if (!from && !to) return DTRAIN_OK;
+    return device->ops->copy(device, what->recv, what->send, bytes,
+                             from && to ? DTRAIN_COPY_DEVICE_TO_DEVICE
+                             : from     ? DTRAIN_COPY_DEVICE_TO_HOST
+                                        : DTRAIN_COPY_HOST_TO_DEVICE);
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__staging_create(dtrain__engine *comm)
+{
+    dtrain_world *world = comm->base.world;
+    dtrain__staging *staging =
+        (dtrain__staging *)dtrain__alloc(&world->allocator, 1, sizeof *staging, "a communicator");
+    if (!staging) return DTRAIN_ERROR_MEMORY;
+    comm->staging = staging;
+    staging->device = world->device;
+    return world->device->ops->stream_create(world->device, true, &staging->stream);
+}
+
+DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm)
+{
+    dtrain__staging *staging = comm->staging;
+    dtrain_device *device = staging->device;
+    device->ops->synchronize(device); /* copies into memory that goes away */
+    while (staging->made) {
+        dtrain__bounce *bounce = staging->made;
+        staging->made = bounce->next_made;
+        dtrain__bounce_destroy(comm, bounce);
+    }
+    while (staging->twins) dtrain__twin_free(comm, staging->twins->device);
+    if (staging->stream) device->ops->stream_destroy(device, staging->stream);
+    dtrain__free(&comm->base.world->allocator, staging, 1, sizeof *staging);
+    comm->staging = NULL;
+}
+
+/* ================================================================================================
+ * src/comm/local.c
+ * ==============================================================================================*/
+
+/* The local transport: shared memory
+ *
+ * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
+ *
+ *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
+ *     slot s % Q       | progress = (s, stage) | what is called, pointers of operation s | payload |
+ *
+ * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
+ * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
+ * when all are there and agree, one of three paths is taken, the same on every rank:
+ *
+ *     small    the data came along in the slots: every rank computes its own result, done
+ *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
+ *              reaches stage 2; when all have, done. No copy, no temporary
+ *     copied   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
+ *              all have, every rank computes its own result from the stages
+ *
+ * All three add in rank order in fp32 and round once, so the bits do not tell which one ran. With
+ * emulated links there is one more stage, which a rank reaches when its transfer is due.
+ *
+ * Q = 2 W slots are enough, see comm/engine_internal.h. */
+
+#define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
+#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10) /* half a stage: two ranks' stages stay in L2 */
+#define DTRAIN__CELL_BYTES ((size_t)32 << 10)
+#define DTRAIN__CELLS 4u
+#define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
+
+/* Written by its rank only; 65 cache lines, so that slots spread over the sets of a cache. */
+typedef struct dtrain__slot {
+    uint64_t progress; /* atomic; only grows */
+    dtrain__shown shown;
+    const char *send;
+    char *recv;
+    uint32_t direct; /* the other ranks can reach these buffers */
+    uint32_t unused;
+    char payload[DTRAIN__SMALL_BYTES];
+} dtrain__slot;
+
+/* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
+typedef struct dtrain__cell {
+    uint64_t count;      /* of the whole message */
+    uint64_t started_ns; /* when it was sent; emulated links only */
+    uint32_t dtype;
+    uint32_t unused[11];
+    char data[DTRAIN__CELL_BYTES];
+} dtrain__cell;
+
+typedef struct dtrain__channel {
+    uint64_t head; /* atomic, the sender's */
+    uint64_t head_line[7];
+    uint64_t tail; /* atomic, the receiver's */
+    uint64_t tail_line[7];
+    dtrain__cell cells[DTRAIN__CELLS];
+} dtrain__channel;
+
+/* What one rank shows the others; all zero is the valid beginning. */
+struct dtrain__part {
+    dtrain__report report; /* of the first part only: the communicator's failure */
+    uint32_t departed;     /* atomic: ranks that have destroyed the communicator ... */
+    uint32_t size;         /* ... out of so many */
+    char *stage;           /* 2 chunks, made when first needed */
+    dtrain__part *next;    /* among this rank's retired parts */
+    dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
+    dtrain__slot slots[DTRAIN__SLOTS];
+};
+
+typedef struct dtrain__local_comm {
+    dtrain__engine base;
+    dtrain__part **parts; /* (size) */
+} dtrain__local_comm;
+
+typedef struct dtrain__local_work {
+    dtrain__work base;
+    uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
+    int seen;              /* ranks below it have reached `stage` */
+    size_t moved;          /* messages: bytes */
+    bool sent;             /* a long message to another node: all of it is in the channel */
+} dtrain__local_work;
+
+static dtrain__slot *dtrain__slot_of(const dtrain__engine *base, int rank, uint64_t sequence)
+{
+    const dtrain__local_comm *comm = (const dtrain__local_comm *)base;
+    return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
+}
+
+/* ---- The ladder -------------------------------------------------------------------------------*/
+
+static bool dtrain__reached(const dtrain__engine *comm, uint64_t sequence, uint32_t stage, int rank)
+{
+    const uint64_t goal = sequence << DTRAIN__STAGE_BITS | stage;
+    return dtrain__load(&dtrain__slot_of(comm, rank, sequence)->progress) >= goal;
+}
+
+static bool dtrain__all_reached(const dtrain__engine *comm, dtrain__local_work *work)
+{
+    while (work->seen < comm->base.size &&
+           dtrain__reached(comm, work->base.sequence, work->stage, work->seen))
+        work->seen++;
+    return work->seen == comm->base.size;
+}
+
+static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, uint32_t stage)
+{
+    work->stage = stage;
+    work->seen = 0;
+    work->base.steps++;
+    dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->base.sequence)->progress,
+                  work->base.sequence << DTRAIN__STAGE_BITS | stage);
+}
+
+/* The buffers that other ranks would touch on the direct path are where they can touch them. */
+static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const bool given = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                       what->kind == DTRAIN_COLLECTIVE_BROADCAST ||
+                       (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root == comm->rank);
+    return dtrain__is_shared(comm->world, what->send,
+                             dtrain__send_count(what, comm->size) * unit) &&
+           (!given || dtrain__is_shared(comm->world, what->recv, what->count * unit));
+}
+
+static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
-    if (work->stage == 0) {
-        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
-        dtrain__show(comm, work);
+    dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
+    const size_t bytes =
+        dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
+    const bool gives = what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->base.rank;
+    slot->shown = work->shown;
+    slot->send = (const char *)what->send;
+    slot->recv = (char *)what->recv;
+    slot->direct = !work->small && dtrain__is_direct(&comm->base, what);
+    if (bytes && gives && work->small) memcpy(slot->payload, what->send, bytes);
+    dtrain__reach(comm, (dtrain__local_work *)work, 1);
+}
+
+static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint64_t sequence,
+                                                int rank)
+{
+    return dtrain__reached(comm, sequence, 1, rank) ? &dtrain__slot_of(comm, rank, sequence)->shown
+                                                    : NULL;
+}
+
+/* ---- The three paths --------------------------------------------------------------------------*/
+
+static void dtrain__local_inputs(const dtrain__engine *comm, const dtrain__work *work,
+                                 const char **in)
+{
+    const dtrain_collective *what = &work->what;
+    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * what->count : 0;
+    for (int i = 0; i < comm->base.size; i++)
+        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload +
+                slice * dtrain_dtype_bytes(what->dtype);
+}
+
+static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const int size = comm->base.size, rank = comm->base.rank;
+    const bool sliced = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                        what->kind == DTRAIN_COLLECTIVE_REDUCE ||
+                        what->kind == DTRAIN_COLLECTIVE_BROADCAST;
+    const char *in[DTRAIN_MAX_RANKS];
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first = 0, length = what->count;
+    int outs = 0;
+    if (sliced) dtrain__slice(what->count, unit, size, rank, &first, &length);
+    else if (dtrain__cuts(what)) first = (size_t)rank * what->count;
+    for (int i = 0; i < size; i++) {
+        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
+        in[i] = slot->send + first * unit;
+        const bool receives = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
+                              (what->kind == DTRAIN_COLLECTIVE_REDUCE) == (i == what->root);
+        if (sliced && receives) out[outs++] = slot->recv + first * unit;
     }
+    if (!sliced) dtrain__pull(&comm->base, what, in, 0, length);
+    else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
+        dtrain__combine(what, in + what->root, 1, out, outs, length);
+    else dtrain__combine(what, in, size, out, outs, length);
+}
+
+/* The copied path:
+ *
+ *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
+ *
+ * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they
+ * reached stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that
+ * all have pulled everything and the stages are free for the next operation, so only the oldest one
+ * in flight uses them. */
+
+static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
+{
+    const size_t pieces = dtrain__cuts(what) ? (size_t)comm->base.size : 1;
+    return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
+}
+
+/* Copy chunk c of this rank's input into its stage: one piece, or one for each rank's slice. */
+static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+{
+    dtrain__part *part = ((dtrain__local_comm *)comm)->parts[comm->base.rank];
+    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
+    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
+    const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank)
+        return DTRAIN_OK;
+    if (!part->stage) {
+        void *stage;
+        if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
+            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+        part->stage = (char *)stage;
+    }
+    char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
+    for (size_t i = 0; i < pieces; i++)
+        memcpy(half + i * chunk * unit,
+               (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
+    comm->base.info.staged_bytes += pieces * length * unit;
+    return DTRAIN_OK;
+}
+
+/* Compute chunk c of this rank's result from everybody's stage. */
+static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+{
+    const char *in[DTRAIN_MAX_RANKS];
+    const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
+    const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
+    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * chunk : 0;
+    for (int i = 0; i < comm->base.size; i++) {
+        /* NULL on ranks that give nothing */
+        const char *stage = ((dtrain__local_comm *)comm)->parts[i]->stage;
+        in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
+    }
+    dtrain__pull(&comm->base, what, in, c * chunk, length);
+}
+
+/* Choose the path from what all ranks have shown. All are at stage 1. */
+static void dtrain__choose_path(const dtrain__engine *comm, dtrain__local_work *work)
+{
+    const dtrain_collective *what = &work->base.what;
+    bool direct = true;
+    for (int i = 0; i < comm->base.size; i++)
+        direct = direct && dtrain__slot_of(comm, i, work->base.sequence)->direct;
+    work->seen = comm->base.size;
+    work->final = 2;
+    if (!direct) {
+        const size_t chunk = dtrain__chunk_count(comm, what);
+        work->final += (uint32_t)((what->count + chunk - 1) / chunk);
+    }
+}
+
+static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool oldest)
+{
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    if (base->small) return true;
+    if (!work->final) dtrain__choose_path(comm, work);
     while (dtrain__all_reached(comm, work)) {
-        if (!work->final) {
-            if (work->sequence != comm->agreed + 1) return false; /* links carry in order */
-            if (dtrain__choose_path(comm, work) != DTRAIN_OK) return false;
-            comm->agreed = work->sequence;
-            if (work->final == 1) dtrain__small_path(comm, work);
-        }
-        if (work->stage >= work->final) return !work->due_ns || dtrain__collective_due(comm, work);
+        if (work->stage >= work->final) return true;
         if (work->final == 2) {
-            dtrain__direct_path(comm, work);
+            dtrain__direct_path(comm, base);
         } else {
-            if (work->sequence != oldest) return false;
-            if (work->stage > 1) dtrain__stage_out(comm, what, work->stage - 2);
+            if (!oldest) return false;
+            if (work->stage > 1) dtrain__chunk_out(comm, &base->what, work->stage - 2);
             if (work->stage + 1 < work->final &&
-                dtrain__stage_in(comm, what, work->stage - 1) != DTRAIN_OK)
+                dtrain__chunk_in(comm, &base->what, work->stage - 1) != DTRAIN_OK)
                 return false;
         }
         dtrain__reach(comm, work, work->stage + 1);
@@ -7453,30 +8097,29 @@ static bool dtrain__collective_move(dtrain__local_comm *comm, dtrain__local_work
     return false;
 }
 
-/* ---- Messages ---------------------------------------------------------------------------------*/
-
-/* Messages between two ranks in one direction go one after the other. */
-static bool dtrain__message_first(const dtrain__local_comm *comm, const dtrain__local_work *work)
+/* One stage more; a small operation was at its last one when it was shown. */
+static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
 {
-    const dtrain__local_work *other = comm->queue;
-    while (other != work &&
-           (other->what.kind != work->what.kind || other->what.root != work->what.root))
-        other = other->next;
-    return other == work;
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    const uint32_t last = base->small ? 2 : work->final + 1;
+    if (work->stage < last) dtrain__reach(comm, work, last);
+    return dtrain__all_reached(comm, work);
 }
 
-static dtrain__channel *dtrain__channel_of(const dtrain__local_comm *comm,
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
                                            const dtrain_collective *what)
 {
     const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
     const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
-    return dtrain__load(&comm->parts[from]->channels[to]);
+    return dtrain__load(&((const dtrain__local_comm *)comm)->parts[from]->channels[to]);
 }
 
 /* The other side has to do something first. */
-static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain__local_work *work)
+static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__local_work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
     if (!channel) return what->kind == DTRAIN_COLLECTIVE_RECV;
     const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
@@ -7484,60 +8127,21 @@ static bool dtrain__message_stuck(const dtrain__local_comm *comm, const dtrain__
     return filled == (what->kind == DTRAIN_COLLECTIVE_SEND ? DTRAIN__CELLS : 0u);
 }
 
-static bool dtrain__message_crosses(const dtrain__local_comm *comm, const dtrain_collective *what)
-{
-    return dtrain__node_ranks(comm->base.world) &&
-           dtrain__emulated_node(comm, what->root) != dtrain__emulated_node(comm, comm->base.rank);
-}
-
-/* The receiver knows when both sides were there and books for both. It takes the last cell when the
- * transfer is due, and a sender whose message does not fit into the channel waits for that; shorter
- * ones are copied and forgotten, as MPI's eager messages are. */
-static bool dtrain__message_held(const dtrain__local_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_world *world = comm->base.world;
-    const dtrain_collective *what = &work->what;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_COLLECTIVE_SEND || !dtrain__message_crosses(comm, what)) return false;
-    if (!work->due_ns) {
-        const dtrain__channel *channel = dtrain__channel_of(comm, what);
-        const uint64_t sent = channel->cells[channel->tail % DTRAIN__CELLS].started_ns;
-        const uint64_t start = sent > work->started_ns ? sent : work->started_ns;
-        const uint64_t out = dtrain__book_lane(world, dtrain__emulated_node(comm, what->root),
-                                               DTRAIN__LANE_OUT, start, (double)bytes);
-        const uint64_t in = dtrain__book_lane(world, dtrain__emulated_node(comm, comm->base.rank),
-                                              DTRAIN__LANE_IN, start, (double)bytes);
-        work->due_ns = (out > in ? out : in) + dtrain__emulated_latency(world, 1);
-    }
-    return bytes - work->moved <= DTRAIN__CELL_BYTES && dtrain__now_ns() < work->due_ns;
-}
-
-static dtrain_result dtrain__channel_make(dtrain__local_comm *comm, int to)
+static dtrain_result dtrain__channel_make(dtrain__engine *comm, int to)
 {
     void *memory;
     if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &memory) != DTRAIN_OK)
-        return dtrain__local_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__store(&comm->parts[comm->base.rank]->channels[to], (dtrain__channel *)memory);
+        return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[to],
+                  (dtrain__channel *)memory);
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__message_differs(dtrain__local_comm *comm,
-                                             const dtrain_collective *what,
-                                             const dtrain__cell *cell)
+/* One cell further; an empty message is one empty cell. Returns false when it has to wait for an
+ * emulated link, or has failed. */
+static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
 {
-    const int *world = comm->base.world_ranks;
-    return dtrain__local_failf(
-        comm, DTRAIN_ERROR_MISMATCH,
-        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name((dtrain_dtype)cell->dtype),
-        (unsigned long long)cell->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
-        what->count);
-}
-
-/* One cell further; an empty message is one empty cell. */
-static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__local_work *work)
-{
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
     dtrain__channel *channel = dtrain__channel_of(comm, what);
     const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     uint64_t *mine = sends ? &channel->head : &channel->tail;
@@ -7546,294 +8150,58 @@ static dtrain_result dtrain__message_cell(dtrain__local_comm *comm, dtrain__loca
     const size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
     if (sends) {
         cell->count = what->count;
-        cell->started_ns = work->started_ns;
+        cell->started_ns = work->base.shown.started_ns;
         cell->dtype = (uint32_t)what->dtype;
         if (length) memcpy(cell->data, (const char *)what->send + work->moved, length);
     } else {
+        if (!dtrain__message_due(comm, &work->base, cell->started_ns) && length == rest)
+            return false;
         if (cell->count != what->count || cell->dtype != (uint32_t)what->dtype)
-            return dtrain__message_differs(comm, what, cell);
+            return dtrain__message_differs(comm, &work->base, (dtrain_dtype)cell->dtype,
+                                           cell->count) == DTRAIN_OK;
         if (length) memcpy((char *)what->recv + work->moved, cell->data, length);
     }
     dtrain__store(mine, *mine + 1);
     comm->base.info.staged_bytes += length;
+    work->base.steps++;
     work->moved += length;
     work->sent = sends && work->moved == bytes && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
-                 dtrain__message_crosses(comm, what);
-    work->done = work->moved == bytes && !work->sent;
-    return DTRAIN_OK;
+                 dtrain__message_crosses(comm, &work->base);
+    return true;
 }
 
-static bool dtrain__message_move(dtrain__local_comm *comm, dtrain__local_work *work)
+static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
 {
-    if (!dtrain__message_first(comm, work)) return false;
-    if (work->what.kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, &work->what) &&
-        dtrain__channel_make(comm, work->what.root) != DTRAIN_OK)
+    dtrain__local_work *work = (dtrain__local_work *)base;
+    const dtrain_collective *what = &base->what;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what) &&
+        dtrain__channel_make(comm, what->root) != DTRAIN_OK)
         return false;
-    while (!work->done && !dtrain__message_stuck(comm, work)) {
+    while (!dtrain__message_stuck(comm, work)) {
         if (work->sent) return true;
-        if (dtrain__message_held(comm, work)) return false;
-        if (dtrain__message_cell(comm, work) != DTRAIN_OK) return false;
+        if (!dtrain__message_cell(comm, work)) return false;
+        if (work->moved == bytes && !work->sent) return true;
     }
-    return work->done;
+    return false;
 }
 
-/* ---- Start, test, wait ------------------------------------------------------------------------*/
-
-/* Moves everything in flight, oldest first. The host's threads do all the work, here. */
-static void dtrain__local_advance(dtrain__local_comm *comm)
+static bool dtrain__local_lags(const dtrain__engine *comm, const dtrain__work *base, int rank)
 {
-    uint64_t oldest = 0; /* sequence of the first collective that is not done */
-    dtrain__local_work **link = &comm->queue;
-    while (*link) {
-        dtrain__local_work *work = *link;
-        if (!oldest) oldest = work->sequence;
-        const bool done = work->sequence ? dtrain__collective_move(comm, work, oldest)
-                                         : dtrain__message_move(comm, work);
-        if (comm->failed) return;
-        if (!done) {
-            link = &work->next;
-            continue;
-        }
-        work->done = true;
-        *link = work->next;
-        if (!*link) comm->queue_end = link;
-        comm->base.in_flight--;
-        if (oldest == work->sequence) oldest = 0;
-    }
+    const dtrain__local_work *work = (const dtrain__local_work *)base;
+    if (!base->sequence) return dtrain__message_stuck(comm, work);
+    return !dtrain__reached(comm, base->sequence, work->stage, rank);
 }
 
-/* A rank that waits in one communicator keeps the others going: two ranks may wait for the same two
- * operations in opposite order, each in the communicator that the other one advances last. */
-static void dtrain__local_advance_all(dtrain__local_comm *comm)
-{
-    dtrain__local_advance(comm);
-    for (dtrain__local_comm *other = comm->base.world->locals; other; other = other->next) {
-        if (other == comm || !other->queue) continue;
-        dtrain__local_advance(other);
-        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
-    }
-}
+/* ---- Memory, life -----------------------------------------------------------------------------*/
 
-/* The sequence number of a rank's latest collective, for messages. */
-static uint64_t dtrain__last_sequence(const dtrain__local_comm *comm, int rank)
+static dtrain_result dtrain__local_map(dtrain__engine *comm, size_t bytes, void **out)
 {
-    uint64_t last = 0;
-    for (uint32_t i = 0; i < DTRAIN__SLOTS; i++) {
-        const uint64_t progress = dtrain__load(&comm->parts[rank]->slots[i].progress);
-        if (progress >> DTRAIN__STAGE_BITS > last) last = progress >> DTRAIN__STAGE_BITS;
-    }
-    return last;
+    return dtrain__shared_alloc(comm->base.world, bytes, out);
 }
-
-/* What keeps `work` from being done: an older collective, maybe. */
-static const dtrain__local_work *dtrain__blocking(const dtrain__local_comm *comm,
-                                                  const dtrain__local_work *work)
+static void dtrain__local_unmap(dtrain__engine *comm, void *memory)
 {
-    const dtrain__local_work *first = work->sequence ? comm->queue : work;
-    while (first != work && !first->sequence) first = first->next;
-    return first;
-}
-
-static bool dtrain__waits_for(const dtrain__local_comm *comm, const dtrain__local_work *work,
-                              int rank)
-{
-    if (work->sequence) return !dtrain__reached(comm, work, rank);
-    return rank == work->what.root && dtrain__message_stuck(comm, work);
-}
-
-/* "collective #17 (all-reduce sum f32 count 4)"; sequence 0: a message. */
-DTRAIN__PRIVATE void dtrain__name_work(const dtrain_collective *what, uint64_t sequence, char *text,
-                                       size_t room)
-{
-    char name[80];
-    dtrain__describe(what, name, sizeof name);
-    if (!sequence) snprintf(text, room, "%s", name);
-    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)sequence, name);
-}
-
-/* The rarer checks of a wait: has another rank failed the communicator, called something else,
- * left? How it ended is read before its progress: what it did before leaving counts. */
-static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm,
-                                           const dtrain__local_work *waited)
-{
-    const dtrain__local_work *work = dtrain__blocking(comm, waited);
-    const int *world = comm->base.world_ranks;
-    char name[128];
-    if (dtrain__load(&comm->parts[0]->failure))
-        return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
-    for (int i = 0; i < comm->base.size; i++) {
-        const uint32_t how = dtrain__load(&comm->base.world->control->fates[world[i]].how);
-        if (!dtrain__waits_for(comm, work, i)) {
-            if (work->sequence && work->stage == 1) DTRAIN__TRY(dtrain__compare(comm, work, i));
-            continue;
-        }
-        if (how != DTRAIN__LEFT) continue;
-        dtrain__name_work(&work->what, work->sequence, name, sizeof name);
-        return dtrain__local_failf(
-            comm, DTRAIN_ERROR_PEER,
-            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-            world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[comm->base.rank],
-            name);
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__local_timeout(dtrain__local_comm *comm,
-                                           const dtrain__local_work *waited)
-{
-    const dtrain__local_work *work = dtrain__blocking(comm, waited);
-    char name[128], list[200] = "";
-    size_t used = 0;
-    const dtrain_world *world = comm->base.world;
-    const uint64_t now = dtrain__now_ns();
-    dtrain__name_work(&work->what, work->sequence, name, sizeof name);
-    if (work->due_ns > now)
-        return dtrain__local_failf(
-            comm, DTRAIN_ERROR_TIMEOUT,
-            "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
-            "timeout_ms",
-            name, world->rank, 1e-9 * (double)world->timeout_ns,
-            world->emulation.gigabits_per_second, 1e-9 * (double)(work->due_ns - now));
-    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
-        if (!dtrain__waits_for(comm, work, i)) continue;
-        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
-        used += (size_t)snprintf(
-            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-            comm->base.world_ranks[i],
-            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
-    }
-    return dtrain__local_failf(
-        comm, DTRAIN_ERROR_TIMEOUT,
-        "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
-        world->rank, 1e-9 * (double)world->timeout_ns, list,
-        dtrain__node_ranks(world) ? " or the emulated links" : "");
-}
-
-static dtrain_result dtrain__local_more_works(dtrain__local_comm *comm)
-{
-    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(
-        &comm->base.world->allocator, 1, sizeof *block, "operations in flight");
-    if (!block) return DTRAIN_ERROR_MEMORY;
-    block->next = comm->blocks;
-    comm->blocks = block;
-    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
-        block->works[i].next = comm->idle;
-        comm->idle = &block->works[i];
-    }
-    return DTRAIN_OK;
-}
-
-static void dtrain__local_recycle(dtrain__local_comm *comm, dtrain__local_work *work)
-{
-    work->next = comm->idle;
-    comm->idle = work;
-    comm->base.outstanding--;
-}
-
-static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collective *what,
-                                         dtrain_work **out)
-{
-    dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    if (comm->failed) return dtrain__local_standing(comm);
-    if (!comm->idle && dtrain__local_more_works(comm) != DTRAIN_OK)
-        return dtrain__local_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__local_work *work = comm->idle;
-    comm->idle = work->next;
-    memset(work, 0, sizeof *work);
-    work->base.comm = base;
-    work->what = *what;
-    if (dtrain__node_ranks(base->world)) work->started_ns = dtrain__now_ns();
-    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
-        work->sequence = ++comm->sequence;
-    *comm->queue_end = work;
-    comm->queue_end = &work->next;
-    base->outstanding++;
-    base->in_flight++;
-    dtrain__local_advance(comm);
-    *out = &work->base;
-    if (!comm->failed) return DTRAIN_OK;
-    dtrain__local_recycle(comm, work);
-    return dtrain__local_standing(comm);
-}
-
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. A peer's death has a sentence
- * already, which becomes the communicator's. Before anything is given up, what the others did until
- * they failed or left is looked at once more: it may be all that was needed. */
-static void dtrain__local_look(dtrain__local_comm *comm, const dtrain__local_work *work,
-                               dtrain_result turn)
-{
-    if (turn != DTRAIN_OK || dtrain__load(&comm->parts[0]->failure)) dtrain__local_advance(comm);
-    if (work->done || comm->failed) return;
-    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__local_fail(&comm->base, turn, dtrain_last_error());
-    else if (dtrain__local_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
-        (void)dtrain__local_timeout(comm, work);
-}
-
-static dtrain_result dtrain__local_wait(dtrain_work *base)
-{
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    dtrain__local_comm *comm = (dtrain__local_comm *)base->comm;
-    dtrain__wait wait = dtrain__wait_begin();
-    while (!work->done && !comm->failed) {
-        dtrain__local_advance_all(comm);
-        if (work->done || comm->failed) break;
-        const dtrain_result turn = dtrain__node_ranks(comm->base.world)
-                                       ? dtrain__emulated_turn(comm->base.world, &wait)
-                                       : dtrain__wait_turn(comm->base.world, &wait);
-        if (wait.looked) dtrain__local_look(comm, work, turn); /* may set failed */
-    }
-    const dtrain_result result = work->done ? DTRAIN_OK : dtrain__local_standing(comm);
-    dtrain__local_recycle(comm, work);
-    return result;
-}
-
-static dtrain_result dtrain__local_test(dtrain_work *base, bool *done)
-{
-    dtrain__local_work *work = (dtrain__local_work *)base;
-    dtrain__local_comm *comm = (dtrain__local_comm *)base->comm;
-    dtrain__wait wait = dtrain__wait_begin();
-    if (!work->done && !comm->failed) dtrain__local_advance_all(comm);
-    if (!work->done && !comm->failed)
-        dtrain__local_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
-    *done = work->done || comm->failed;
-    return work->done || !comm->failed ? DTRAIN_OK : dtrain__local_standing(comm);
-}
-
-/* ---- Making and ending a communicator ---------------------------------------------------------*/
-
-static dtrain_result dtrain__local_alloc(dtrain_comm *comm, size_t bytes, void **out)
-{
-    return dtrain__shared_alloc(comm->world, bytes, out);
-}
-static void dtrain__local_free(dtrain_comm *comm, void *memory, size_t bytes)
-{
-    (void)bytes;
-    dtrain__shared_free(comm->world, memory);
-}
-
-/* Private memory only; this rank's part is left to those who may still read it. */
-static void dtrain__local_release(dtrain__local_comm *comm)
-{
-    const dtrain_allocator *allocator = &comm->base.world->allocator;
-    const size_t size = (size_t)comm->base.size;
-    dtrain__local_comm **link = &comm->base.world->locals;
-    while (*link != comm) link = &(*link)->next;
-    *link = comm->next;
-    while (comm->blocks) {
-        dtrain__work_block *block = comm->blocks;
-        comm->blocks = block->next;
-        dtrain__free(allocator, block, 1, sizeof *block);
-    }
-    dtrain__free(allocator, comm->parts, size, sizeof *comm->parts);
-    dtrain__free(allocator, comm->base.world_ranks, size, sizeof *comm->base.world_ranks);
-    dtrain__free(allocator, comm, 1, sizeof *comm);
-}
-
-/* The end of a rank. Operations in flight are dropped: nobody here waits for them any more, and
- * ranks that wait for this one learn that it left. */
-DTRAIN__PRIVATE void dtrain__local_end(dtrain_world *world)
-{
-    while (world->locals) dtrain__local_release(world->locals);
+    dtrain__shared_free(comm->base.world, memory);
 }
 
 /* A part outlives its rank's communicator while another member may still read its payloads. */
@@ -7853,6 +8221,41 @@ static void dtrain__sweep_retired(dtrain_world *world)
     }
 }
 
+/* The address of a half is that of its part. */
+static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    dtrain_world *world = base->base.world;
+    void *part;
+    dtrain__sweep_retired(world);
+    comm->parts = (dtrain__part **)dtrain__alloc(&world->allocator, (size_t)base->base.size,
+                                                 sizeof *comm->parts, "a table of ranks");
+    if (!comm->parts) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__shared_alloc(world, sizeof(dtrain__part), &part));
+    comm->parts[base->base.rank] = (dtrain__part *)part;
+    comm->parts[base->base.rank]->size = (uint32_t)base->base.size;
+    *address = (int64_t)(intptr_t)part;
+    return DTRAIN_OK;
+}
+
+static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    for (int i = 0; i < base->base.size; i++)
+        comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
+    base->report = &comm->parts[0]->report;
+}
+
+/* Private memory only; a part that others know is left to those who may still read it. */
+static void dtrain__local_release(dtrain__engine *base)
+{
+    dtrain__local_comm *comm = (dtrain__local_comm *)base;
+    dtrain_world *world = base->base.world;
+    if (!comm->parts) return;
+    if (!base->report) dtrain__shared_free(world, comm->parts[base->base.rank]);
+    dtrain__free(&world->allocator, comm->parts, (size_t)base->base.size, sizeof *comm->parts);
+}
+
 static dtrain_result dtrain__local_destroy(dtrain_comm *base)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
@@ -7861,67 +8264,49 @@ static dtrain_result dtrain__local_destroy(dtrain_comm *base)
     part->next = world->retired;
     world->retired = part;
     for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
-    dtrain__local_release(comm);
+    dtrain__engine_release(&comm->base);
     dtrain__sweep_retired(world);
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key,
-                                         dtrain_comm **out);
+static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_comm),
+                                                          sizeof(dtrain__local_work),
+                                                          0,
+                                                          dtrain__local_show,
+                                                          dtrain__local_heard,
+                                                          dtrain__local_inputs,
+                                                          dtrain__local_move,
+                                                          dtrain__local_message,
+                                                          dtrain__local_lags,
+                                                          dtrain__publish_shared,
+                                                          dtrain__local_map,
+                                                          dtrain__local_unmap,
+                                                          NULL,
+                                                          dtrain__local_meet,
+                                                          dtrain__local_make,
+                                                          dtrain__local_join,
+                                                          dtrain__local_release};
 
-static const dtrain_comm_ops dtrain__local_ops = {DTRAIN_COMM_ABI,
-                                                  false,
-                                                  "local",
-                                                  dtrain__local_world_comm,
-                                                  dtrain__local_start,
-                                                  dtrain__local_test,
-                                                  dtrain__local_wait,
-                                                  dtrain__local_alloc,
-                                                  dtrain__local_free,
-                                                  dtrain__local_split,
-                                                  dtrain__local_fail,
-                                                  dtrain__local_destroy};
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void) { return &dtrain__local_ops; }
+static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out);
 
-/* This rank's half of a communicator of `size` ranks; its part is made, the others' are not
- * known. */
-static dtrain_result dtrain__local_make(dtrain_world *world, int size, int rank,
-                                        dtrain__local_comm **out)
-{
-    const dtrain_allocator *allocator = &world->allocator;
-    void *part = NULL;
-    dtrain__sweep_retired(world);
-    *out = (dtrain__local_comm *)dtrain__alloc(allocator, 1, sizeof **out, "a communicator");
-    if (!*out) return DTRAIN_ERROR_MEMORY;
-    dtrain__local_comm *comm = *out;
-    comm->base.ops = &dtrain__local_ops;
-    comm->base.world = world;
-    comm->base.size = size;
-    comm->base.rank = rank;
-    comm->queue_end = &comm->queue;
-    comm->next = world->locals;
-    world->locals = comm;
-    comm->base.world_ranks =
-        (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
-    if (comm->base.world_ranks)
-        comm->parts = (dtrain__part **)dtrain__alloc(allocator, (size_t)size, sizeof *comm->parts,
-                                                     "a table of ranks");
-    if (comm->parts && dtrain__local_more_works(comm) == DTRAIN_OK &&
-        dtrain__shared_alloc(world, sizeof(dtrain__part), &part) == DTRAIN_OK) {
-        comm->parts[rank] = (dtrain__part *)part;
-        comm->parts[rank]->size = (uint32_t)size;
-        return DTRAIN_OK;
+#define DTRAIN__LOCAL_OPS(name)                                                                  \
+    {                                                                                            \
+        DTRAIN_COMM_ABI, false, name, dtrain__local_create, dtrain__engine_start,                \
+            dtrain__engine_test, dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, \
+            dtrain__engine_split, dtrain__engine_fail, dtrain__local_destroy                     \
     }
-    dtrain__local_release(comm);
-    *out = NULL;
-    return DTRAIN_ERROR_MEMORY;
-}
+static const dtrain_comm_ops dtrain__local_ops = DTRAIN__LOCAL_OPS("local");
+static const dtrain_comm_ops dtrain__staged_ops = DTRAIN__LOCAL_OPS("staged");
+#undef DTRAIN__LOCAL_OPS
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void) { return &dtrain__local_ops; }
 
 /* The first thing in each arena is the rank's part: nothing has to be exchanged, and zeroed memory
  * is a rank that has not started yet. */
-DTRAIN__PRIVATE dtrain_result dtrain__local_world_comm(dtrain_world *world, dtrain_comm **out)
+static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out)
 {
-    dtrain__local_comm *comm;
+    const bool host_memory = world->device->ops->host_memory;
+    int64_t addresses[DTRAIN_MAX_RANKS];
+    dtrain__engine *comm;
     if (!world->control->arenas)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
@@ -7929,562 +8314,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__local_world_comm(dtrain_world *world, dtra
             "needs that, between hosts set comm_ops to one that crosses them: NCCL on GPUs",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
-    DTRAIN__TRY(dtrain__local_make(world, world->size, world->rank, &comm));
+    DTRAIN__TRY(dtrain__engine_make(world, host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
+                                    &dtrain__local_transport, NULL, world->size, world->rank, &comm,
+                                    addresses));
     for (int i = 0; i < world->size; i++) {
         comm->base.world_ranks[i] = i;
-        comm->parts[i] = (dtrain__part *)(void *)dtrain__arena(world->control, i);
+        addresses[i] = (int64_t)(intptr_t)dtrain__arena(world->control, i);
     }
+    comm->transport->join(comm, addresses);
     *out = &comm->base;
     return DTRAIN_OK;
 }
 
-/* Ranks of `mine`'s color in the new order: by key, then by old rank. Writes their old ranks. */
-DTRAIN__PRIVATE int dtrain__split_members(int64_t (*all)[2], int size, int mine, int *members)
-{
-    int count = 0;
-    for (int i = 0; i < size; i++) {
-        if (all[i][0] != all[mine][0]) continue;
-        int at = count++;
-        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
-        members[at] = i;
-    }
-    return count;
-}
-
-/* Two exchanges: colors and keys; then where each rank's part is, or that it has none, in which
- * case no rank gets a communicator: half a group would wait for ever. */
-static dtrain_result dtrain__local_split(dtrain_comm *parent, int color, int key, dtrain_comm **out)
-{
-    int64_t mine[2] = {color < 0 ? -1 : color, key}, all[DTRAIN_MAX_RANKS][2],
-            parts[DTRAIN_MAX_RANKS];
-    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
-    dtrain__local_comm *comm = NULL;
-    DTRAIN__TRY(
-        dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 2, DTRAIN_DTYPE_I64, 0, -1, NULL));
-    const int size = dtrain__split_members(all, parent->size, parent->rank, members);
-    while (members[rank] != parent->rank) rank++;
-    if (color >= 0) (void)dtrain__local_make(parent->world, size, rank, &comm);
-    int64_t part = color < 0 ? 1 : comm ? (int64_t)(intptr_t)comm->parts[rank] : 0;
-    const dtrain_result shared = dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &part, parts, 1,
-                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
-    for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
-        if (!parts[i]) lacking = i;
-    if (shared != DTRAIN_OK || lacking >= 0) {
-        if (comm) dtrain__shared_free(parent->world, comm->parts[rank]);
-        if (comm) dtrain__local_release(comm);
-        if (shared != DTRAIN_OK) return shared;
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_comm_split: rank %d has no memory for its part",
-                           parent->world_ranks[lacking]);
-    }
-    for (int i = 0; comm && i < size; i++) {
-        comm->parts[i] = (dtrain__part *)(intptr_t)parts[members[i]];
-        comm->base.world_ranks[i] = parent->world_ranks[members[i]];
-    }
-    *out = comm ? &comm->base : NULL;
-    return DTRAIN_OK;
-}
-
 /* ================================================================================================
- * src/comm/staged.c
+ * src/comm/mpi.c
  * ==============================================================================================*/
 
-/* Device buffers: the staged backend
- *
- * Ranks that share a GPU, or have GPUs and no NCCL, meet in the local backend all the same: what is
- * in device memory is copied through page-locked shared memory on the way in and out.
- *
- *     compute stream  ..kernels | event            event wait | kernels..
- *     copy stream                 \ device -> image           / image -> device
- *     host                                     local operation
- *
- * Memory from dtrain_comm_alloc is device memory with a twin in the shared arena, its image at the
- * same offsets; other device memory gets an image of its operation's own. Operations enter the
- * local backend in the order they were started, each when its copy has landed. */
-
-/* ================================================================================================
- * src/comm/staged_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of comm/ beside the public API. */
-
-typedef struct dtrain__twin {
-    struct dtrain__twin *next;
-    char *device, *image;
-    size_t bytes;
-} dtrain__twin;
-
-typedef struct dtrain__staged_work {
-    dtrain_work base;
-    struct dtrain__staged_work *next, *next_made; /* in the queue or idle; of all */
-    dtrain_collective what;                       /* as called */
-    dtrain_collective image;                      /* what the local backend does */
-    dtrain_event *computed, *copied;
-    dtrain_work *inner;
-    char *stage[2]; /* images of buffers that have no twin: send, recv; they grow */
-    size_t stage_bytes[2];
-    int state; /* DTRAIN__COPYING_IN ... */
-} dtrain__staged_work;
-
-typedef struct dtrain__staged_comm {
-    dtrain_comm base;
-    struct dtrain__staged_comm *next; /* in the world's list */
-    dtrain_comm *inner;               /* local */
-    dtrain_device *device;
-    dtrain_stream *stream; /* of copies */
-    dtrain__twin *twins;
-    dtrain__staged_work *queue; /* not copied out yet, in the order of their start */
-    dtrain__staged_work *idle, *made;
-    bool failed;
-} dtrain__staged_comm;
-
-/* comm/staged.c */
-DTRAIN__PRIVATE void dtrain__staged_release(dtrain__staged_comm *comm);
-DTRAIN__PRIVATE dtrain_result dtrain__staged_create(dtrain_world *world, dtrain_comm **out);
-
-enum { DTRAIN__COPYING_IN, DTRAIN__MEETING, DTRAIN__COPIED_OUT };
-
-/* Page-locked memory that every rank of the machine can read. */
-static dtrain_result dtrain__image_alloc(dtrain__staged_comm *comm, size_t bytes, char **out)
-{
-    void *memory;
-    DTRAIN__TRY(comm->inner->ops->alloc(comm->inner, bytes, &memory));
-    const size_t pages = dtrain__round_up(bytes ? bytes : 1, dtrain__page_bytes());
-    const dtrain_result result = comm->device->ops->host_register(comm->device, memory, pages);
-    if (result == DTRAIN_OK) *out = (char *)memory;
-    else comm->inner->ops->free(comm->inner, memory, bytes);
-    return result;
-}
-
-static void dtrain__image_free(dtrain__staged_comm *comm, char *memory, size_t bytes)
-{
-    if (!memory) return;
-    comm->device->ops->host_unregister(comm->device, memory);
-    comm->inner->ops->free(comm->inner, memory, bytes);
-}
-
-static dtrain_result dtrain__staged_alloc(dtrain_comm *base, size_t bytes, void **out)
-{
-    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
-    const dtrain_allocator *allocator = &base->world->allocator;
-    void *memory = NULL;
-    dtrain__twin *twin =
-        (dtrain__twin *)dtrain__alloc(allocator, 1, sizeof *twin, "communicator memory");
-    if (!twin) return DTRAIN_ERROR_MEMORY;
-    twin->bytes = bytes;
-    dtrain_result result = comm->device->ops->alloc(comm->device, bytes, &memory);
-    if (result == DTRAIN_OK) result = comm->device->ops->zero(comm->device, memory, bytes);
-    if (result == DTRAIN_OK) result = dtrain__image_alloc(comm, bytes, &twin->image);
-    if (result != DTRAIN_OK) {
-        if (memory) comm->device->ops->free(comm->device, memory, bytes);
-        dtrain__free(allocator, twin, 1, sizeof *twin);
-        return result;
-    }
-    twin->device = (char *)memory;
-    twin->next = comm->twins;
-    comm->twins = twin;
-    *out = memory;
-    return DTRAIN_OK;
-}
-
-static void dtrain__staged_free(dtrain_comm *base, void *memory, size_t bytes)
-{
-    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
-    (void)bytes; /* the twin knows */
-    for (dtrain__twin **link = &comm->twins; *link; link = &(*link)->next) {
-        dtrain__twin *twin = *link;
-        if (twin->device != memory) continue;
-        *link = twin->next;
-        comm->device->ops->free(comm->device, memory, twin->bytes);
-        dtrain__image_free(comm, twin->image, twin->bytes);
-        dtrain__free(&base->world->allocator, twin, 1, sizeof *twin);
-        return;
-    }
-}
-
-/* ---- Images of an operation's buffers ---------------------------------------------------------*/
-
-static char *dtrain__twin_image(const dtrain__staged_comm *comm, const void *memory)
-{
-    const uintptr_t at = (uintptr_t)memory;
-    for (const dtrain__twin *twin = comm->twins; twin; twin = twin->next) {
-        const uintptr_t begin = (uintptr_t)twin->device;
-        if (at >= begin && at - begin < twin->bytes) return twin->image + (at - begin);
-    }
-    return NULL;
-}
-
-/* Host memory is its own image. */
-static dtrain_result dtrain__image_of(dtrain__staged_comm *comm, dtrain__staged_work *work,
-                                      int which, const void *memory, size_t bytes, char **out)
-{
-    const bool on_device = memory && comm->device->ops->is_device_memory(comm->device, memory);
-    *out = on_device ? dtrain__twin_image(comm, memory) : (char *)(uintptr_t)memory;
-    if (*out || !memory) return DTRAIN_OK;
-    if (bytes > work->stage_bytes[which]) {
-        /* a copy out of the smaller one may still be queued */
-        DTRAIN__TRY(comm->device->ops->synchronize(comm->device));
-        dtrain__image_free(comm, work->stage[which], work->stage_bytes[which]);
-        work->stage[which] = NULL;
-        work->stage_bytes[which] = 0;
-        DTRAIN__TRY(dtrain__image_alloc(comm, bytes, &work->stage[which]));
-        work->stage_bytes[which] = bytes;
-    }
-    *out = work->stage[which];
-    return DTRAIN_OK;
-}
-
-/* In place, the smaller buffer lies inside the larger one: so must its image. */
-static dtrain_result dtrain__images(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const size_t send_bytes = dtrain__send_count(what, comm->base.size) * unit;
-    const size_t recv_bytes = dtrain__recv_count(what, comm->base.size) * unit;
-    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
-    char *send = NULL, *recv = NULL;
-    if (what->recv && from >= to && from + send_bytes <= to + recv_bytes) {
-        DTRAIN__TRY(dtrain__image_of(comm, work, 1, what->recv, recv_bytes, &recv));
-        send = recv ? recv + (from - to) : NULL;
-    } else if (what->send && to >= from && to + recv_bytes <= from + send_bytes) {
-        DTRAIN__TRY(dtrain__image_of(comm, work, 0, what->send, send_bytes, &send));
-        recv = send ? send + (to - from) : NULL;
-    } else {
-        DTRAIN__TRY(dtrain__image_of(comm, work, 0, what->send, send_bytes, &send));
-        DTRAIN__TRY(dtrain__image_of(comm, work, 1, what->recv, recv_bytes, &recv));
-    }
-    work->image = *what;
-    work->image.send = send;
-    work->image.recv = recv;
-    return DTRAIN_OK;
-}
-
-/* ---- Progress ---------------------------------------------------------------------------------*/
-
-static bool dtrain__staged_reads(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_BARRIER)
-        return false;
-    return what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->rank;
-}
-static bool dtrain__staged_writes(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    if (what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_BARRIER)
-        return false;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) return what->root != comm->rank;
-    return what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank;
-}
-
-/* The copy stream takes its turn after everything that compute has queued so far. */
-static dtrain_result dtrain__staged_copy_in(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    const dtrain_device_ops *ops = comm->device->ops;
-    const size_t bytes =
-        dtrain__send_count(&work->what, comm->base.size) * dtrain_dtype_bytes(work->what.dtype);
-    DTRAIN__TRY(ops->event_record(comm->device, work->computed, NULL));
-    DTRAIN__TRY(ops->event_wait(comm->device, work->computed, comm->stream));
-    if (dtrain__staged_reads(&comm->base, &work->what) && work->image.send != work->what.send) {
-        DTRAIN__TRY(ops->copy_async(comm->device, (void *)(uintptr_t)work->image.send,
-                                    work->what.send, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
-                                    comm->stream));
-        comm->base.info.staged_bytes += bytes;
-    }
-    return ops->event_record(comm->device, work->copied, comm->stream);
-}
-
-static dtrain_result dtrain__staged_copy_out(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    const dtrain_device_ops *ops = comm->device->ops;
-    const size_t bytes =
-        dtrain__recv_count(&work->what, comm->base.size) * dtrain_dtype_bytes(work->what.dtype);
-    if (dtrain__staged_writes(&comm->base, &work->what) && work->image.recv != work->what.recv) {
-        DTRAIN__TRY(ops->copy_async(comm->device, work->what.recv, work->image.recv, bytes,
-                                    DTRAIN_COPY_HOST_TO_DEVICE, comm->stream));
-        comm->base.info.staged_bytes += bytes;
-    }
-    return ops->event_record(comm->device, work->copied, comm->stream);
-}
-
-/* Nothing in flight will be finished. */
-static dtrain_result dtrain__staged_fail(dtrain_comm *base, dtrain_result code, const char *text)
-{
-    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
-    comm->failed = true;
-    comm->queue = NULL;
-    base->in_flight = 0;
-    return comm->inner->ops->fail(comm->inner, code, text);
-}
-
-static dtrain_result dtrain__staged_standing(dtrain__staged_comm *comm)
-{
-    return dtrain__staged_fail(&comm->base, DTRAIN_ERROR_PEER, "the communicator has failed");
-}
-
-/* Waits for the local operation (which knows whom to name when it takes too long) and starts the
- * way back; the work leaves the queue. */
-static dtrain_result dtrain__staged_leave(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    dtrain__staged_work **link = &comm->queue;
-    dtrain_work *inner = work->inner;
-    work->inner = NULL;
-    DTRAIN__TRY(comm->inner->ops->wait(inner));
-    DTRAIN__TRY(dtrain__staged_copy_out(comm, work));
-    while (*link != work) link = &(*link)->next;
-    *link = work->next;
-    work->state = DTRAIN__COPIED_OUT;
-    comm->base.in_flight--;
-    return DTRAIN_OK;
-}
-
-/* As far as one operation can go without waiting; *entered says whether the next may follow. */
-static dtrain_result dtrain__staged_move(dtrain__staged_comm *comm, dtrain__staged_work *work,
-                                         bool *entered)
-{
-    bool done;
-    if (work->state == DTRAIN__COPYING_IN) {
-        *entered = false;
-        DTRAIN__TRY(comm->device->ops->event_query(comm->device, work->copied, &done));
-        if (!done) return DTRAIN_OK;
-        DTRAIN__TRY(comm->inner->ops->start(comm->inner, &work->image, &work->inner));
-        work->state = DTRAIN__MEETING;
-    }
-    *entered = true;
-    DTRAIN__TRY(comm->inner->ops->test(work->inner, &done));
-    return done ? dtrain__staged_leave(comm, work) : DTRAIN_OK;
-}
-
-/* The first error ends all operations. */
-static dtrain_result dtrain__staged_advance(dtrain__staged_comm *comm)
-{
-    bool entered = true;
-    for (dtrain__staged_work *work = comm->queue, *next; work && entered; work = next) {
-        next = work->next;
-        const dtrain_result result = dtrain__staged_move(comm, work, &entered);
-        if (result != DTRAIN_OK)
-            return dtrain__staged_fail(&comm->base, result, dtrain_last_error());
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__staged_advance_all(dtrain__staged_comm *waiting)
-{
-    dtrain__staged_comm *comm = waiting->base.world->staged;
-    for (; comm; comm = comm->next)
-        if (comm != waiting && comm->queue) dtrain__staged_advance(comm); /* keeps its own error */
-    return waiting->failed ? dtrain__staged_standing(waiting) : dtrain__staged_advance(waiting);
-}
-
-/* ---- Operations -------------------------------------------------------------------------------*/
-
-static void dtrain__staged_work_destroy(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    const dtrain_device_ops *ops = comm->device->ops;
-    for (int i = 0; i < 2; i++) dtrain__image_free(comm, work->stage[i], work->stage_bytes[i]);
-    if (work->computed) ops->event_destroy(comm->device, work->computed);
-    if (work->copied) ops->event_destroy(comm->device, work->copied);
-    dtrain__free(&comm->base.world->allocator, work, 1, sizeof *work);
-}
-
-static dtrain__staged_work *dtrain__staged_work_make(dtrain__staged_comm *comm)
-{
-    const dtrain_device_ops *ops = comm->device->ops;
-    dtrain__staged_work *work = (dtrain__staged_work *)dtrain__alloc(
-        &comm->base.world->allocator, 1, sizeof *work, "an operation");
-    if (!work) return NULL;
-    work->base.comm = &comm->base;
-    if (ops->event_create(comm->device, false, &work->computed) != DTRAIN_OK ||
-        ops->event_create(comm->device, false, &work->copied) != DTRAIN_OK) {
-        dtrain__staged_work_destroy(comm, work);
-        return NULL;
-    }
-    work->next_made = comm->made;
-    comm->made = work;
-    return work;
-}
-
-static dtrain_result dtrain__staged_enqueue(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    dtrain__staged_work **link = &comm->queue;
-    work->next = NULL;
-    work->inner = NULL;
-    work->state = DTRAIN__COPYING_IN;
-    DTRAIN__TRY(dtrain__images(comm, work));
-    DTRAIN__TRY(dtrain__staged_copy_in(comm, work));
-    while (*link) link = &(*link)->next;
-    *link = work;
-    comm->base.in_flight++;
-    return DTRAIN_OK;
-}
-
-/* One rank: the result is what it sends. There is no handle to wait for: the copy, if any, is on
- * the compute stream. */
-static dtrain_result dtrain__staged_alone(dtrain__staged_comm *comm, const dtrain_collective *what,
-                                          dtrain_work **out)
-{
-    dtrain_device *device = comm->device;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    *out = NULL;
-    if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    const bool from = device->ops->is_device_memory(device, what->send);
-    const bool to = device->ops->is_device_memory(device, what->recv);
-    if (!from && !to) memcpy(what->recv, what->send, bytes);
-    if (!from && !to) return DTRAIN_OK;
-    return device->ops->copy(device, what->recv, what->send, bytes,
-                             from && to ? DTRAIN_COPY_DEVICE_TO_DEVICE
-                             : from     ? DTRAIN_COPY_DEVICE_TO_HOST
-                                        : DTRAIN_COPY_HOST_TO_DEVICE);
-}
-
-static dtrain_result dtrain__staged_start(dtrain_comm *base, const dtrain_collective *what,
-                                          dtrain_work **out)
-{
-    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
-    if (comm->failed) return dtrain__staged_standing(comm);
-    if (base->size == 1) return dtrain__staged_alone(comm, what, out);
-    dtrain__staged_work *work = comm->idle ? comm->idle : dtrain__staged_work_make(comm);
-    if (!work) return dtrain__staged_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    if (work == comm->idle) comm->idle = work->next;
-    work->what = *what;
-    const dtrain_result result = dtrain__staged_enqueue(comm, work);
-    if (result != DTRAIN_OK) {
-        work->next = comm->idle;
-        comm->idle = work;
-        return dtrain__staged_fail(base, result, dtrain_last_error());
-    }
-    base->outstanding++;
-    *out = &work->base;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__staged_arrive(dtrain__staged_comm *comm, dtrain__staged_work *work)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    for (;;) {
-        DTRAIN__TRY(dtrain__staged_advance_all(comm));
-        if (work->state != DTRAIN__COPYING_IN) break;
-        /* a dead rank is the local backend's to report */
-        if (dtrain__wait_turn(comm->base.world, &wait) == DTRAIN_ERROR_TIMEOUT)
-            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                               "the device did not finish the work before a collective in %.1f s",
-                               1e-9 * (double)comm->base.world->timeout_ns);
-    }
-    if (work->state == DTRAIN__MEETING) DTRAIN__TRY(dtrain__staged_leave(comm, work));
-    return comm->device->ops->event_wait(comm->device, work->copied, NULL);
-}
-
-static dtrain_result dtrain__staged_wait(dtrain_work *base)
-{
-    dtrain__staged_work *work = (dtrain__staged_work *)base;
-    dtrain__staged_comm *comm = (dtrain__staged_comm *)base->comm;
-    dtrain_result result = dtrain__staged_arrive(comm, work);
-    if (result != DTRAIN_OK) {
-        result = dtrain__staged_fail(&comm->base, result, dtrain_last_error());
-        if (work->inner) comm->inner->ops->wait(work->inner); /* gives the handle back */
-    }
-    work->inner = NULL;
-    work->next = comm->idle;
-    comm->idle = work;
-    comm->base.outstanding--;
-    return result;
-}
-
-static dtrain_result dtrain__staged_test(dtrain_work *base, bool *done)
-{
-    dtrain__staged_work *work = (dtrain__staged_work *)base;
-    const dtrain_result result = dtrain__staged_advance_all((dtrain__staged_comm *)work->base.comm);
-    *done = result != DTRAIN_OK || work->state == DTRAIN__COPIED_OUT;
-    return result;
-}
-
-/* ---- Life -------------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE void dtrain__staged_release(dtrain__staged_comm *comm)
-{
-    dtrain_world *world = comm->base.world;
-    const dtrain_allocator allocator = world->allocator;
-    dtrain__staged_comm **link = &world->staged;
-    comm->device->ops->synchronize(comm->device); /* copies into memory that goes away */
-    while (*link != comm) link = &(*link)->next;
-    *link = comm->next;
-    while (comm->made) {
-        dtrain__staged_work *work = comm->made;
-        comm->made = work->next_made;
-        dtrain__staged_work_destroy(comm, work);
-    }
-    while (comm->twins) dtrain__staged_free(&comm->base, comm->twins->device, comm->twins->bytes);
-    if (comm->stream) comm->device->ops->stream_destroy(comm->device, comm->stream);
-    dtrain__free(&allocator, comm, 1, sizeof *comm);
-}
-
-static dtrain_result dtrain__staged_destroy(dtrain_comm *base)
-{
-    dtrain_comm *inner = ((dtrain__staged_comm *)base)->inner;
-    dtrain__staged_release((dtrain__staged_comm *)base);
-    return inner->ops->destroy(inner);
-}
-
-static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key, dtrain_comm **out);
-
-static const dtrain_comm_ops dtrain__staged_ops = {DTRAIN_COMM_ABI,
-                                                   false,
-                                                   "staged",
-                                                   dtrain__staged_create,
-                                                   dtrain__staged_start,
-                                                   dtrain__staged_test,
-                                                   dtrain__staged_wait,
-                                                   dtrain__staged_alloc,
-                                                   dtrain__staged_free,
-                                                   dtrain__staged_split,
-                                                   dtrain__staged_fail,
-                                                   dtrain__staged_destroy};
-
-static dtrain_result dtrain__staged_wrap(dtrain_world *world, dtrain_comm *inner, dtrain_comm **out)
-{
-    dtrain__staged_comm *comm =
-        (dtrain__staged_comm *)dtrain__alloc(&world->allocator, 1, sizeof *comm, "a communicator");
-    if (!comm) return DTRAIN_ERROR_MEMORY;
-    comm->base.ops = &dtrain__staged_ops;
-    comm->base.world = world;
-    comm->base.rank = inner->rank;
-    comm->base.size = inner->size;
-    comm->base.world_ranks = inner->world_ranks;
-    comm->inner = inner;
-    comm->device = world->device;
-    comm->next = world->staged;
-    world->staged = comm;
-    const dtrain_result result =
-        comm->device->ops->stream_create(comm->device, true, &comm->stream);
-    if (result == DTRAIN_OK) *out = &comm->base;
-    else dtrain__staged_release(comm);
-    return result;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__staged_create(dtrain_world *world, dtrain_comm **out)
-{
-    dtrain_comm *inner;
-    DTRAIN__TRY(dtrain__local_world_comm(world, &inner));
-    return dtrain__staged_wrap(world, inner, out);
-}
-
-static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key, dtrain_comm **out)
-{
-    dtrain__staged_comm *comm = (dtrain__staged_comm *)base;
-    dtrain_comm *inner;
-    DTRAIN__TRY(comm->inner->ops->split(comm->inner, color, key, &inner));
-    *out = NULL;
-    return inner ? dtrain__staged_wrap(base->world, inner, out) : DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/comm/mpi_requests.c
- * ==============================================================================================*/
-
-/* MPI
+/* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. That ranks agree on what they
- * call, how long they wait and in which order is added is decided here: MPI compares nothing, has
- * no deadline and promises no order. A collective:
+ * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. MPI compares nothing, has no
+ * deadline and promises no order of additions: the engine and these files do. A collective:
  *
  *     record     from every rank to every other: | fingerprint, 64 bytes | small data |; all must
  *                agree. Small operations end here, after one round
@@ -8516,7 +8366,8 @@ static dtrain_result dtrain__staged_split(dtrain_comm *base, int color, int key,
  * src/comm/mpi_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of comm/ beside the public API. */
+/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c large
+ * operations and messages, mpi_meet.c begins and ends. */
 
 #ifdef DTRAIN_USE_MPI
 
@@ -8544,10 +8395,9 @@ typedef enum dtrain__mpi_use {
 enum { DTRAIN__MPI_LANES = 4, DTRAIN__MPI_TAGS = 5 };
 
 typedef struct dtrain__mpi_record {
-    uint32_t magic, kind, dtype, op;
-    int32_t root;
-    uint32_t unused[3];
-    uint64_t count, sequence;
+    uint32_t magic, unused;
+    uint64_t sequence;
+    dtrain__shown shown;
     uint64_t reserved[2];
 } dtrain__mpi_record; /* 64 bytes; data follows */
 
@@ -8557,28 +8407,14 @@ typedef struct dtrain__mpi_lane {
     uint32_t landed; /* bit c % depth: chunk c >= done is there */
 } dtrain__mpi_lane;
 
-typedef enum dtrain__mpi_stage {
-    DTRAIN__MPI_QUEUED = 0,
-    DTRAIN__MPI_MEETING = 1, /* records or the head are under way */
-    DTRAIN__MPI_MOVING = 2
-} dtrain__mpi_stage;
-
 typedef struct dtrain__mpi_work {
-    dtrain_work base;
-    struct dtrain__mpi_work *next; /* in the queue, or among the idle */
-    dtrain_collective what;
-    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    uint32_t stage;
-    bool done, complete;   /* complete: only records of this rank are still on their way out */
-    int heard, unsent;     /* records */
+    dtrain__work base;
+    int unsent;            /* records of this rank that are still on their way out */
+    bool open, complete;   /* large collectives: the lanes are its own; have reached their ends */
+    bool begun, headed;    /* messages: the head is under way; has come ... */
+    bool compared;         /* ... and agrees with what the receiver asked for */
     dtrain__mpi_lane lane; /* messages */
-    char *record;          /* messages: head and small data */
 } dtrain__mpi_work;
-
-typedef struct dtrain__mpi_block {
-    struct dtrain__mpi_block *next;
-    dtrain__mpi_work works[DTRAIN__WINDOW];
-} dtrain__mpi_block;
 
 /* What a request is for. */
 typedef struct dtrain__mpi_token {
@@ -8595,23 +8431,16 @@ typedef struct dtrain__mpi_memory {
 } dtrain__mpi_memory;
 
 typedef struct dtrain__mpi_comm {
-    dtrain_comm base;
+    dtrain__engine base;
     struct dtrain__mpi_hub *hub;
-    struct dtrain__mpi_comm *next; /* newest first */
-    int tag;                       /* its first */
-    uint64_t sequence;             /* of the collective started last */
-    dtrain__mpi_work *queue, **queue_end, *idle;
-    dtrain__mpi_block *blocks;
-    bool stirred;          /* something was started since the last look */
     int active, room;      /* requests */
     MPI_Request *requests; /* these four (room), the first two (active) */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
     size_t record_bytes, chunk_bytes;
-    char *records;           /* (2, window, size, record_bytes): out, in */
-    uint8_t *heard;          /* (window, size) */
-    uint64_t *last;          /* (size) sequence of the last record that came */
+    char *records;           /* (2, window + 1, size, record_bytes): out, in; last: of messages */
+    uint64_t *heard;         /* (window, size) sequence of the record that came last */
     char *temporary;         /* (depth, size + 1, chunk_bytes), made when first needed */
     dtrain__mpi_lane *lanes; /* (lanes, size), of the oldest collective */
     size_t combined;         /* its chunks of this rank's slice that are added up */
@@ -8621,120 +8450,37 @@ typedef struct dtrain__mpi_comm {
 typedef struct dtrain__mpi_hub {
     dtrain_world *world;
     MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS];     /* of mpi, by rank in the world: orders may differ */
-    int64_t next_range, range_limit; /* of tags */
-    bool ours;                       /* MPI_Init was called here */
-    bool quiet_pipes;                /* SIGPIPE is ignored, and was not */
-    bool failed;
-    dtrain_result code;
-    char text[560];
-    dtrain__mpi_comm *comms;
+    int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
+    int64_t range_limit;         /* of tags */
+    bool ours;                   /* MPI_Init was called here */
+    bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
+    bool failed;                 /* MPI is not called any more */
     dtrain__mpi_memory *memory;
 } dtrain__mpi_hub;
 
-/* comm/mpi_requests.c */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_standing(const dtrain__mpi_hub *hub);
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result code,
-                                               const char *text);
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_failf(dtrain__mpi_comm *comm, dtrain_result code,
-                                                const char *format, ...);
+/* comm/mpi.c */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked, void **out);
 DTRAIN__PRIVATE void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at);
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_alloc(dtrain_comm *comm, size_t bytes, void **out);
-DTRAIN__PRIVATE void dtrain__mpi_free(dtrain_comm *comm, void *memory, size_t bytes);
 DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
                                       int rank, size_t chunk, bool sends, void *at, size_t bytes);
-DTRAIN__PRIVATE bool dtrain__mpi_poll(dtrain__mpi_comm *comm);
-DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain_collective *what, uint64_t sequence,
-                                       const void *data, size_t bytes);
-DTRAIN__PRIVATE void dtrain__mpi_show(dtrain__mpi_comm *comm, dtrain__mpi_work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_compare(dtrain__mpi_comm *comm,
-                                                  const dtrain__mpi_work *work, int first,
-                                                  int second);
-DTRAIN__PRIVATE bool dtrain__mpi_agree(dtrain__mpi_comm *comm, const dtrain__mpi_work *work);
-DTRAIN__PRIVATE void dtrain__mpi_small_path(const dtrain__mpi_comm *comm,
-                                            const dtrain__mpi_work *work);
+DTRAIN__PRIVATE char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t slot,
+                                       int rank);
+DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain__work *work, const void *data,
+                                       size_t bytes);
+DTRAIN__PRIVATE const dtrain__transport *dtrain__mpi_transport(void);
 
 /* comm/mpi_move.c */
-DTRAIN__PRIVATE dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use,
-                                                      int peer);
-DTRAIN__PRIVATE bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
-                                                 uint64_t oldest);
-DTRAIN__PRIVATE bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work);
+DTRAIN__PRIVATE bool dtrain__mpi_move(dtrain__engine *comm, dtrain__work *work, bool oldest);
+DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__mpi_lags(const dtrain__engine *comm, const dtrain__work *work,
+                                      int rank);
 
-/* comm/mpi.c */
+/* comm/mpi_meet.c */
 DTRAIN__PRIVATE void dtrain__mpi_linger(const dtrain_comm *base);
 
 #endif /* DTRAIN_USE_MPI */
 
 #ifdef DTRAIN_USE_MPI
-
-/* ---- Failure ----------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_standing(const dtrain__mpi_hub *hub)
-{
-    return dtrain_fail(hub->code, "%s", hub->text);
-}
-
-/* The first report of the world stands, whoever made it. Nothing in flight will be finished. */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result code,
-                                               const char *text)
-{
-    dtrain__mpi_hub *hub = ((dtrain__mpi_comm *)base)->hub;
-    const dtrain__report *report = &hub->world->control->report;
-    int rank = hub->world->rank;
-    char own[480];
-    if (hub->failed) return dtrain__mpi_standing(hub);
-    snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    dtrain_world_abort(hub->world, code, own);
-    if (dtrain__load(&report->state) == 2) {
-        rank = report->rank;
-        code = (dtrain_result)report->code;
-        snprintf(own, sizeof own, "%.*s", (int)sizeof own - 1, report->text);
-    }
-    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
-                            code == DTRAIN_ERROR_PEER || rank == hub->world->rank;
-    hub->failed = true;
-    hub->code = everybodys ? code : DTRAIN_ERROR_PEER;
-    if (everybodys) snprintf(hub->text, sizeof hub->text, "%s", own);
-    else snprintf(hub->text, sizeof hub->text, "rank %d had to give up: %s", rank, own);
-    for (dtrain__mpi_comm *comm = hub->comms; comm; comm = comm->next) {
-        comm->queue = NULL;
-        comm->queue_end = &comm->queue;
-        comm->base.in_flight = 0;
-    }
-    return dtrain__mpi_standing(hub);
-}
-
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_failf(dtrain__mpi_comm *comm, dtrain_result code,
-                                                const char *format, ...)
-{
-    char text[480];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return dtrain__mpi_fail(&comm->base, code, text);
-}
-
-/* A rank's death may reach MPI before it reaches the control plane, which says it better. */
-static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    char text[MPI_MAX_ERROR_STRING + 1] = "";
-    int length = 0;
-    dtrain_result turn = DTRAIN_OK;
-    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
-        turn = dtrain__wait_turn(comm->base.world, &wait);
-    if (turn == DTRAIN_ERROR_PEER) {
-        (void)dtrain__mpi_fail(&comm->base, turn, dtrain_last_error());
-        return;
-    }
-    MPI_Error_string(code, text, &length);
-    (void)dtrain__mpi_failf(comm, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
-}
 
 /* ---- Memory -----------------------------------------------------------------------------------*/
 
@@ -8787,28 +8533,36 @@ DTRAIN__PRIVATE void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at)
     }
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_alloc(dtrain_comm *comm, size_t bytes, void **out)
-{
-    return dtrain__mpi_map(((dtrain__mpi_comm *)comm)->hub, bytes, out);
-}
-DTRAIN__PRIVATE void dtrain__mpi_free(dtrain_comm *comm, void *memory, size_t bytes)
-{
-    (void)bytes;
-    dtrain__mpi_unmap(((dtrain__mpi_comm *)comm)->hub, memory);
-}
-
 /* ---- Requests ---------------------------------------------------------------------------------*/
+
+/* A rank's death may reach MPI before it reaches the control plane, which says it better. */
+static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    char text[MPI_MAX_ERROR_STRING + 1] = "";
+    int length = 0;
+    dtrain_result turn = DTRAIN_OK;
+    while (turn == DTRAIN_OK && wait.waited_ns < 1000000000u)
+        turn = dtrain__wait_turn(comm->base.base.world, &wait);
+    if (turn == DTRAIN_ERROR_PEER) {
+        (void)dtrain__engine_fail(&comm->base.base, turn, dtrain_last_error());
+        return;
+    }
+    MPI_Error_string(code, text, &length);
+    (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
+}
 
 static int dtrain__mpi_tag(const dtrain__mpi_comm *comm, uint32_t use)
 {
-    if (use < DTRAIN__RECORD_OUT) return comm->tag + (int)use / 2; /* parts, results */
-    return comm->tag + (use <= DTRAIN__RECORD_IN ? 2 : use == DTRAIN__HEAD ? 3 : 4);
+    const int base = (int)(comm->base.number * DTRAIN__MPI_TAGS);
+    if (use < DTRAIN__RECORD_OUT) return base + (int)use / 2; /* parts, results */
+    return base + (use <= DTRAIN__RECORD_IN ? 2 : use == DTRAIN__HEAD ? 3 : 4);
 }
 
 DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
                                       int rank, size_t chunk, bool sends, void *at, size_t bytes)
 {
-    const int peer = comm->hub->ranks[comm->base.world_ranks[rank]];
+    const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
     const int tag = dtrain__mpi_tag(comm, use);
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
@@ -8826,6 +8580,16 @@ DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *
     comm->active++;
 }
 
+/* A record has come. What is not one agrees with nothing. */
+static void dtrain__mpi_record_in(dtrain__mpi_comm *comm, uint64_t sequence, int rank)
+{
+    const uint64_t slot = sequence % DTRAIN__WINDOW;
+    dtrain__mpi_record *record =
+        (dtrain__mpi_record *)(void *)dtrain__mpi_slot(comm, true, slot, rank);
+    if (record->magic != DTRAIN__MPI_MAGIC || record->sequence != sequence) record->shown.kind = 0;
+    comm->heard[slot * (size_t)comm->base.base.size + (size_t)rank] = sequence;
+}
+
 static void dtrain__mpi_lane_land(dtrain__mpi_lane *lane, size_t chunk)
 {
     lane->landed |= 1u << chunk % DTRAIN__MPI_DEPTH;
@@ -8838,26 +8602,23 @@ static void dtrain__mpi_lane_land(dtrain__mpi_lane *lane, size_t chunk)
 static void dtrain__mpi_land(dtrain__mpi_comm *comm, const dtrain__mpi_token *token)
 {
     dtrain__mpi_work *work = token->work;
-    const size_t size = (size_t)comm->base.size, rank = (size_t)token->rank;
+    const size_t size = (size_t)comm->base.base.size, rank = (size_t)token->rank;
     switch (token->use) {
-    case DTRAIN__RECORD_IN:
-        comm->heard[work->sequence % DTRAIN__WINDOW * size + rank] = 1;
-        comm->last[rank] = work->sequence;
-        work->heard++;
-        break;
+    case DTRAIN__RECORD_IN: dtrain__mpi_record_in(comm, work->base.sequence, token->rank); break;
     case DTRAIN__RECORD_OUT: work->unsent--; break;
     case DTRAIN__HEAD:
-        if (work->what.kind == DTRAIN_COLLECTIVE_SEND) work->unsent--;
-        else work->heard++;
+        if (work->base.what.kind == DTRAIN_COLLECTIVE_SEND) work->unsent--;
+        else work->headed = true;
         break;
     case DTRAIN__BODY: dtrain__mpi_lane_land(&work->lane, token->chunk); break;
     default: dtrain__mpi_lane_land(&comm->lanes[token->use * size + rank], token->chunk); break;
     }
 }
 
-/* What MPI has finished. True when there was something. */
-DTRAIN__PRIVATE bool dtrain__mpi_poll(dtrain__mpi_comm *comm)
+/* Take in what MPI has finished. */
+static bool dtrain__mpi_poll(dtrain__engine *base)
 {
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
     if (!comm->active) return false;
     const int code =
@@ -8883,30 +8644,29 @@ DTRAIN__PRIVATE bool dtrain__mpi_poll(dtrain__mpi_comm *comm)
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-static char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t sequence, int rank)
+/* A slot for a rank's record: one for each operation of the window, and the last one for the heads
+ * of messages. */
+DTRAIN__PRIVATE char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t slot,
+                                       int rank)
 {
-    const size_t size = (size_t)comm->base.size, slot = (size_t)(sequence % DTRAIN__WINDOW);
+    const size_t size = (size_t)comm->base.base.size, slots = DTRAIN__WINDOW + 1;
     return comm->records +
-           (((in ? DTRAIN__WINDOW : 0) + slot) * size + (size_t)rank) * comm->record_bytes;
+           (((in ? slots : 0) + (size_t)slot) * size + (size_t)rank) * comm->record_bytes;
 }
 
-DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain_collective *what, uint64_t sequence,
-                                       const void *data, size_t bytes)
+DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain__work *work, const void *data,
+                                       size_t bytes)
 {
     dtrain__mpi_record record;
     memset(&record, 0, sizeof record);
     record.magic = DTRAIN__MPI_MAGIC;
-    record.kind = what->kind;
-    record.dtype = (uint32_t)what->dtype;
-    record.op = what->op;
-    record.root = what->root;
-    record.count = what->count;
-    record.sequence = sequence;
+    record.sequence = work->sequence;
+    record.shown = work->shown;
     memcpy(at, &record, sizeof record);
     if (bytes) memcpy(at + sizeof record, data, bytes);
 }
 
-/* Small data of this rank for `to`, which need not be another rank. */
+/* Find the small data of this rank for `to`, which need not be another rank. */
 static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collective *what, int to,
                                     size_t *bytes)
 {
@@ -8917,99 +8677,159 @@ static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collec
     return dtrain__cuts(what) && *bytes ? send + (size_t)to * *bytes : send;
 }
 
-DTRAIN__PRIVATE void dtrain__mpi_show(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size, rank = comm->base.rank;
-    const bool small = dtrain__is_small(what, size);
-    const uint64_t s = work->sequence;
-    memset(comm->heard + s % DTRAIN__WINDOW * (size_t)size, 0, (size_t)size);
-    work->stage = DTRAIN__MPI_MEETING;
-    work->unsent = size - 1;
-    for (int i = 1; i < size && !comm->hub->failed; i++) {
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const int size = base->base.size, rank = base->base.rank;
+    const uint64_t slot = work->sequence % DTRAIN__WINDOW;
+    own->unsent = size - 1;
+    for (int i = 1; i < size && !base->failed; i++) {
         const int peer = (rank + size - i) % size;
-        dtrain__mpi_post(comm, work, DTRAIN__RECORD_IN, peer, 0, false,
-                         dtrain__mpi_slot(comm, true, s, peer), comm->record_bytes);
+        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, peer, 0, false,
+                         dtrain__mpi_slot(comm, true, slot, peer), comm->record_bytes);
     }
-    for (int i = 1; i < size && !comm->hub->failed; i++) {
+    for (int i = 1; i < size && !base->failed; i++) {
         const int peer = (rank + i) % size;
-        char *slot = dtrain__mpi_slot(comm, false, s, peer);
+        char *at = dtrain__mpi_slot(comm, false, slot, peer);
         size_t bytes;
-        const char *gift = dtrain__mpi_gift(&comm->base, what, peer, &bytes);
-        if (!small) bytes = 0;
-        dtrain__mpi_write(slot, what, s, gift, bytes);
-        dtrain__mpi_post(comm, work, DTRAIN__RECORD_OUT, peer, 0, true, slot,
+        const char *gift = dtrain__mpi_gift(&base->base, &work->what, peer, &bytes);
+        if (!work->small) bytes = 0;
+        dtrain__mpi_write(at, work, gift, bytes);
+        dtrain__mpi_post(comm, own, DTRAIN__RECORD_OUT, peer, 0, true, at,
                          sizeof(dtrain__mpi_record) + bytes);
     }
 }
 
-/* What a rank that has been heard calls. */
-static void dtrain__mpi_said(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work, int rank,
-                             dtrain_collective *what)
+static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64_t sequence,
+                                              int rank)
 {
-    dtrain__mpi_record record;
-    *what = work->what;
-    if (rank == comm->base.rank) return;
-    memcpy(&record, dtrain__mpi_slot(comm, true, work->sequence, rank), sizeof record);
-    what->kind = record.magic == DTRAIN__MPI_MAGIC && record.sequence == work->sequence
-                     ? record.kind
-                     : 0; /* not a record: nothing agrees with it */
-    what->dtype = (dtrain_dtype)record.dtype;
-    what->op = record.op;
-    what->root = record.root;
-    what->count = (size_t)record.count;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_compare(dtrain__mpi_comm *comm,
-                                                  const dtrain__mpi_work *work, int first,
-                                                  int second)
-{
-    dtrain_collective x, y;
-    char a[80], b[80];
-    dtrain__mpi_said(comm, work, first, &x);
-    dtrain__mpi_said(comm, work, second, &y);
-    if (x.kind == y.kind && x.dtype == y.dtype && x.op == y.op && x.root == y.root &&
-        x.count == y.count)
-        return DTRAIN_OK;
-    dtrain__describe(&x, a, sizeof a);
-    dtrain__describe(&y, b, sizeof b);
-    return dtrain__mpi_failf(comm, DTRAIN_ERROR_MISMATCH,
-                             "collective #%llu differs: rank %d called %s, rank %d called %s",
-                             (unsigned long long)work->sequence, comm->base.world_ranks[first], a,
-                             comm->base.world_ranks[second], b);
-}
-
-/* With the first rank, so that all ranks find the same difference. */
-DTRAIN__PRIVATE bool dtrain__mpi_agree(dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
-{
-    for (int i = 1; i < comm->base.size; i++)
-        if (dtrain__mpi_compare(comm, work, 0, i) != DTRAIN_OK) return false;
-    return true;
+    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
+    const uint64_t slot = sequence % DTRAIN__WINDOW;
+    if (comm->heard[slot * (size_t)base->base.size + (size_t)rank] < sequence) return NULL;
+    return &((const dtrain__mpi_record *)(const void *)dtrain__mpi_slot(comm, true, slot, rank))
+                ->shown;
 }
 
 /* Everything came along with the records. */
-DTRAIN__PRIVATE void dtrain__mpi_small_path(const dtrain__mpi_comm *comm,
-                                            const dtrain__mpi_work *work)
+static void dtrain__mpi_inputs(const dtrain__engine *base, const dtrain__work *work,
+                               const char **in)
 {
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size, rank = comm->base.rank;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out = (char *)what->recv;
+    const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
+    const int rank = base->base.rank;
     size_t own;
-    if (!bytes) return;
-    for (int i = 0; i < size; i++)
-        in[i] = dtrain__mpi_slot(comm, true, work->sequence, i) + sizeof(dtrain__mpi_record);
-    in[rank] = dtrain__mpi_gift(&comm->base, what, rank, &own);
-    if (dtrain__kind_of(what->kind)->reduces) {
-        if (what->kind != DTRAIN_COLLECTIVE_REDUCE || rank == what->root)
-            dtrain__combine(what, in, size, &out, 1, what->count);
-    } else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
-        if (rank != what->root) memcpy(out, in[what->root], bytes);
-    } else {
-        for (int i = 0; i < size; i++, out += bytes)
-            if (out != in[i]) memcpy(out, in[i], bytes);
-    }
+    for (int i = 0; i < base->base.size; i++)
+        in[i] = dtrain__mpi_slot(comm, true, work->sequence % DTRAIN__WINDOW, i) +
+                sizeof(dtrain__mpi_record);
+    in[rank] = dtrain__mpi_gift(&base->base, &work->what, rank, &own);
+}
+
+/* ---- Failure, life ----------------------------------------------------------------------------*/
+
+/* The first report of the world stands, whoever made it, and fails all its communicators. */
+static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
+{
+    dtrain_world_abort(comm->base.world, code, text);
+    ((dtrain__mpi_hub *)comm->shared)->failed = true;
+}
+
+static dtrain_result dtrain__mpi_map_for(dtrain__engine *comm, size_t bytes, void **out)
+{
+    return dtrain__mpi_map((dtrain__mpi_hub *)comm->shared, bytes, out);
+}
+static void dtrain__mpi_unmap_for(dtrain__engine *comm, void *memory)
+{
+    dtrain__mpi_unmap((dtrain__mpi_hub *)comm->shared, memory);
+}
+
+/* The books of all requests that can be under way: records both ways for every operation of the
+ * window, the lanes, and with every rank one message each way. */
+static dtrain_result dtrain__mpi_tables(dtrain__mpi_comm *comm)
+{
+    const dtrain_allocator *allocator = &comm->base.base.world->allocator;
+    const size_t size = (size_t)comm->base.base.size, depth = DTRAIN__MPI_DEPTH;
+    const size_t room = size * (2 * DTRAIN__WINDOW + DTRAIN__MPI_LANES * depth + 2 * (1 + depth));
+    comm->room = (int)room;
+    comm->requests = (MPI_Request *)dtrain__alloc(allocator, room, sizeof *comm->requests, "MPI");
+    comm->tokens = (dtrain__mpi_token *)dtrain__alloc(allocator, room, sizeof *comm->tokens, "MPI");
+    comm->statuses = (MPI_Status *)dtrain__alloc(allocator, room, sizeof *comm->statuses, "MPI");
+    comm->indices = (int *)dtrain__alloc(allocator, room, sizeof *comm->indices, "MPI");
+    comm->heard =
+        (uint64_t *)dtrain__alloc(allocator, DTRAIN__WINDOW * size, sizeof *comm->heard, "MPI");
+    comm->lanes = (dtrain__mpi_lane *)dtrain__alloc(allocator, DTRAIN__MPI_LANES * size,
+                                                    sizeof *comm->lanes, "MPI");
+    return comm->requests && comm->tokens && comm->statuses && comm->indices && comm->heard &&
+                   comm->lanes
+               ? DTRAIN_OK
+               : DTRAIN_ERROR_MEMORY;
+}
+
+static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_hub *hub = (dtrain__mpi_hub *)base->shared;
+    const size_t ranks = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
+    size_t data = DTRAIN__SMALL_TOTAL / ranks, chunk = DTRAIN__MPI_TEMPORARY / (2 * ranks);
+    void *records;
+    if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
+    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
+    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
+    comm->hub = hub;
+    comm->chunk_bytes = chunk / line * line;
+    comm->record_bytes = dtrain__round_up(sizeof(dtrain__mpi_record) + data, line);
+    base->number_limit = hub->range_limit;
+    DTRAIN__TRY(dtrain__mpi_tables(comm));
+    DTRAIN__TRY(
+        dtrain__mpi_map(hub, 2 * (DTRAIN__WINDOW + 1) * ranks * comm->record_bytes, &records));
+    comm->records = (char *)records;
+    *address = 1;
+    return DTRAIN_OK;
+}
+
+/* MPI knows the ranks already. */
+static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
+{
+    (void)addresses;
+    comm->report = &comm->base.world->control->report;
+}
+
+static void dtrain__mpi_release(dtrain__engine *base)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    const dtrain_allocator *allocator = &base->base.world->allocator;
+    const size_t size = (size_t)base->base.size, room = (size_t)comm->room;
+    if (!comm->hub) return;
+    dtrain__mpi_unmap(comm->hub, comm->temporary);
+    dtrain__mpi_unmap(comm->hub, comm->records);
+    dtrain__free(allocator, comm->lanes, DTRAIN__MPI_LANES * size, sizeof *comm->lanes);
+    dtrain__free(allocator, comm->heard, DTRAIN__WINDOW * size, sizeof *comm->heard);
+    dtrain__free(allocator, comm->indices, room, sizeof *comm->indices);
+    dtrain__free(allocator, comm->statuses, room, sizeof *comm->statuses);
+    dtrain__free(allocator, comm->tokens, room, sizeof *comm->tokens);
+    dtrain__free(allocator, comm->requests, room, sizeof *comm->requests);
+}
+
+/* A rank that left is given two seconds: what it sent before may be slower than the news. */
+DTRAIN__PRIVATE const dtrain__transport *dtrain__mpi_transport(void)
+{
+    static const dtrain__transport transport = {sizeof(dtrain__mpi_comm),
+                                                sizeof(dtrain__mpi_work),
+                                                2000000000u,
+                                                dtrain__mpi_show,
+                                                dtrain__mpi_heard,
+                                                dtrain__mpi_inputs,
+                                                dtrain__mpi_move,
+                                                dtrain__mpi_message,
+                                                dtrain__mpi_lags,
+                                                dtrain__mpi_publish,
+                                                dtrain__mpi_map_for,
+                                                dtrain__mpi_unmap_for,
+                                                dtrain__mpi_poll,
+                                                NULL,
+                                                dtrain__mpi_make,
+                                                dtrain__mpi_join,
+                                                dtrain__mpi_release};
+    return &transport;
 }
 
 #endif /* DTRAIN_USE_MPI */
@@ -9018,7 +8838,7 @@ DTRAIN__PRIVATE void dtrain__mpi_small_path(const dtrain__mpi_comm *comm,
  * src/comm/mpi_move.c
  * ==============================================================================================*/
 
-/* Lanes. */
+/* The MPI transport: large collectives in lanes, and messages */
 
 #ifdef DTRAIN_USE_MPI
 
@@ -9072,19 +8892,18 @@ static size_t dtrain__mpi_chunks(const dtrain__mpi_comm *comm, const dtrain_coll
 {
     const size_t chunk = dtrain__mpi_chunk(comm, what);
     size_t first, length;
-    dtrain__mpi_slice(&comm->base, what, owner, &first, &length);
+    dtrain__mpi_slice(&comm->base.base, what, owner, &first, &length);
     return length / chunk + (length % chunk != 0);
 }
 
-DTRAIN__PRIVATE dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use,
-                                                      int peer)
+static dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use, int peer)
 {
-    return &comm->lanes[use * (size_t)comm->base.size + (size_t)peer];
+    return &comm->lanes[use * (size_t)comm->base.base.size + (size_t)peer];
 }
 
 static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, int rank)
 {
-    const size_t half = chunk % DTRAIN__MPI_DEPTH * ((size_t)comm->base.size + 1);
+    const size_t half = chunk % DTRAIN__MPI_DEPTH * ((size_t)comm->base.base.size + 1);
     return comm->temporary + (half + (size_t)rank) * comm->chunk_bytes;
 }
 
@@ -9092,8 +8911,8 @@ static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, i
 static char *dtrain__mpi_sum_at(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t first, size_t at, size_t chunk)
 {
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank)
-        return dtrain__mpi_temporary(comm, chunk, comm->base.size);
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.base.rank)
+        return dtrain__mpi_temporary(comm, chunk, comm->base.base.size);
     return (char *)what->recv + (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ? 0 : first) + at;
 }
 
@@ -9105,7 +8924,8 @@ static char *dtrain__mpi_place(const dtrain__mpi_comm *comm, const dtrain_collec
     const size_t each = dtrain__mpi_chunk(comm, what), at = chunk * each;
     char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv;
     size_t first, length;
-    dtrain__mpi_slice(&comm->base, what, theirs ? peer : comm->base.rank, &first, &length);
+    dtrain__mpi_slice(&comm->base.base, what, theirs ? peer : comm->base.base.rank, &first,
+                      &length);
     *bytes = length - at < each ? length - at : each;
     switch (use) {
     case DTRAIN__PART_OUT: return send + first + at;
@@ -9131,7 +8951,7 @@ static size_t dtrain__mpi_limit(const dtrain__mpi_comm *comm, const dtrain_colle
     if (use == DTRAIN__PART_IN && adds) limit = comm->combined + DTRAIN__MPI_DEPTH;
     if (use == DTRAIN__RESULT_OUT && adds) limit = comm->combined;
     if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_COLLECTIVE_BROADCAST &&
-        what->root != comm->base.rank)
+        what->root != comm->base.base.rank)
         limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, what->root)->done;
     if (use == DTRAIN__RESULT_IN && adds && what->send == what->recv)
         limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_OUT, peer)->done;
@@ -9144,9 +8964,10 @@ static void dtrain__mpi_lane_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work
     dtrain__mpi_lane *lane = dtrain__mpi_lane_of(comm, use, peer);
     const bool sends = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
     while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
-           lane->posted < dtrain__mpi_limit(comm, &work->what, use, peer) && !comm->hub->failed) {
+           lane->posted < dtrain__mpi_limit(comm, &work->base.what, use, peer) &&
+           !comm->base.failed) {
         size_t bytes;
-        char *at = dtrain__mpi_place(comm, &work->what, use, peer, lane->posted, &bytes);
+        char *at = dtrain__mpi_place(comm, &work->base.what, use, peer, lane->posted, &bytes);
         dtrain__mpi_post(comm, work, use, peer, lane->posted++, sends, at, bytes);
     }
 }
@@ -9154,13 +8975,13 @@ static void dtrain__mpi_lane_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work
 /* Adds up the next chunk of this rank's slice, if all of it is there. */
 static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size, rank = comm->base.rank;
+    const dtrain_collective *what = &work->base.what;
+    const int size = comm->base.base.size, rank = comm->base.base.rank;
     const size_t c = comm->combined, at = c * comm->chunk_bytes;
     const char *in[DTRAIN_MAX_RANKS];
     size_t first, length;
     if (!dtrain__mpi_adds(what)) return false;
-    dtrain__mpi_slice(&comm->base, what, rank, &first, &length);
+    dtrain__mpi_slice(&comm->base.base, what, rank, &first, &length);
     if (at >= length) return false;
     for (int i = 0; i < size; i++)
         if (i != rank && dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, i)->done <= c) return false;
@@ -9180,17 +9001,17 @@ static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *
 /* All ranks agree: the lanes of a large operation. What goes from this rank to itself is copied. */
 static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size, rank = comm->base.rank;
+    const dtrain_collective *what = &work->base.what;
+    const int size = comm->base.base.size, rank = comm->base.base.rank;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     void *memory;
     memset(comm->lanes, 0, DTRAIN__MPI_LANES * (size_t)size * sizeof *comm->lanes);
     comm->combined = 0;
-    work->stage = DTRAIN__MPI_MOVING;
+    work->open = true;
     for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
         for (int i = 0; i < size; i++) {
             const bool theirs = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_IN;
-            if (i != rank && dtrain__mpi_has_lane(&comm->base, what, use, i))
+            if (i != rank && dtrain__mpi_has_lane(&comm->base.base, what, use, i))
                 dtrain__mpi_lane_of(comm, use, i)->chunks =
                     dtrain__mpi_chunks(comm, what, theirs ? i : rank);
         }
@@ -9204,485 +9025,131 @@ static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
     if (dtrain__mpi_map(comm->hub, DTRAIN__MPI_DEPTH * ((size_t)size + 1) * comm->chunk_bytes,
                         &memory) == DTRAIN_OK)
         comm->temporary = (char *)memory;
-    else (void)dtrain__mpi_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    else (void)dtrain__engine_fail(&comm->base.base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
 }
 
 /* As far as it goes now; true when all lanes have reached their ends. */
 static bool dtrain__mpi_lanes_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const int size = comm->base.size, rank = comm->base.rank;
+    const int size = comm->base.base.size, rank = comm->base.base.rank;
     do {
         for (int i = 1; i < size; i++)
             for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
                 dtrain__mpi_lane_post(comm, work, use, (rank + i) % size);
-        if (comm->hub->failed) return false;
+        if (comm->base.failed) return false;
     } while (dtrain__mpi_combine(comm, work));
     for (size_t i = 0; i < DTRAIN__MPI_LANES * (size_t)size; i++)
         if (comm->lanes[i].done < comm->lanes[i].chunks) return false;
-    return !dtrain__mpi_adds(&work->what) ||
-           comm->combined == dtrain__mpi_chunks(comm, &work->what, rank);
+    return !dtrain__mpi_adds(&work->base.what) ||
+           comm->combined == dtrain__mpi_chunks(comm, &work->base.what, rank);
 }
 
-/* Moves a collective as far as it goes without waiting; true when it is done. */
-DTRAIN__PRIVATE bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
-                                                 uint64_t oldest)
+/* A collective is over when the records of this rank are out, too: their slots are used again. */
+DTRAIN__PRIVATE bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
 {
-    if (work->stage == DTRAIN__MPI_QUEUED) {
-        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
-        dtrain__mpi_show(comm, work);
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    if (!work->small && !own->complete) {
+        if (!oldest) return false;
+        if (!own->open) dtrain__mpi_lanes_open(comm, own);
+        if (base->failed) return false;
+        own->complete = dtrain__mpi_lanes_move(comm, own);
     }
-    if (comm->hub->failed || work->heard < comm->base.size - 1) return false;
-    if (work->stage == DTRAIN__MPI_MEETING && !work->complete) {
-        const bool small = dtrain__is_small(&work->what, comm->base.size);
-        if (!small && work->sequence != oldest) return false;
-        if (!dtrain__mpi_agree(comm, work)) return false;
-        if (small) dtrain__mpi_small_path(comm, work);
-        else dtrain__mpi_lanes_open(comm, work);
-        work->complete = small;
-    }
-    if (comm->hub->failed) return false;
-    if (!work->complete) work->complete = dtrain__mpi_lanes_move(comm, work);
-    return work->complete && work->unsent == 0;
-}
-
-/* ---- Messages
- *
- * A head, with the data when it is small, then the data in pieces. Messages between two ranks in
- * one direction go one after the other. */
-
-static bool dtrain__mpi_message_first(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
-{
-    const dtrain__mpi_work *other = comm->queue;
-    while (other != work &&
-           (other->what.kind != work->what.kind || other->what.root != work->what.root))
-        other = other->next;
-    return other == work;
-}
-
-static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
-    const size_t pieces =
-        bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
-    work->stage = DTRAIN__MPI_MEETING;
-    work->lane.chunks = small ? 0 : pieces;
-    work->unsent = sends;
-    if (sends) dtrain__mpi_write(work->record, what, 0, what->send, small ? bytes : 0);
-    dtrain__mpi_post(comm, work, DTRAIN__HEAD, what->root, 0, sends, work->record,
-                     sends ? sizeof(dtrain__mpi_record) + (small ? bytes : 0) : comm->record_bytes);
-}
-
-/* The receiver compares what was sent with what it asked for. */
-static void dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const int *world = comm->base.world_ranks;
-    dtrain__mpi_record record;
-    memcpy(&record, work->record, sizeof record);
-    work->stage = DTRAIN__MPI_MOVING;
-    if (record.magic != DTRAIN__MPI_MAGIC || record.count != what->count ||
-        record.dtype != (uint32_t)what->dtype) {
-        (void)dtrain__mpi_failf(
-            comm, DTRAIN_ERROR_MISMATCH,
-            "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-            world[what->root], dtrain_dtype_name((dtrain_dtype)record.dtype),
-            (unsigned long long)record.count, world[comm->base.rank],
-            dtrain_dtype_name(what->dtype), what->count);
-        return;
-    }
-    if (!work->lane.chunks && what->count)
-        memcpy(what->recv, work->record + sizeof record,
-               what->count * dtrain_dtype_bytes(what->dtype));
-}
-
-DTRAIN__PRIVATE bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
-    dtrain__mpi_lane *lane = &work->lane;
-    if (work->stage == DTRAIN__MPI_QUEUED) {
-        if (!dtrain__mpi_message_first(comm, work)) return false;
-        dtrain__mpi_message_begin(comm, work);
-    }
-    if (!sends && !work->heard) return false;
-    if (!sends && work->stage == DTRAIN__MPI_MEETING) dtrain__mpi_message_head(comm, work);
-    while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
-           !comm->hub->failed) {
-        const size_t at = lane->posted * DTRAIN__MPI_MESSAGE_BYTES, rest = bytes - at;
-        dtrain__mpi_post(comm, work, DTRAIN__BODY, what->root, lane->posted++, sends, buffer + at,
-                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
-    }
-    return !comm->hub->failed && !work->unsent && lane->done == lane->chunks;
-}
-
-#endif /* DTRAIN_USE_MPI */
-
-/* ================================================================================================
- * src/comm/mpi.c
- * ==============================================================================================*/
-
-/* Start, test, wait. */
-
-#ifdef DTRAIN_USE_MPI
-
-/* Moves everything in flight, oldest first. A message that ends may let the next one begin, which
- * is later in the queue. */
-static void dtrain__mpi_advance(dtrain__mpi_comm *comm)
-{
-    uint64_t oldest = 0; /* sequence of the first collective that is not done */
-    dtrain__mpi_work **link = &comm->queue;
-    if (comm->hub->failed || (!dtrain__mpi_poll(comm) && !comm->stirred)) return;
-    comm->stirred = false;
-    while (!comm->hub->failed && *link) {
-        dtrain__mpi_work *work = *link;
-        if (!oldest) oldest = work->sequence;
-        const bool done = work->sequence ? dtrain__mpi_collective_move(comm, work, oldest)
-                                         : dtrain__mpi_message_move(comm, work);
-        if (comm->hub->failed) return;
-        if (!done) {
-            link = &work->next;
-            continue;
-        }
-        work->done = true;
-        *link = work->next;
-        if (!*link) comm->queue_end = link;
-        comm->base.in_flight--;
-        if (oldest == work->sequence) oldest = 0;
-    }
-}
-
-/* A rank that waits in one communicator keeps the others going. */
-static void dtrain__mpi_advance_all(dtrain__mpi_comm *comm)
-{
-    dtrain__mpi_advance(comm);
-    for (dtrain__mpi_comm *other = comm->hub->comms; other; other = other->next) {
-        if (other == comm || !other->queue) continue;
-        dtrain__mpi_advance(other);
-        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
-    }
-}
-
-/* What keeps `work` from being done: an older collective, maybe. */
-static const dtrain__mpi_work *dtrain__mpi_blocking(const dtrain__mpi_comm *comm,
-                                                    const dtrain__mpi_work *work)
-{
-    const dtrain__mpi_work *first = work->sequence ? comm->queue : work;
-    while (first != work && !first->sequence) first = first->next;
-    return first;
+    return (work->small || own->complete) && own->unsent == 0;
 }
 
 /* Whom a large operation waits for: ranks that owe it a part, for without it there are no results;
  * else those that owe results; else those that do not take what is sent. */
-static bool dtrain__mpi_lags(const dtrain__mpi_comm *comm, int rank)
+static bool dtrain__mpi_lane_lags(const dtrain__mpi_comm *comm, int rank)
 {
     static const uint32_t uses[] = {DTRAIN__PART_IN, DTRAIN__RESULT_IN, DTRAIN__PART_OUT,
                                     DTRAIN__RESULT_OUT};
     for (size_t u = 0; u < sizeof uses / sizeof *uses; u++) {
         const dtrain__mpi_lane *lanes = dtrain__mpi_lane_of(comm, uses[u], 0);
-        for (int i = 0; i < comm->base.size; i++)
+        for (int i = 0; i < comm->base.base.size; i++)
             if (lanes[i].done < lanes[i].posted) return lanes[rank].done < lanes[rank].posted;
     }
     return false;
 }
 
-static bool dtrain__mpi_waits_for(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work,
-                                  int rank)
+DTRAIN__PRIVATE bool dtrain__mpi_lags(const dtrain__engine *comm, const dtrain__work *work,
+                                      int rank)
 {
-    const size_t size = (size_t)comm->base.size;
-    if (rank == comm->base.rank) return false;
-    if (!work->sequence) return rank == work->what.root;
-    if (work->stage == DTRAIN__MPI_MOVING) return dtrain__mpi_lags(comm, rank);
-    return work->stage == DTRAIN__MPI_QUEUED ||
-           !comm->heard[work->sequence % DTRAIN__WINDOW * size + (size_t)rank];
+    if (!work->sequence) return true;
+    return ((const dtrain__mpi_work *)work)->open &&
+           dtrain__mpi_lane_lags((const dtrain__mpi_comm *)comm, rank);
 }
 
-/* A rank that left is given two seconds: what it sent before may be slower than the news. */
-static dtrain_result dtrain__mpi_trouble(dtrain__mpi_comm *comm, const dtrain__mpi_work *waited)
+/* ---- Messages
+ *
+ * A head, with the data when it is small, then the data in pieces. */
+
+static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const dtrain__mpi_work *work = dtrain__mpi_blocking(comm, waited);
-    const uint64_t now = dtrain__now_ns();
-    const int *world = comm->base.world_ranks;
-    char name[128];
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
-        if (!dtrain__mpi_waits_for(comm, work, i)) {
-            if (work->sequence && work->stage == DTRAIN__MPI_MEETING && i != comm->base.rank)
-                DTRAIN__TRY(dtrain__mpi_compare(comm, work,
-                                                i < comm->base.rank ? i : comm->base.rank,
-                                                i < comm->base.rank ? comm->base.rank : i));
-            continue;
-        }
-        if (dtrain__load(&fate->how) != DTRAIN__LEFT || now - fate->ended_ns < 2000000000u)
-            continue;
-        dtrain__name_work(&work->what, work->sequence, name, sizeof name);
-        return dtrain__mpi_failf(
-            comm, DTRAIN_ERROR_PEER,
-            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
-            world[i], (unsigned long long)comm->last[i], world[comm->base.rank], name);
+    const dtrain_collective *what = &work->base.what;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
+    const size_t pieces =
+        bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
+    char *head = dtrain__mpi_slot(comm, !sends, DTRAIN__WINDOW, what->root);
+    work->begun = true;
+    work->lane.chunks = small ? 0 : pieces;
+    work->unsent = sends;
+    if (sends) dtrain__mpi_write(head, &work->base, what->send, small ? bytes : 0);
+    dtrain__mpi_post(comm, work, DTRAIN__HEAD, what->root, 0, sends, head,
+                     sends ? sizeof(dtrain__mpi_record) + (small ? bytes : 0) : comm->record_bytes);
+}
+
+/* Compare what was sent with what this receiver asked for, when the head has come. */
+static bool dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+{
+    const dtrain_collective *what = &work->base.what;
+    const char *head = dtrain__mpi_slot(comm, true, DTRAIN__WINDOW, what->root);
+    dtrain__mpi_record record;
+    memcpy(&record, head, sizeof record);
+    work->compared = true;
+    if (record.magic != DTRAIN__MPI_MAGIC || record.shown.count != what->count ||
+        record.shown.dtype != (uint32_t)what->dtype) {
+        (void)dtrain__message_differs(&comm->base, &work->base, (dtrain_dtype)record.shown.dtype,
+                                      record.shown.count);
+        return false;
     }
-    return DTRAIN_OK;
+    if (!work->lane.chunks && what->count)
+        memcpy(what->recv, head + sizeof record, what->count * dtrain_dtype_bytes(what->dtype));
+    return true;
 }
 
-static dtrain_result dtrain__mpi_timeout(dtrain__mpi_comm *comm, const dtrain__mpi_work *waited)
-{
-    const dtrain__mpi_work *work = dtrain__mpi_blocking(comm, waited);
-    char name[128], list[200] = "";
-    size_t used = 0;
-    dtrain__name_work(&work->what, work->sequence, name, sizeof name);
-    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
-        if (!dtrain__mpi_waits_for(comm, work, i)) continue;
-        const unsigned long long last = (unsigned long long)comm->last[i];
-        used += (size_t)snprintf(
-            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-            comm->base.world_ranks[i],
-            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
-    }
-    return dtrain__mpi_failf(
-        comm, DTRAIN_ERROR_TIMEOUT,
-        "%s: rank %d waited %.1f s for %s; if they are only slow, raise timeout_ms", name,
-        comm->base.world_ranks[comm->base.rank], 1e-9 * (double)comm->base.world->timeout_ns,
-        used ? list : "its own records to go out");
-}
-
-static dtrain_result dtrain__mpi_more_works(dtrain__mpi_comm *comm)
-{
-    void *records;
-    dtrain__mpi_block *block = (dtrain__mpi_block *)dtrain__alloc(
-        &comm->base.world->allocator, 1, sizeof *block, "operations in flight");
-    if (!block) return DTRAIN_ERROR_MEMORY;
-    if (dtrain__mpi_map(comm->hub, DTRAIN__WINDOW * comm->record_bytes, &records) != DTRAIN_OK) {
-        dtrain__free(&comm->base.world->allocator, block, 1, sizeof *block);
-        return DTRAIN_ERROR_MEMORY;
-    }
-    block->next = comm->blocks;
-    comm->blocks = block;
-    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
-        block->works[i].record = (char *)records + i * comm->record_bytes;
-        block->works[i].next = comm->idle;
-        comm->idle = &block->works[i];
-    }
-    return DTRAIN_OK;
-}
-
-static void dtrain__mpi_recycle(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    work->next = comm->idle;
-    comm->idle = work;
-    comm->base.outstanding--;
-}
-
-static dtrain_result dtrain__mpi_start(dtrain_comm *base, const dtrain_collective *what,
-                                       dtrain_work **out)
+DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *own)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *work = (dtrain__mpi_work *)own;
+    const dtrain_collective *what = &own->what;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (comm->hub->failed) return dtrain__mpi_standing(comm->hub);
-    if (base->size == 1) { /* nobody to wait for: no handle */
-        if (bytes && what->send != what->recv) memcpy(what->recv, what->send, bytes);
-        *out = NULL;
-        return DTRAIN_OK;
+    char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+    dtrain__mpi_lane *lane = &work->lane;
+    if (!work->begun) dtrain__mpi_message_begin(comm, work);
+    if (!sends && !work->headed) return false;
+    if (!sends && !work->compared && !dtrain__mpi_message_head(comm, work)) return false;
+    while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
+           !base->failed) {
+        const size_t at = lane->posted * DTRAIN__MPI_MESSAGE_BYTES, rest = bytes - at;
+        dtrain__mpi_post(comm, work, DTRAIN__BODY, what->root, lane->posted++, sends, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
     }
-    if (!comm->idle && dtrain__mpi_more_works(comm) != DTRAIN_OK)
-        return dtrain__mpi_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__mpi_work *work = comm->idle;
-    char *record = work->record;
-    comm->idle = work->next;
-    memset(work, 0, sizeof *work);
-    work->record = record;
-    work->base.comm = base;
-    work->what = *what;
-    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
-        work->sequence = ++comm->sequence;
-    *comm->queue_end = work;
-    comm->queue_end = &work->next;
-    base->outstanding++;
-    base->in_flight++;
-    comm->stirred = true;
-    dtrain__mpi_advance(comm);
-    *out = &work->base;
-    if (!comm->hub->failed || work->done) return DTRAIN_OK;
-    *out = NULL;
-    dtrain__mpi_recycle(comm, work);
-    return dtrain__mpi_standing(comm->hub);
+    return !base->failed && !work->unsent && lane->done == lane->chunks;
 }
 
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. Before anything is given up, what
- * has come meanwhile is looked at once more. */
-static void dtrain__mpi_look(dtrain__mpi_comm *comm, const dtrain__mpi_work *work,
-                             dtrain_result turn)
-{
-    char text[DTRAIN__ERROR_BYTES];
-    snprintf(text, sizeof text, "%s", turn == DTRAIN_ERROR_PEER ? dtrain_last_error() : "");
-    if (turn != DTRAIN_OK) dtrain__mpi_advance(comm);
-    if (work->done || comm->hub->failed) return;
-    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__mpi_fail(&comm->base, turn, text);
-    else if (dtrain__mpi_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
-        (void)dtrain__mpi_timeout(comm, work);
-}
+#endif /* DTRAIN_USE_MPI */
 
-static dtrain_result dtrain__mpi_wait(dtrain_work *base)
-{
-    dtrain__mpi_work *work = (dtrain__mpi_work *)base;
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base->comm;
-    dtrain__wait wait = dtrain__wait_begin();
-    while (!work->done && !comm->hub->failed) {
-        dtrain__mpi_advance_all(comm);
-        if (work->done || comm->hub->failed) break;
-        const dtrain_result turn = dtrain__wait_turn(comm->base.world, &wait);
-        if (wait.looked) dtrain__mpi_look(comm, work, turn); /* may set failed */
-    }
-    const dtrain_result result = work->done ? DTRAIN_OK : dtrain__mpi_standing(comm->hub);
-    dtrain__mpi_recycle(comm, work);
-    return result;
-}
+/* ================================================================================================
+ * src/comm/mpi_meet.c
+ * ==============================================================================================*/
 
-static dtrain_result dtrain__mpi_test(dtrain_work *base, bool *done)
-{
-    dtrain__mpi_work *work = (dtrain__mpi_work *)base;
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base->comm;
-    dtrain__wait wait = dtrain__wait_begin();
-    if (!work->done && !comm->hub->failed) dtrain__mpi_advance_all(comm);
-    if (!work->done && !comm->hub->failed)
-        dtrain__mpi_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
-    *done = work->done || comm->hub->failed;
-    return work->done || !comm->hub->failed ? DTRAIN_OK : dtrain__mpi_standing(comm->hub);
-}
+/* The MPI transport: how ranks meet in MPI, and how they leave it */
 
-/* ---- Making and ending a communicator ---------------------------------------------------------*/
-
-static void dtrain__mpi_release(dtrain__mpi_comm *comm)
-{
-    dtrain__mpi_hub *hub = comm->hub;
-    const dtrain_allocator *allocator = &hub->world->allocator;
-    const size_t size = (size_t)comm->base.size, room = (size_t)comm->room;
-    dtrain__mpi_comm **link = &hub->comms;
-    while (*link != comm) link = &(*link)->next;
-    *link = comm->next;
-    while (comm->blocks) {
-        dtrain__mpi_block *block = comm->blocks;
-        comm->blocks = block->next;
-        dtrain__mpi_unmap(hub, block->works[0].record);
-        dtrain__free(allocator, block, 1, sizeof *block);
-    }
-    dtrain__mpi_unmap(hub, comm->temporary);
-    dtrain__mpi_unmap(hub, comm->records);
-    dtrain__free(allocator, comm->lanes, DTRAIN__MPI_LANES * size, sizeof *comm->lanes);
-    dtrain__free(allocator, comm->last, size, sizeof *comm->last);
-    dtrain__free(allocator, comm->heard, DTRAIN__WINDOW * size, sizeof *comm->heard);
-    dtrain__free(allocator, comm->indices, room, sizeof *comm->indices);
-    dtrain__free(allocator, comm->statuses, room, sizeof *comm->statuses);
-    dtrain__free(allocator, comm->tokens, room, sizeof *comm->tokens);
-    dtrain__free(allocator, comm->requests, room, sizeof *comm->requests);
-    dtrain__free(allocator, comm->base.world_ranks, size, sizeof *comm->base.world_ranks);
-    dtrain__free(allocator, comm, 1, sizeof *comm);
-}
-
-/* The books of all requests that can be under way: records both ways for every operation of the
- * window, the lanes, and with every rank one message each way. */
-static dtrain_result dtrain__mpi_tables(dtrain__mpi_comm *comm)
-{
-    const dtrain_allocator *allocator = &comm->base.world->allocator;
-    const size_t size = (size_t)comm->base.size, depth = DTRAIN__MPI_DEPTH;
-    const size_t room = size * (2 * DTRAIN__WINDOW + DTRAIN__MPI_LANES * depth + 2 * (1 + depth));
-    comm->room = (int)room;
-    comm->requests = (MPI_Request *)dtrain__alloc(allocator, room, sizeof *comm->requests, "MPI");
-    comm->tokens = (dtrain__mpi_token *)dtrain__alloc(allocator, room, sizeof *comm->tokens, "MPI");
-    comm->statuses = (MPI_Status *)dtrain__alloc(allocator, room, sizeof *comm->statuses, "MPI");
-    comm->indices = (int *)dtrain__alloc(allocator, room, sizeof *comm->indices, "MPI");
-    comm->heard = (uint8_t *)dtrain__alloc(allocator, DTRAIN__WINDOW * size, 1, "MPI");
-    comm->last = (uint64_t *)dtrain__alloc(allocator, size, sizeof *comm->last, "MPI");
-    comm->lanes = (dtrain__mpi_lane *)dtrain__alloc(allocator, DTRAIN__MPI_LANES * size,
-                                                    sizeof *comm->lanes, "MPI");
-    comm->base.world_ranks =
-        (int *)dtrain__alloc(allocator, size, sizeof *comm->base.world_ranks, "MPI");
-    return comm->requests && comm->tokens && comm->statuses && comm->indices && comm->heard &&
-                   comm->last && comm->lanes && comm->base.world_ranks
-               ? DTRAIN_OK
-               : DTRAIN_ERROR_MEMORY;
-}
-
-static dtrain_result dtrain__mpi_make(dtrain__mpi_hub *hub, int size, int rank, int64_t range,
-                                      dtrain__mpi_comm **out)
-{
-    const size_t ranks = (size_t)size, line = DTRAIN__CACHE_LINE;
-    size_t data = DTRAIN__SMALL_TOTAL / ranks, chunk = DTRAIN__MPI_TEMPORARY / (2 * ranks);
-    void *records;
-    if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
-    if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
-    if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)dtrain__alloc(&hub->world->allocator, 1,
-                                                               sizeof *comm, "a communicator");
-    *out = NULL;
-    if (!comm) return DTRAIN_ERROR_MEMORY;
-    comm->base.ops = dtrain_mpi_comm_ops();
-    comm->base.world = hub->world;
-    comm->base.size = size;
-    comm->base.rank = rank;
-    comm->hub = hub;
-    comm->tag = (int)(range * DTRAIN__MPI_TAGS);
-    comm->queue_end = &comm->queue;
-    comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain__mpi_record) + data, line);
-    comm->next = hub->comms;
-    hub->comms = comm;
-    dtrain_result result = dtrain__mpi_tables(comm);
-    if (result == DTRAIN_OK)
-        result = dtrain__mpi_map(hub, 2 * DTRAIN__WINDOW * ranks * comm->record_bytes, &records);
-    if (result == DTRAIN_OK) {
-        comm->records = (char *)records;
-        result = dtrain__mpi_more_works(comm);
-    }
-    if (result == DTRAIN_OK) *out = comm;
-    else dtrain__mpi_release(comm);
-    return result;
-}
-
-/* Two exchanges, as in the local backend. The new range of tags is one that no member has used in
- * any communicator; groups of one split have no pair of ranks in common and may share it. */
-static dtrain_result dtrain__mpi_split(dtrain_comm *parent, int color, int key, dtrain_comm **out)
-{
-    dtrain__mpi_hub *hub = ((dtrain__mpi_comm *)parent)->hub;
-    int64_t mine[3] = {color < 0 ? -1 : color, key, hub->next_range}, all[DTRAIN_MAX_RANKS][3];
-    int64_t keys[DTRAIN_MAX_RANKS][2], made = 1, verdicts[DTRAIN_MAX_RANKS], range = 0;
-    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
-    dtrain__mpi_comm *comm = NULL;
-    DTRAIN__TRY(
-        dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
-    for (int i = 0; i < parent->size; i++) {
-        keys[i][0] = all[i][0];
-        keys[i][1] = all[i][1];
-        range = dtrain__max(range, all[i][2]);
-    }
-    if (range >= hub->range_limit)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_comm_split: this MPI has no tags left after %lld splits; make "
-                           "communicators once and keep them",
-                           (long long)range);
-    hub->next_range = range + 1;
-    const int size = dtrain__split_members(keys, parent->size, parent->rank, members);
-    while (members[rank] != parent->rank) rank++;
-    if (color >= 0) made = dtrain__mpi_make(hub, size, rank, range, &comm) == DTRAIN_OK;
-    const dtrain_result shared = dtrain__run(parent, DTRAIN_COLLECTIVE_SPLIT, &made, verdicts, 1,
-                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
-    for (int i = 0; i < parent->size && shared == DTRAIN_OK; i++)
-        if (!verdicts[i]) lacking = i;
-    if (shared != DTRAIN_OK || lacking >= 0) {
-        if (comm) dtrain__mpi_release(comm);
-        if (shared != DTRAIN_OK) return shared;
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_comm_split: rank %d has no memory for its part",
-                           parent->world_ranks[lacking]);
-    }
-    for (int i = 0; comm && i < size; i++)
-        comm->base.world_ranks[i] = parent->world_ranks[members[i]];
-    *out = comm ? &comm->base : NULL;
-    return DTRAIN_OK;
-}
+#ifdef DTRAIN_USE_MPI
 
 /* Whether all ranks have come to the end of the world well: only then MPI can be ended, because
  * MPI_Finalize waits for everybody and has no deadline. */
@@ -9691,9 +9158,9 @@ static bool dtrain__mpi_all_end(dtrain__mpi_hub *hub)
     dtrain_world *world = hub->world;
     MPI_Request request;
     int done = 0;
-    for (dtrain__mpi_comm *comm = hub->comms; comm && !hub->failed; comm = comm->next)
-        if (comm->active)
-            (void)dtrain__mpi_failf(comm, DTRAIN_ERROR_USAGE, "left with operations in flight");
+    for (dtrain__engine *comm = world->comms; comm && !hub->failed; comm = comm->next)
+        if (((const dtrain__mpi_comm *)comm)->active)
+            (void)dtrain__engine_failf(comm, DTRAIN_ERROR_USAGE, "left with operations in flight");
     if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
     if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
     for (;;) {
@@ -9718,7 +9185,7 @@ static void dtrain__mpi_hub_end(dtrain__mpi_hub *hub, bool met)
     int finalized = 1;
     const bool well = met && dtrain__mpi_all_end(hub);
     if (!well) hub->failed = true; /* what MPI may still touch stays mapped */
-    while (hub->comms) dtrain__mpi_release(hub->comms);
+    while (hub->world->comms) dtrain__engine_release(hub->world->comms);
     while (hub->memory) dtrain__mpi_unmap(hub, hub->memory->at);
     if (well) {
         MPI_Comm_free(&hub->mpi);
@@ -9731,14 +9198,14 @@ static void dtrain__mpi_hub_end(dtrain__mpi_hub *hub, bool met)
 
 static dtrain_result dtrain__mpi_destroy(dtrain_comm *base)
 {
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    if (base == base->world->comm) dtrain__mpi_hub_end(comm->hub, true);
-    else dtrain__mpi_release(comm);
+    dtrain__engine *comm = (dtrain__engine *)base;
+    if (base == base->world->comm) dtrain__mpi_hub_end((dtrain__mpi_hub *)comm->shared, true);
+    else dtrain__engine_release(comm);
     return DTRAIN_OK;
 }
 
 /* ---- How ranks meet in MPI
- *
+*
  * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
  * that they will. Then all compare what MPI thinks the world is with what it is. */
 
@@ -9757,11 +9224,6 @@ static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "MPI has been ended, by an earlier world or by the program; for several "
                            "worlds call MPI_Init before the first and MPI_Finalize after the last");
-    if (!world->device->ops->host_memory)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI moves host memory, and the device is \"%s\"; "
-                           "use dtrain_nccl_comm_ops() or leave comm_ops NULL",
-                           world->device->ops->name);
     if (world->size > 1 && !world->link)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "the communicator over MPI needs ranks that MPI's launcher has started, "
@@ -9899,7 +9361,8 @@ static dtrain_result dtrain__mpi_meet(dtrain__mpi_hub *hub, dtrain__mpi_hello *a
 static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
 {
     const size_t size = (size_t)world->size;
-    dtrain__mpi_comm *comm = NULL;
+    int64_t address = 0;
+    dtrain__engine *comm;
     *out = NULL;
     dtrain__mpi_hub *hub =
         (dtrain__mpi_hub *)dtrain__alloc(&world->allocator, 1, sizeof *hub, "a communicator");
@@ -9911,8 +9374,10 @@ static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
     if (result == DTRAIN_OK) result = dtrain__mpi_meet(hub, all);
     dtrain__free(&world->allocator, all, size, sizeof *all);
     if (result == DTRAIN_OK)
-        result = dtrain__mpi_make(hub, world->size, world->rank, hub->next_range++, &comm);
+        result = dtrain__engine_make(world, dtrain_mpi_comm_ops(), dtrain__mpi_transport(), hub,
+                                     world->size, world->rank, &comm, &address);
     if (result == DTRAIN_OK) {
+        comm->transport->join(comm, &address);
         for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
         *out = &comm->base;
     } else if (hub) {
@@ -9927,13 +9392,13 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
                                         false,
                                         "mpi",
                                         dtrain__mpi_create,
-                                        dtrain__mpi_start,
-                                        dtrain__mpi_test,
-                                        dtrain__mpi_wait,
-                                        dtrain__mpi_alloc,
-                                        dtrain__mpi_free,
-                                        dtrain__mpi_split,
-                                        dtrain__mpi_fail,
+                                        dtrain__engine_start,
+                                        dtrain__engine_test,
+                                        dtrain__engine_wait,
+                                        dtrain__engine_alloc,
+                                        dtrain__engine_free,
+                                        dtrain__engine_split,
+                                        dtrain__engine_fail,
                                         dtrain__mpi_destroy};
     return &ops;
 }
@@ -9945,7 +9410,7 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
  * ==============================================================================================*/
 
 /* Which backend
- *
+*
  *     memory of the device is the host's        local, or the one that was asked for
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why
@@ -10006,7 +9471,7 @@ static dtrain_result dtrain__device_comm_create(dtrain_world *world)
                    "dtrain_nccl.h has a faster way",
                    world->size);
     }
-    return dtrain__staged_create(world, &world->comm);
+    return dtrain__local_comm_ops()->create(world, &world->comm);
 }
 
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
@@ -10034,16 +9499,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)world->comm_ops->abi, (unsigned)DTRAIN_COMM_ABI);
-    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
 #ifdef DTRAIN_USE_MPI
     if (!world->comm_ops && !world->control->arenas) world->comm_ops = dtrain_mpi_comm_ops();
+    if (world->comm_ops == dtrain_mpi_comm_ops())
+        return world->comm_ops->create(world, &world->comm);
 #endif
+    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
     if (world->comm_ops) return world->comm_ops->create(world, &world->comm);
     if (!world->control->arenas)
         return dtrain__no_shared_memory(world, "the local communicator works on one host, a "
                                                "transport between hosts is needed: NCCL on GPUs, "
                                                "MPI (mpicc -DDTRAIN_USE_MPI) on CPUs");
-    return dtrain__local_world_comm(world, &world->comm);
+    return dtrain__local_comm_ops()->create(world, &world->comm);
 }
 
 /* At the end of the world, whatever is in flight. Communicators of other backends that the host has
@@ -10052,9 +9519,8 @@ DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     dtrain_comm *comm = world->comm;
     const bool given = comm && world->comm_ops && comm->ops == world->comm_ops;
-    while (world->staged) dtrain__staged_release(world->staged); /* comm may be one of them */
     if (given) comm->ops->destroy(comm);
-    dtrain__local_end(world);
+    while (world->comms) dtrain__engine_release(world->comms);
 }
 
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
@@ -11230,15 +10696,6 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
  * ==============================================================================================*/
 
 /* Values and gradients. */
-
-/* ================================================================================================
- * src/device/device_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of device/ beside the public API. */
-
-/* device/device.c */
-DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
 /* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
  * element) only: the same on every rank, for any slicing. */
@@ -19436,6 +18893,96 @@ DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws);
 DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
                                                 const dtrain_gemm_args *args);
 
+/* ================================================================================================
+ * src/device/cpu/kernels_internal.h
+ * ==============================================================================================*/
+
+/* What other files may use of device/cpu/ beside the public API. */
+
+struct dtrain__job;
+typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
+
+typedef struct dtrain__job {
+    const void *args; /* of the kernel */
+    dtrain__range_fn range;
+    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
+    bool dynamic;               /* items of unequal cost: handed out one by one */
+    int64_t next;               /* atomic: items handed out */
+    int64_t chunk, chunk_count; /* of ordered partial sums */
+    float *scratch;
+    int64_t slot; /* floats of scratch per thread */
+    double *sums; /* (chunk_count) */
+} dtrain__job;
+
+typedef struct dtrain__kernels {
+    const char *name;
+    dtrain__range_fn activate, activation_backward;
+    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
+    dtrain__range_fn embedding, embedding_backward;
+    dtrain__range_fn attention, attention_backward;
+    dtrain__range_fn cross_entropy, cross_entropy_backward;
+    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
+    dtrain__range_fn topk, gram, recombine;
+} dtrain__kernels;
+
+/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+typedef struct dtrain__update {
+    const dtrain_adamw_args *adamw;
+    const dtrain_sgd_args *sgd;
+    const dtrain_optimizer_tensor *tensor;
+    uint64_t stream; /* of stochastic rounding: the tensor's place in the list */
+    uint64_t seed;
+    bool stochastic;
+    dtrain_step_scalars now;
+} dtrain__update;
+
+/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
+ * has a list of its own. */
+typedef struct dtrain__topk_pass {
+    const dtrain_topk_args *args;
+    int32_t below;
+    int64_t room;     /* of a list */
+    float *values;    /* (threads, room) */
+    int32_t *indices; /* (threads, room) */
+    int64_t *found;   /* (threads); -1: more than the list had room for */
+} dtrain__topk_pass;
+
+#define DTRAIN__TOPK_BLOCK 1024 /* elements between two looks at the room that is left */
+#define DTRAIN__TOPK_SLACK (DTRAIN__TOPK_BLOCK + 16) /* a block, and a vector's lanes behind it */
+
+/* Orthonormal columns: matrices of doubles have rows of `padded` elements. */
+typedef struct dtrain__basis {
+    int64_t rows, columns, padded, chunk; /* rows of a chunk */
+    float *x;                             /* (rows, columns) */
+    double *sums;                         /* (chunks, padded, padded) products of the columns */
+    double *factor;                       /* (padded, padded) x becomes x * factor */
+} dtrain__basis;
+
+#define DTRAIN__BASIS_ROWS 64 /* that are widened to double at a time */
+
+#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
+#define DTRAIN__SUM_CHUNKS 256
+#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
+
+/* Elements below which waking threads costs more than it gives; tests set it to 0. */
+#ifndef DTRAIN__SMALL
+#define DTRAIN__SMALL 16384
+#endif
+
+/* Which part of a product of attention is not zero. */
+enum {
+    DTRAIN__FULL = 0,
+    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
+    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
+    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
+};
+
+#define DTRAIN__STRING2(x) #x
+#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
+
+/* device/cpu/kernels.c */
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
+
 #define DTRAIN__WIDE 4 /* operands of one operation that may have to be widened */
 
 typedef struct dtrain__cpu {
@@ -22702,6 +22249,235 @@ DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
 {
     const dtrain__isa *pairs = dtrain__pairs_select();
     return pairs ? pairs->name : dtrain_cpu_kernel_name();
+}
+
+/* ================================================================================================
+ * src/device/cpu/mix.c
+ * ==============================================================================================*/
+
+/* Sums over ranks
+ *
+ * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
+ * output may be one of the inputs. Every input is read once and every output written once: sums of
+ * fp32 and bf16 stay in registers on the way, everything else in a block of 1024 elements in the L1
+ * cache.
+ *
+ * Written once on vectors of 32 bytes and compiled twice: for AVX2, and for what the command
+ * line says (pairs of SSE2 or NEON registers). gcc -O2 vectorises no loop of unknown length by
+ * itself. */
+
+#define DTRAIN__MIX_BLOCK 1024u
+#define DTRAIN__MIX static inline __attribute__((always_inline))
+
+typedef float dtrain__mix_f __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint32_t dtrain__mix_u __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint64_t dtrain__mix_l __attribute__((vector_size(32), aligned(1), may_alias));
+
+typedef union dtrain__mix_block {
+    float f[DTRAIN__MIX_BLOCK];
+    uint32_t u[DTRAIN__MIX_BLOCK];
+    uint64_t l[DTRAIN__MIX_BLOCK];
+} dtrain__mix_block;
+
+/* acc = acc OP x; x need not be aligned. */
+#define DTRAIN__MIX_LOOP(T, V, OP)                                       \
+    do {                                                                 \
+        const size_t lanes = sizeof(V) / sizeof(T);                      \
+        for (; i + lanes <= count; i += lanes) {                         \
+            V *to = (V *)(void *)(acc + i);                              \
+            *to = *to OP(*(const V *)(const void *)(x + i * sizeof(T))); \
+        }                                                                \
+        for (; i < count; i++) {                                         \
+            T one;                                                       \
+            memcpy(&one, x + i * sizeof one, sizeof one);                \
+            acc[i] = acc[i] OP one;                                      \
+        }                                                                \
+    } while (0)
+
+DTRAIN__MIX bool dtrain__mix_is_nan(float value)
+{
+    return (dtrain__f32_bits(value) & 0x7fffffffu) > 0x7f800000u; /* survives -ffast-math */
+}
+
+/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+DTRAIN__MIX void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
+{
+    size_t i = 0;
+    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN)
+        DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
+    if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
+    for (; i < count; i++) {
+        float one;
+        memcpy(&one, x + i * sizeof one, sizeof one);
+        const bool better = op == DTRAIN_REDUCE_MIN ? one < acc[i] : one > acc[i];
+        if (!dtrain__mix_is_nan(acc[i]) && (dtrain__mix_is_nan(one) || better)) acc[i] = one;
+    }
+}
+
+/* Unsigned arithmetic: integers wrap, and overflow is defined. */
+#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
+    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)                      \
+    {                                                                                            \
+        size_t i = 0;                                                                            \
+        if (op == DTRAIN_REDUCE_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
+        if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
+        for (; i < count; i++) {                                                                 \
+            U one;                                                                               \
+            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
+            if (op == DTRAIN_REDUCE_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
+        }                                                                                        \
+    }
+DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
+DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
+
+/* Half precision goes through the CPU device's conversion kernel, which wants even addresses. */
+static void dtrain__mix_convert(const void *x, dtrain_dtype x_dtype, void *y, dtrain_dtype y_dtype,
+                                size_t count)
+{
+    dtrain_convert_args args;
+    dtrain__job job;
+    memset(&args, 0, sizeof args);
+    memset(&job, 0, sizeof job);
+    args.count = (int64_t)count;
+    args.x = x;
+    args.y = y;
+    args.x_dtype = x_dtype;
+    args.y_dtype = y_dtype;
+    job.args = &args;
+    dtrain__kernels_select()->convert(&job, 0, args.count, 0);
+}
+
+static void dtrain__mix_widen(float *to, const char *from, size_t count, dtrain_dtype dtype)
+{
+    uint16_t bits[DTRAIN__MIX_BLOCK];
+    memcpy(bits, from, count * sizeof *bits);
+    dtrain__mix_convert(bits, dtype, to, DTRAIN_DTYPE_F32, count);
+}
+
+DTRAIN__MIX void dtrain__mix_one(dtrain__mix_block *acc, const char *x, size_t count,
+                                 dtrain_dtype dtype, uint32_t op)
+{
+    float wide[DTRAIN__MIX_BLOCK];
+    switch (dtype) {
+    case DTRAIN_DTYPE_F32: dtrain__mix_f32(acc->f, x, count, op); break;
+    case DTRAIN_DTYPE_I32: dtrain__mix_i32(acc->u, x, count, op); break;
+    case DTRAIN_DTYPE_I64: dtrain__mix_i64(acc->l, x, count, op); break;
+    default:
+        dtrain__mix_widen(wide, x, count, dtype);
+        dtrain__mix_f32(acc->f, (const char *)wide, count, op);
+        break;
+    }
+}
+
+/* Any dtype and operation, elements [first, count). */
+DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
+{
+    const size_t unit = dtrain_dtype_bytes(job->dtype);
+    const bool half = job->dtype == DTRAIN_DTYPE_BF16 || job->dtype == DTRAIN_DTYPE_F16;
+    const float scale = 1.0f / (float)job->in_count;
+    dtrain__mix_block acc;
+    uint16_t bits[DTRAIN__MIX_BLOCK];
+    const void *result = half ? (const void *)bits : &acc;
+    for (size_t at = first; at < job->count; at += DTRAIN__MIX_BLOCK) {
+        const size_t rest = job->count - at,
+                     m = rest < DTRAIN__MIX_BLOCK ? rest : DTRAIN__MIX_BLOCK;
+        if (half) dtrain__mix_widen(acc.f, job->in[0] + at * unit, m, job->dtype);
+        else memcpy(&acc, job->in[0] + at * unit, m * unit);
+        for (int i = 1; i < job->in_count; i++)
+            dtrain__mix_one(&acc, job->in[i] + at * unit, m, job->dtype, job->op);
+        if (job->op == DTRAIN_REDUCE_MEAN)
+            for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
+        if (half) dtrain__mix_convert(acc.f, DTRAIN_DTYPE_F32, bits, job->dtype, m);
+        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * unit, result, m * unit);
+    }
+}
+
+/* fp32 sums and means, 128 bytes at a time in registers; returns how many elements are done. The
+ * compiler has to reload the pointers after every store, which could have changed them: that is
+ * noticed only while everything is in L1, so two inputs and two outputs, the case of two ranks,
+ * have theirs in locals. */
+DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
+{
+    const int in_count = job->in_count, out_count = job->out_count;
+    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)in_count : 1.0f;
+    const bool two = in_count == 2 && out_count == 2;
+    const char *const *in = job->in, *in0 = in[0], *in1 = in[1];
+    char *const *out = job->out, *out0 = out[0], *out1 = two ? out[1] : NULL;
+    const size_t end = job->count / 32 * 32;
+    for (size_t at = 0; at < end; at += 32) {
+        const dtrain__mix_f *x = (const dtrain__mix_f *)(const void *)(in0 + 4 * at);
+        const dtrain__mix_f *z = (const dtrain__mix_f *)(const void *)(in1 + 4 * at);
+        dtrain__mix_f *y = (dtrain__mix_f *)(void *)(out0 + 4 * at);
+        dtrain__mix_f a = x[0] + z[0], b = x[1] + z[1], c = x[2] + z[2], d = x[3] + z[3];
+        for (int i = 2; i < in_count; i++) {
+            x = (const dtrain__mix_f *)(const void *)(in[i] + 4 * at);
+            a += x[0], b += x[1], c += x[2], d += x[3];
+        }
+        a *= scale, b *= scale, c *= scale, d *= scale; /* times 1 changes no bit */
+        y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+        if (two) {
+            y = (dtrain__mix_f *)(void *)(out1 + 4 * at);
+            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+            continue;
+        }
+        for (int i = 1; i < out_count; i++) {
+            y = (dtrain__mix_f *)(void *)(out[i] + 4 * at);
+            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
+        }
+    }
+    return end;
+}
+
+/* The same for bf16, 32 bytes at a time. A word holds two numbers: one is its upper half, and the
+ * lower half shifted up is the other, so that neither leaves its lane on the way. Rounding is that
+ * of core/dtype.c, but for NaNs: theirs is the payload of a bf16, and nothing carries into it. */
+DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
+{
+    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)job->in_count : 1.0f;
+    const size_t end = job->count / 16 * 16;
+    for (size_t at = 0; at < end; at += 16) {
+        dtrain__mix_u x = *(const dtrain__mix_u *)(const void *)(job->in[0] + 2 * at);
+        dtrain__mix_f low = (dtrain__mix_f)(x << 16), high = (dtrain__mix_f)(x & 0xffff0000u);
+        for (int i = 1; i < job->in_count; i++) {
+            x = *(const dtrain__mix_u *)(const void *)(job->in[i] + 2 * at);
+            low += (dtrain__mix_f)(x << 16), high += (dtrain__mix_f)(x & 0xffff0000u);
+        }
+        low *= scale, high *= scale; /* times 1 changes no bit */
+        dtrain__mix_u y = (dtrain__mix_u)low, upper = (dtrain__mix_u)high;
+        y += 0x7fffu + (y >> 16 & 1u), upper += 0x7fffu + (upper >> 16 & 1u);
+        y = y >> 16 | (upper & 0xffff0000u);
+        for (int i = 0; i < job->out_count; i++)
+            *(dtrain__mix_u *)(void *)(job->out[i] + 2 * at) = y;
+    }
+    return end;
+}
+
+DTRAIN__MIX void dtrain__mix_run(const dtrain__mix_job *job)
+{
+    const bool sums = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
+    size_t done = 0;
+    if (sums && job->dtype == DTRAIN_DTYPE_F32) done = dtrain__mix_sums(job);
+    if (sums && job->dtype == DTRAIN_DTYPE_BF16) done = dtrain__mix_bf16_sums(job);
+    dtrain__mix_blocks(job, done);
+}
+
+static void dtrain__mix_plain(const dtrain__mix_job *job) { dtrain__mix_run(job); }
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void dtrain__mix_avx2(const dtrain__mix_job *job)
+{
+    dtrain__mix_run(job);
+}
+#endif
+
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) {
+        dtrain__mix_avx2(job);
+        return;
+    }
+#endif
+    dtrain__mix_plain(job);
 }
 
 #endif /* DTRAIN_IMPLEMENTATION */

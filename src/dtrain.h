@@ -67,13 +67,13 @@ extern "C" {
 #include "world/launch.c"
 #include "comm/comm.c"
 #include "comm/reduce.c"
-#include "comm/local_collectives.c"
+#include "comm/engine.c"
 #include "comm/links.c"
-#include "comm/local.c"
 #include "comm/staged.c"
-#include "comm/mpi_requests.c"
-#include "comm/mpi_move.c"
+#include "comm/local.c"
 #include "comm/mpi.c"
+#include "comm/mpi_move.c"
+#include "comm/mpi_meet.c"
 #include "comm/backend.c"
 #include "strategy/params.c"
 #include "strategy/layout.c"
@@ -119,6 +119,7 @@ extern "C" {
 #include "device/cpu/gemm_kernels.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
+#include "device/cpu/mix.c"
 
 #endif /* DTRAIN_IMPLEMENTATION */
 

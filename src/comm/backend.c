@@ -1,5 +1,5 @@
 /* Which backend
- *
+*
  *     memory of the device is the host's        local, or the one that was asked for
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why
@@ -15,9 +15,8 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
-#include "comm/local_internal.h"
+#include "comm/engine_internal.h"
 #include "comm/mpi_internal.h"
-#include "comm/staged_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
 
@@ -76,7 +75,7 @@ static dtrain_result dtrain__device_comm_create(dtrain_world *world)
                    "dtrain_nccl.h has a faster way",
                    world->size);
     }
-    return dtrain__staged_create(world, &world->comm);
+    return dtrain__local_comm_ops()->create(world, &world->comm);
 }
 
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
@@ -104,16 +103,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)world->comm_ops->abi, (unsigned)DTRAIN_COMM_ABI);
-    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
 #ifdef DTRAIN_USE_MPI
     if (!world->comm_ops && !world->control->arenas) world->comm_ops = dtrain_mpi_comm_ops();
+    if (world->comm_ops == dtrain_mpi_comm_ops())
+        return world->comm_ops->create(world, &world->comm);
 #endif
+    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
     if (world->comm_ops) return world->comm_ops->create(world, &world->comm);
     if (!world->control->arenas)
         return dtrain__no_shared_memory(world, "the local communicator works on one host, a "
                                                "transport between hosts is needed: NCCL on GPUs, "
                                                "MPI (mpicc -DDTRAIN_USE_MPI) on CPUs");
-    return dtrain__local_world_comm(world, &world->comm);
+    return dtrain__local_comm_ops()->create(world, &world->comm);
 }
 
 /* At the end of the world, whatever is in flight. Communicators of other backends that the host has
@@ -122,9 +123,8 @@ DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     dtrain_comm *comm = world->comm;
     const bool given = comm && world->comm_ops && comm->ops == world->comm_ops;
-    while (world->staged) dtrain__staged_release(world->staged); /* comm may be one of them */
     if (given) comm->ops->destroy(comm);
-    dtrain__local_end(world);
+    while (world->comms) dtrain__engine_release(world->comms);
 }
 
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)

@@ -1,30 +1,14 @@
 /* Communicators
  *
- * Above: the public calls check their arguments, keep the books and hand a dtrain_collective to the
- * backend. Below: the `local` backend for ranks of one machine; comm/staged.c, which brings
- * device memory to it; comm/backend.c, the choice between backends; comm/mpi.c.
- *
- * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
- *
- *     part of rank r   | failure | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
- *     slot s % Q       | progress = (s, stage) | fingerprint, pointers of operation s | payload |
- *
- * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
- * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
- * when all are there and agree, one of three paths is taken, the same on every rank:
- *
- *     small    the data came along in the slots: every rank computes its own result, done
- *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
- *              reaches stage 2; when all have, done. No copy, no temporary
- *     staged   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
- *              all have, every rank computes its own result from the stages
- *
- * All three add in rank order in fp32 and round once, so the bits do not tell which one ran. */
+ * The public calls check their arguments, keep the books and hand a dtrain_collective to the table
+ * of the communicator. Below them: comm/engine.c drives the communicators "local", "staged" and
+ * "mpi" (comm/engine_internal.h says how), comm/backend.c chooses between communicators. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
+#include "core/log.h"
 #include "core/result.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
@@ -51,20 +35,21 @@ DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
 }
 
 /* "all-reduce sum f32 count 100", for messages. */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text, size_t room)
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
     char root[32] = "";
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const dtrain__kind *kind = dtrain__kind_of(shown->kind);
     if (kind->rooted)
-        snprintf(root, sizeof root, " %s %d", what->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer",
-                 what->root);
-    if (what->kind == DTRAIN_COLLECTIVE_BARRIER || what->kind == DTRAIN_COLLECTIVE_SPLIT)
+        snprintf(root, sizeof root, " %s %d",
+                 shown->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer", (int)shown->root);
+    if (shown->kind == DTRAIN_COLLECTIVE_BARRIER || shown->kind == DTRAIN_COLLECTIVE_SPLIT)
         snprintf(text, room, "%s", kind->name);
     else
-        snprintf(text, room, "%s%s %s count %zu%s", kind->name,
-                 ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0], dtrain_dtype_name(what->dtype),
-                 what->count, root);
+        snprintf(text, room, "%s%s %s count %llu%s", kind->name,
+                 ops[shown->op <= DTRAIN_REDUCE_PROD ? shown->op : 0],
+                 dtrain_dtype_name((dtrain_dtype)shown->dtype), (unsigned long long)shown->count,
+                 root);
 }
 
 /* Elements of the send and the receive buffer: `size` times larger where a call cuts or joins
@@ -345,19 +330,25 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     return comm->ops->split(comm, color, key, out);
 }
 
-DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm)
+/* A communicator with handles that were not given back stays until the end of the world: they point
+ * to it. */
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
 {
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__world_check(comm->world, "dtrain_comm_destroy"));
-    if (comm == comm->world->comm)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_comm_destroy: the world's communicator ends with it");
-    if (comm->outstanding)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
-            (unsigned long long)comm->outstanding);
-    return comm->ops->destroy(comm);
+    char text[160];
+    if (!comm || dtrain__world_check(comm->world, "dtrain_comm_destroy") != DTRAIN_OK) return;
+    if (comm == comm->world->comm) {
+        snprintf(text, sizeof text, "dtrain_comm_destroy: the world's communicator ends with it");
+        (void)dtrain_fail(DTRAIN_ERROR_USAGE, "%s", text);
+    } else if (comm->outstanding) {
+        snprintf(text, sizeof text,
+                 "dtrain_comm_destroy: %llu operations have not been given to dtrain_work_wait",
+                 (unsigned long long)comm->outstanding);
+        (void)comm->ops->fail(comm, DTRAIN_ERROR_USAGE, text);
+    } else {
+        (void)comm->ops->destroy(comm);
+        return;
+    }
+    dtrain_log(comm->world, DTRAIN_LOG_ERROR, "%s", text);
 }
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm) { return comm ? comm->rank : -1; }

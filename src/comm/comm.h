@@ -98,9 +98,10 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
  * color joins none: *out = NULL. Collective over comm. */
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key,
                                            dtrain_comm **out);
-/* Collective in spirit, local in effect: frees this rank's part. The world's communicator is not
- * destroyed by the host. Work in flight makes it an error. */
-DTRAIN_API dtrain_result dtrain_comm_destroy(dtrain_comm *comm);
+/* Free this rank's part; every rank calls it, none waits. NULL is allowed. The world's communicator
+ * ends with the world: an error in the log. With handles that were not given to dtrain_work_wait
+ * the communicator fails on all ranks instead, and is freed at the end of the world. */
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);

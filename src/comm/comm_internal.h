@@ -12,8 +12,17 @@ typedef struct dtrain__kind {
     bool reduces, rooted;
 } dtrain__kind;
 
+/* The fields of a call that all ranks must agree on, as ranks show them to each other. */
+typedef struct dtrain__shown {
+    uint64_t count;
+    uint64_t started_ns; /* not compared; emulated links only, otherwise 0 */
+    uint32_t kind, dtype, op;
+    int32_t root;
+} dtrain__shown;
+
 /* comm/comm.c */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain_collective *what, char *text, size_t room);
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
+DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room);
 DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what);
 DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size);
@@ -26,4 +35,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
 /* comm/reduce.c */
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
+DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
+                                  const char *const *in, size_t first, size_t count);
+DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+                                   size_t *length);

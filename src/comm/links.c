@@ -1,5 +1,5 @@
 /* Emulated links
- *
+*
  * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
  * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
  *
@@ -32,7 +32,9 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
-#include "comm/local_internal.h"
+#include "comm/engine_internal.h"
+
+enum { DTRAIN__LANE_OUT = 0, DTRAIN__LANE_IN = 1 };
 
 typedef struct dtrain__traffic {
     double out, in;  /* bytes */
@@ -40,7 +42,7 @@ typedef struct dtrain__traffic {
 } dtrain__traffic;
 
 /* Which node a rank of the communicator is on. */
-DTRAIN__PRIVATE int dtrain__emulated_node(const dtrain__local_comm *comm, int rank)
+static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
 {
     return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
 }
@@ -52,7 +54,7 @@ typedef struct dtrain__spread {
     bool at_root;    /* on the root's node */
 } dtrain__spread;
 
-static dtrain__spread dtrain__spread_of(const dtrain__local_comm *comm, int root)
+static dtrain__spread dtrain__spread_of(const dtrain__engine *comm, int root)
 {
     bool known[DTRAIN_MAX_RANKS];
     dtrain__spread spread;
@@ -70,14 +72,14 @@ static dtrain__spread dtrain__spread_of(const dtrain__local_comm *comm, int root
     return spread;
 }
 
-static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
-                                          const dtrain_collective *what)
+static dtrain__traffic dtrain__traffic_of(const dtrain__engine *comm, const dtrain__work *work)
 {
+    const dtrain_collective *what = &work->what;
     const dtrain__spread at = dtrain__spread_of(comm, what->root);
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
     const double n = comm->base.size, away = at.away;
     const bool is_root = what->root == comm->base.rank;
-    const bool small = dtrain__is_small(what, comm->base.size);
+    const bool small = work->small;
     dtrain__traffic traffic = {0, 0, 0};
     if (at.nodes == 1) return traffic;
     traffic.rounds = 1;
@@ -104,8 +106,8 @@ static dtrain__traffic dtrain__traffic_of(const dtrain__local_comm *comm,
 }
 
 /* Books bytes on a lane, behind what is booked already; returns when they are through. */
-DTRAIN__PRIVATE uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
-                                           uint64_t start, double bytes)
+static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
+                                  double bytes)
 {
     uint64_t *busy = &world->control->lanes[node][lane].busy_until;
     const double ns = 8 * bytes / world->emulation.gigabits_per_second; /* Gb/s = bits a ns */
@@ -120,37 +122,51 @@ DTRAIN__PRIVATE uint64_t dtrain__book_lane(const dtrain_world *world, int node, 
     return end;
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
+static uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
 {
     return (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
 }
 
-/* All ranks have shown the collective. */
-DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__local_comm *comm,
-                                             dtrain__local_work *work)
+/* Book this rank's transfers on both lanes of its node, and return when the later one is over. */
+static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
+                                  double in, uint64_t start, uint32_t rounds)
 {
-    const dtrain_world *world = comm->base.world;
-    const dtrain__traffic traffic = dtrain__traffic_of(comm, &work->what);
-    const int node = dtrain__emulated_node(comm, comm->base.rank);
-    uint64_t start = 0;
-    if (!traffic.rounds) return;
-    for (int i = 0; i < comm->base.size; i++) {
-        const uint64_t started = dtrain__slot_of(comm, i, work->sequence)->started_ns;
-        if (started > start) start = started;
-    }
-    const uint64_t out = dtrain__book_lane(world, node, DTRAIN__LANE_OUT, start, traffic.out);
-    const uint64_t in = dtrain__book_lane(world, node, DTRAIN__LANE_IN, start, traffic.in);
-    work->due_ns = (out > in ? out : in) + dtrain__emulated_latency(world, traffic.rounds);
+    const uint64_t sent = dtrain__book_lane(world, out_node, DTRAIN__LANE_OUT, start, out);
+    const uint64_t received = dtrain__book_lane(world, in_node, DTRAIN__LANE_IN, start, in);
+    return (sent > received ? sent : received) + dtrain__emulated_latency(world, rounds);
 }
 
-/* At the stage that is the last one without emulation, or at the one more; true when it is done. */
-DTRAIN__PRIVATE bool dtrain__collective_due(const dtrain__local_comm *comm,
-                                            dtrain__local_work *work)
+/* Book a collective that all ranks have shown. */
+DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
 {
-    if (work->stage > work->final) return true;
-    if (dtrain__now_ns() < work->due_ns) return false;
-    dtrain__reach(comm, work, work->final + 1);
-    return dtrain__all_reached(comm, work);
+    const dtrain__traffic traffic = dtrain__traffic_of(comm, work);
+    const int node = dtrain__emulated_node(comm, comm->base.rank);
+    if (!traffic.rounds) return;
+    work->due_ns = dtrain__book_both(comm->base.world, node, traffic.out, node, traffic.in,
+                                     work->last_started_ns, traffic.rounds);
+}
+
+DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
+{
+    return dtrain__node_ranks(comm->base.world) && dtrain__emulated_node(comm, work->what.root) !=
+                                                       dtrain__emulated_node(comm, comm->base.rank);
+}
+
+/* Whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver knows
+ * when both sides were there and books for both. A sender whose message does not fit into the
+ * channel waits for the receiver; shorter messages are copied and forgotten, as MPI's eager
+ * messages are. */
+DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
+                                         uint64_t sent_ns)
+{
+    const uint64_t start = sent_ns > work->shown.started_ns ? sent_ns : work->shown.started_ns;
+    const double bytes = (double)work->what.count * (double)dtrain_dtype_bytes(work->what.dtype);
+    if (!dtrain__message_crosses(comm, work)) return true;
+    if (!work->due_ns)
+        work->due_ns =
+            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->what.root), bytes,
+                              dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
+    return dtrain__now_ns() >= work->due_ns;
 }
 
 /* A wait of an emulated world. Ranks that have moved something lately yield, as ever. When nothing
@@ -161,9 +177,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
     uint64_t nearest = UINT64_MAX, moves = 0;
     struct timespec nap;
-    for (const dtrain__local_comm *comm = world->locals; comm; comm = comm->next)
-        for (const dtrain__local_work *work = comm->queue; work; work = work->next) {
-            moves += work->sequence + work->stage + work->moved;
+    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
+        for (const dtrain__work *work = comm->queue; work; work = work->next) {
+            moves += work->sequence + (uint64_t)work->state + work->steps;
             if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
         }
     if (moves != world->emulated_moves) wait->yields = 0;

@@ -1,4 +1,5 @@
-/* What other files may use of comm/ beside the public API. */
+/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c large
+ * operations and messages, mpi_meet.c begins and ends. */
 
 #pragma once
 
@@ -7,7 +8,7 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
-#include "comm/local_internal.h"
+#include "comm/engine_internal.h"
 
 #ifdef DTRAIN_USE_MPI
 
@@ -35,10 +36,9 @@ typedef enum dtrain__mpi_use {
 enum { DTRAIN__MPI_LANES = 4, DTRAIN__MPI_TAGS = 5 };
 
 typedef struct dtrain__mpi_record {
-    uint32_t magic, kind, dtype, op;
-    int32_t root;
-    uint32_t unused[3];
-    uint64_t count, sequence;
+    uint32_t magic, unused;
+    uint64_t sequence;
+    dtrain__shown shown;
     uint64_t reserved[2];
 } dtrain__mpi_record; /* 64 bytes; data follows */
 
@@ -48,28 +48,14 @@ typedef struct dtrain__mpi_lane {
     uint32_t landed; /* bit c % depth: chunk c >= done is there */
 } dtrain__mpi_lane;
 
-typedef enum dtrain__mpi_stage {
-    DTRAIN__MPI_QUEUED = 0,
-    DTRAIN__MPI_MEETING = 1, /* records or the head are under way */
-    DTRAIN__MPI_MOVING = 2
-} dtrain__mpi_stage;
-
 typedef struct dtrain__mpi_work {
-    dtrain_work base;
-    struct dtrain__mpi_work *next; /* in the queue, or among the idle */
-    dtrain_collective what;
-    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    uint32_t stage;
-    bool done, complete;   /* complete: only records of this rank are still on their way out */
-    int heard, unsent;     /* records */
+    dtrain__work base;
+    int unsent;            /* records of this rank that are still on their way out */
+    bool open, complete;   /* large collectives: the lanes are its own; have reached their ends */
+    bool begun, headed;    /* messages: the head is under way; has come ... */
+    bool compared;         /* ... and agrees with what the receiver asked for */
     dtrain__mpi_lane lane; /* messages */
-    char *record;          /* messages: head and small data */
 } dtrain__mpi_work;
-
-typedef struct dtrain__mpi_block {
-    struct dtrain__mpi_block *next;
-    dtrain__mpi_work works[DTRAIN__WINDOW];
-} dtrain__mpi_block;
 
 /* What a request is for. */
 typedef struct dtrain__mpi_token {
@@ -86,23 +72,16 @@ typedef struct dtrain__mpi_memory {
 } dtrain__mpi_memory;
 
 typedef struct dtrain__mpi_comm {
-    dtrain_comm base;
+    dtrain__engine base;
     struct dtrain__mpi_hub *hub;
-    struct dtrain__mpi_comm *next; /* newest first */
-    int tag;                       /* its first */
-    uint64_t sequence;             /* of the collective started last */
-    dtrain__mpi_work *queue, **queue_end, *idle;
-    dtrain__mpi_block *blocks;
-    bool stirred;          /* something was started since the last look */
     int active, room;      /* requests */
     MPI_Request *requests; /* these four (room), the first two (active) */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
     size_t record_bytes, chunk_bytes;
-    char *records;           /* (2, window, size, record_bytes): out, in */
-    uint8_t *heard;          /* (window, size) */
-    uint64_t *last;          /* (size) sequence of the last record that came */
+    char *records;           /* (2, window + 1, size, record_bytes): out, in; last: of messages */
+    uint64_t *heard;         /* (window, size) sequence of the record that came last */
     char *temporary;         /* (depth, size + 1, chunk_bytes), made when first needed */
     dtrain__mpi_lane *lanes; /* (lanes, size), of the oldest collective */
     size_t combined;         /* its chunks of this rank's slice that are added up */
@@ -112,49 +91,32 @@ typedef struct dtrain__mpi_comm {
 typedef struct dtrain__mpi_hub {
     dtrain_world *world;
     MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS];     /* of mpi, by rank in the world: orders may differ */
-    int64_t next_range, range_limit; /* of tags */
-    bool ours;                       /* MPI_Init was called here */
-    bool quiet_pipes;                /* SIGPIPE is ignored, and was not */
-    bool failed;
-    dtrain_result code;
-    char text[560];
-    dtrain__mpi_comm *comms;
+    int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
+    int64_t range_limit;         /* of tags */
+    bool ours;                   /* MPI_Init was called here */
+    bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
+    bool failed;                 /* MPI is not called any more */
     dtrain__mpi_memory *memory;
 } dtrain__mpi_hub;
 
-/* comm/mpi_requests.c */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_standing(const dtrain__mpi_hub *hub);
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result code,
-                                               const char *text);
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_failf(dtrain__mpi_comm *comm, dtrain_result code,
-                                                const char *format, ...);
+/* comm/mpi.c */
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked, void **out);
 DTRAIN__PRIVATE void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at);
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_alloc(dtrain_comm *comm, size_t bytes, void **out);
-DTRAIN__PRIVATE void dtrain__mpi_free(dtrain_comm *comm, void *memory, size_t bytes);
 DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
                                       int rank, size_t chunk, bool sends, void *at, size_t bytes);
-DTRAIN__PRIVATE bool dtrain__mpi_poll(dtrain__mpi_comm *comm);
-DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain_collective *what, uint64_t sequence,
-                                       const void *data, size_t bytes);
-DTRAIN__PRIVATE void dtrain__mpi_show(dtrain__mpi_comm *comm, dtrain__mpi_work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_compare(dtrain__mpi_comm *comm,
-                                                  const dtrain__mpi_work *work, int first,
-                                                  int second);
-DTRAIN__PRIVATE bool dtrain__mpi_agree(dtrain__mpi_comm *comm, const dtrain__mpi_work *work);
-DTRAIN__PRIVATE void dtrain__mpi_small_path(const dtrain__mpi_comm *comm,
-                                            const dtrain__mpi_work *work);
+DTRAIN__PRIVATE char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t slot,
+                                       int rank);
+DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain__work *work, const void *data,
+                                       size_t bytes);
+DTRAIN__PRIVATE const dtrain__transport *dtrain__mpi_transport(void);
 
 /* comm/mpi_move.c */
-DTRAIN__PRIVATE dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use,
-                                                      int peer);
-DTRAIN__PRIVATE bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
-                                                 uint64_t oldest);
-DTRAIN__PRIVATE bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work);
+DTRAIN__PRIVATE bool dtrain__mpi_move(dtrain__engine *comm, dtrain__work *work, bool oldest);
+DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__mpi_lags(const dtrain__engine *comm, const dtrain__work *work,
+                                      int rank);
 
-/* comm/mpi.c */
+/* comm/mpi_meet.c */
 DTRAIN__PRIVATE void dtrain__mpi_linger(const dtrain_comm *base);
 
 #endif /* DTRAIN_USE_MPI */

@@ -1,4 +1,4 @@
-/* Lanes. */
+/* The MPI transport: large collectives in lanes, and messages */
 
 #include "core/platform_internal.h"
 #include "core/dtype.h"
@@ -7,7 +7,7 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
-#include "comm/local_internal.h"
+#include "comm/engine_internal.h"
 #include "comm/mpi_internal.h"
 
 #ifdef DTRAIN_USE_MPI
@@ -62,19 +62,18 @@ static size_t dtrain__mpi_chunks(const dtrain__mpi_comm *comm, const dtrain_coll
 {
     const size_t chunk = dtrain__mpi_chunk(comm, what);
     size_t first, length;
-    dtrain__mpi_slice(&comm->base, what, owner, &first, &length);
+    dtrain__mpi_slice(&comm->base.base, what, owner, &first, &length);
     return length / chunk + (length % chunk != 0);
 }
 
-DTRAIN__PRIVATE dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use,
-                                                      int peer)
+static dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use, int peer)
 {
-    return &comm->lanes[use * (size_t)comm->base.size + (size_t)peer];
+    return &comm->lanes[use * (size_t)comm->base.base.size + (size_t)peer];
 }
 
 static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, int rank)
 {
-    const size_t half = chunk % DTRAIN__MPI_DEPTH * ((size_t)comm->base.size + 1);
+    const size_t half = chunk % DTRAIN__MPI_DEPTH * ((size_t)comm->base.base.size + 1);
     return comm->temporary + (half + (size_t)rank) * comm->chunk_bytes;
 }
 
@@ -82,8 +81,8 @@ static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, i
 static char *dtrain__mpi_sum_at(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t first, size_t at, size_t chunk)
 {
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank)
-        return dtrain__mpi_temporary(comm, chunk, comm->base.size);
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.base.rank)
+        return dtrain__mpi_temporary(comm, chunk, comm->base.base.size);
     return (char *)what->recv + (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ? 0 : first) + at;
 }
 
@@ -95,7 +94,8 @@ static char *dtrain__mpi_place(const dtrain__mpi_comm *comm, const dtrain_collec
     const size_t each = dtrain__mpi_chunk(comm, what), at = chunk * each;
     char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv;
     size_t first, length;
-    dtrain__mpi_slice(&comm->base, what, theirs ? peer : comm->base.rank, &first, &length);
+    dtrain__mpi_slice(&comm->base.base, what, theirs ? peer : comm->base.base.rank, &first,
+                      &length);
     *bytes = length - at < each ? length - at : each;
     switch (use) {
     case DTRAIN__PART_OUT: return send + first + at;
@@ -121,7 +121,7 @@ static size_t dtrain__mpi_limit(const dtrain__mpi_comm *comm, const dtrain_colle
     if (use == DTRAIN__PART_IN && adds) limit = comm->combined + DTRAIN__MPI_DEPTH;
     if (use == DTRAIN__RESULT_OUT && adds) limit = comm->combined;
     if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_COLLECTIVE_BROADCAST &&
-        what->root != comm->base.rank)
+        what->root != comm->base.base.rank)
         limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, what->root)->done;
     if (use == DTRAIN__RESULT_IN && adds && what->send == what->recv)
         limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_OUT, peer)->done;
@@ -134,9 +134,10 @@ static void dtrain__mpi_lane_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work
     dtrain__mpi_lane *lane = dtrain__mpi_lane_of(comm, use, peer);
     const bool sends = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
     while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
-           lane->posted < dtrain__mpi_limit(comm, &work->what, use, peer) && !comm->hub->failed) {
+           lane->posted < dtrain__mpi_limit(comm, &work->base.what, use, peer) &&
+           !comm->base.failed) {
         size_t bytes;
-        char *at = dtrain__mpi_place(comm, &work->what, use, peer, lane->posted, &bytes);
+        char *at = dtrain__mpi_place(comm, &work->base.what, use, peer, lane->posted, &bytes);
         dtrain__mpi_post(comm, work, use, peer, lane->posted++, sends, at, bytes);
     }
 }
@@ -144,13 +145,13 @@ static void dtrain__mpi_lane_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work
 /* Adds up the next chunk of this rank's slice, if all of it is there. */
 static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size, rank = comm->base.rank;
+    const dtrain_collective *what = &work->base.what;
+    const int size = comm->base.base.size, rank = comm->base.base.rank;
     const size_t c = comm->combined, at = c * comm->chunk_bytes;
     const char *in[DTRAIN_MAX_RANKS];
     size_t first, length;
     if (!dtrain__mpi_adds(what)) return false;
-    dtrain__mpi_slice(&comm->base, what, rank, &first, &length);
+    dtrain__mpi_slice(&comm->base.base, what, rank, &first, &length);
     if (at >= length) return false;
     for (int i = 0; i < size; i++)
         if (i != rank && dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, i)->done <= c) return false;
@@ -170,17 +171,17 @@ static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *
 /* All ranks agree: the lanes of a large operation. What goes from this rank to itself is copied. */
 static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const int size = comm->base.size, rank = comm->base.rank;
+    const dtrain_collective *what = &work->base.what;
+    const int size = comm->base.base.size, rank = comm->base.base.rank;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     void *memory;
     memset(comm->lanes, 0, DTRAIN__MPI_LANES * (size_t)size * sizeof *comm->lanes);
     comm->combined = 0;
-    work->stage = DTRAIN__MPI_MOVING;
+    work->open = true;
     for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
         for (int i = 0; i < size; i++) {
             const bool theirs = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_IN;
-            if (i != rank && dtrain__mpi_has_lane(&comm->base, what, use, i))
+            if (i != rank && dtrain__mpi_has_lane(&comm->base.base, what, use, i))
                 dtrain__mpi_lane_of(comm, use, i)->chunks =
                     dtrain__mpi_chunks(comm, what, theirs ? i : rank);
         }
@@ -194,120 +195,120 @@ static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
     if (dtrain__mpi_map(comm->hub, DTRAIN__MPI_DEPTH * ((size_t)size + 1) * comm->chunk_bytes,
                         &memory) == DTRAIN_OK)
         comm->temporary = (char *)memory;
-    else (void)dtrain__mpi_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    else (void)dtrain__engine_fail(&comm->base.base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
 }
 
 /* As far as it goes now; true when all lanes have reached their ends. */
 static bool dtrain__mpi_lanes_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const int size = comm->base.size, rank = comm->base.rank;
+    const int size = comm->base.base.size, rank = comm->base.base.rank;
     do {
         for (int i = 1; i < size; i++)
             for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
                 dtrain__mpi_lane_post(comm, work, use, (rank + i) % size);
-        if (comm->hub->failed) return false;
+        if (comm->base.failed) return false;
     } while (dtrain__mpi_combine(comm, work));
     for (size_t i = 0; i < DTRAIN__MPI_LANES * (size_t)size; i++)
         if (comm->lanes[i].done < comm->lanes[i].chunks) return false;
-    return !dtrain__mpi_adds(&work->what) ||
-           comm->combined == dtrain__mpi_chunks(comm, &work->what, rank);
+    return !dtrain__mpi_adds(&work->base.what) ||
+           comm->combined == dtrain__mpi_chunks(comm, &work->base.what, rank);
 }
 
-/* Moves a collective as far as it goes without waiting; true when it is done. */
-DTRAIN__PRIVATE bool dtrain__mpi_collective_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work,
-                                                 uint64_t oldest)
+/* A collective is over when the records of this rank are out, too: their slots are used again. */
+DTRAIN__PRIVATE bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
 {
-    if (work->stage == DTRAIN__MPI_QUEUED) {
-        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
-        dtrain__mpi_show(comm, work);
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    if (!work->small && !own->complete) {
+        if (!oldest) return false;
+        if (!own->open) dtrain__mpi_lanes_open(comm, own);
+        if (base->failed) return false;
+        own->complete = dtrain__mpi_lanes_move(comm, own);
     }
-    if (comm->hub->failed || work->heard < comm->base.size - 1) return false;
-    if (work->stage == DTRAIN__MPI_MEETING && !work->complete) {
-        const bool small = dtrain__is_small(&work->what, comm->base.size);
-        if (!small && work->sequence != oldest) return false;
-        if (!dtrain__mpi_agree(comm, work)) return false;
-        if (small) dtrain__mpi_small_path(comm, work);
-        else dtrain__mpi_lanes_open(comm, work);
-        work->complete = small;
+    return (work->small || own->complete) && own->unsent == 0;
+}
+
+/* Whom a large operation waits for: ranks that owe it a part, for without it there are no results;
+ * else those that owe results; else those that do not take what is sent. */
+static bool dtrain__mpi_lane_lags(const dtrain__mpi_comm *comm, int rank)
+{
+    static const uint32_t uses[] = {DTRAIN__PART_IN, DTRAIN__RESULT_IN, DTRAIN__PART_OUT,
+                                    DTRAIN__RESULT_OUT};
+    for (size_t u = 0; u < sizeof uses / sizeof *uses; u++) {
+        const dtrain__mpi_lane *lanes = dtrain__mpi_lane_of(comm, uses[u], 0);
+        for (int i = 0; i < comm->base.base.size; i++)
+            if (lanes[i].done < lanes[i].posted) return lanes[rank].done < lanes[rank].posted;
     }
-    if (comm->hub->failed) return false;
-    if (!work->complete) work->complete = dtrain__mpi_lanes_move(comm, work);
-    return work->complete && work->unsent == 0;
+    return false;
+}
+
+DTRAIN__PRIVATE bool dtrain__mpi_lags(const dtrain__engine *comm, const dtrain__work *work,
+                                      int rank)
+{
+    if (!work->sequence) return true;
+    return ((const dtrain__mpi_work *)work)->open &&
+           dtrain__mpi_lane_lags((const dtrain__mpi_comm *)comm, rank);
 }
 
 /* ---- Messages
  *
- * A head, with the data when it is small, then the data in pieces. Messages between two ranks in
- * one direction go one after the other. */
-
-static bool dtrain__mpi_message_first(const dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
-{
-    const dtrain__mpi_work *other = comm->queue;
-    while (other != work &&
-           (other->what.kind != work->what.kind || other->what.root != work->what.root))
-        other = other->next;
-    return other == work;
-}
+ * A head, with the data when it is small, then the data in pieces. */
 
 static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
     const size_t pieces =
         bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
-    work->stage = DTRAIN__MPI_MEETING;
+    char *head = dtrain__mpi_slot(comm, !sends, DTRAIN__WINDOW, what->root);
+    work->begun = true;
     work->lane.chunks = small ? 0 : pieces;
     work->unsent = sends;
-    if (sends) dtrain__mpi_write(work->record, what, 0, what->send, small ? bytes : 0);
-    dtrain__mpi_post(comm, work, DTRAIN__HEAD, what->root, 0, sends, work->record,
+    if (sends) dtrain__mpi_write(head, &work->base, what->send, small ? bytes : 0);
+    dtrain__mpi_post(comm, work, DTRAIN__HEAD, what->root, 0, sends, head,
                      sends ? sizeof(dtrain__mpi_record) + (small ? bytes : 0) : comm->record_bytes);
 }
 
-/* The receiver compares what was sent with what it asked for. */
-static void dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+/* Compare what was sent with what this receiver asked for, when the head has come. */
+static bool dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
 {
-    const dtrain_collective *what = &work->what;
-    const int *world = comm->base.world_ranks;
+    const dtrain_collective *what = &work->base.what;
+    const char *head = dtrain__mpi_slot(comm, true, DTRAIN__WINDOW, what->root);
     dtrain__mpi_record record;
-    memcpy(&record, work->record, sizeof record);
-    work->stage = DTRAIN__MPI_MOVING;
-    if (record.magic != DTRAIN__MPI_MAGIC || record.count != what->count ||
-        record.dtype != (uint32_t)what->dtype) {
-        (void)dtrain__mpi_failf(
-            comm, DTRAIN_ERROR_MISMATCH,
-            "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-            world[what->root], dtrain_dtype_name((dtrain_dtype)record.dtype),
-            (unsigned long long)record.count, world[comm->base.rank],
-            dtrain_dtype_name(what->dtype), what->count);
-        return;
+    memcpy(&record, head, sizeof record);
+    work->compared = true;
+    if (record.magic != DTRAIN__MPI_MAGIC || record.shown.count != what->count ||
+        record.shown.dtype != (uint32_t)what->dtype) {
+        (void)dtrain__message_differs(&comm->base, &work->base, (dtrain_dtype)record.shown.dtype,
+                                      record.shown.count);
+        return false;
     }
     if (!work->lane.chunks && what->count)
-        memcpy(what->recv, work->record + sizeof record,
-               what->count * dtrain_dtype_bytes(what->dtype));
+        memcpy(what->recv, head + sizeof record, what->count * dtrain_dtype_bytes(what->dtype));
+    return true;
 }
 
-DTRAIN__PRIVATE bool dtrain__mpi_message_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
+DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *own)
 {
-    const dtrain_collective *what = &work->what;
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *work = (dtrain__mpi_work *)own;
+    const dtrain_collective *what = &own->what;
     const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
     dtrain__mpi_lane *lane = &work->lane;
-    if (work->stage == DTRAIN__MPI_QUEUED) {
-        if (!dtrain__mpi_message_first(comm, work)) return false;
-        dtrain__mpi_message_begin(comm, work);
-    }
-    if (!sends && !work->heard) return false;
-    if (!sends && work->stage == DTRAIN__MPI_MEETING) dtrain__mpi_message_head(comm, work);
+    if (!work->begun) dtrain__mpi_message_begin(comm, work);
+    if (!sends && !work->headed) return false;
+    if (!sends && !work->compared && !dtrain__mpi_message_head(comm, work)) return false;
     while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
-           !comm->hub->failed) {
+           !base->failed) {
         const size_t at = lane->posted * DTRAIN__MPI_MESSAGE_BYTES, rest = bytes - at;
         dtrain__mpi_post(comm, work, DTRAIN__BODY, what->root, lane->posted++, sends, buffer + at,
                          rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
     }
-    return !comm->hub->failed && !work->unsent && lane->done == lane->chunks;
+    return !base->failed && !work->unsent && lane->done == lane->chunks;
 }
 
 #endif /* DTRAIN_USE_MPI */

@@ -113,8 +113,8 @@ struct dtrain_world {
     bool tune;
     dtrain_comm *comm; /* all ranks */
     uint64_t exchange_count;
-    struct dtrain__local_comm *locals;  /* this rank's communicators, newest first */
-    struct dtrain__staged_comm *staged; /* those for device memory */
+    struct dtrain__engine *comms; /* this rank's communicators, newest first */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 

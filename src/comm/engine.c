@@ -1,0 +1,637 @@
+/* The engine: queue, agreement, waiting, failure, split */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "comm/backend.h"
+#include "comm/comm.h"
+#include "comm/comm_internal.h"
+#include "comm/engine_internal.h"
+#include "device/backend.h"
+
+/* ---- Progress ---------------------------------------------------------------------------------*/
+
+static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
+{
+    return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root &&
+           a->count == b->count;
+}
+
+static const dtrain__shown *dtrain__shown_by(const dtrain__engine *comm, const dtrain__work *work,
+                                             int rank)
+{
+    if (rank == comm->base.rank) return &work->shown;
+    return comm->transport->heard(comm, work->sequence, rank);
+}
+
+static bool dtrain__all_heard(dtrain__engine *comm, dtrain__work *work)
+{
+    for (; work->heard < comm->base.size; work->heard++) {
+        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
+        if (!shown) return false;
+        if (!dtrain__same_call(shown, &work->shown)) work->differs = true;
+        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
+    }
+    return true;
+}
+
+/* Compare what two ranks call. */
+static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *work, int first,
+                                     int second)
+{
+    const dtrain__shown *x = dtrain__shown_by(comm, work, first);
+    const dtrain__shown *y = dtrain__shown_by(comm, work, second);
+    char a[80], b[80];
+    if (dtrain__same_call(x, y)) return DTRAIN_OK;
+    dtrain__describe(x, a, sizeof a);
+    dtrain__describe(y, b, sizeof b);
+    return dtrain__engine_failf(comm, DTRAIN_ERROR_MISMATCH,
+                                "collective #%llu differs: rank %d called %s, rank %d called %s",
+                                (unsigned long long)work->sequence, comm->base.world_ranks[first],
+                                a, comm->base.world_ranks[second], b);
+}
+
+/* Check, when all ranks were heard, that they call the same. Everybody compares with the first
+ * rank, so that all find the same difference. */
+static dtrain_result dtrain__engine_agree(dtrain__engine *comm, const dtrain__work *work)
+{
+    for (int i = 1; work->differs && i < comm->base.size; i++)
+        DTRAIN__TRY(dtrain__compare(comm, work, 0, i));
+    /* A rank that gave up has taken its buffers back; a small input was copied and is still good. */
+    if (!work->small && dtrain__load(&comm->report->state))
+        return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    return DTRAIN_OK;
+}
+
+/* Compute this rank's result from the inputs that came along with the calls. */
+static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
+{
+    const char *in[DTRAIN_MAX_RANKS];
+    if (!work->what.count) return;
+    comm->transport->inputs(comm, work, in);
+    dtrain__pull(&comm->base, &work->what, in, 0, work->what.count);
+}
+
+/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree in the
+ * order of the sequence numbers, because emulated links carry in that order. */
+static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
+{
+    const dtrain__transport *transport = comm->transport;
+    if (work->state == DTRAIN__QUEUED) {
+        if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
+        work->state = DTRAIN__SHOWN;
+        transport->show(comm, work);
+        if (comm->failed) return false;
+    }
+    if (work->state == DTRAIN__SHOWN) {
+        if (!dtrain__all_heard(comm, work) || work->sequence != comm->agreed + 1) return false;
+        if (dtrain__engine_agree(comm, work) != DTRAIN_OK) return false;
+        comm->agreed = work->sequence;
+        if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
+        if (work->small) dtrain__small_result(comm, work);
+        work->state = DTRAIN__MOVING;
+    }
+    if (work->state == DTRAIN__MOVING) {
+        if (!transport->move(comm, work, work->sequence == oldest)) return false;
+        work->state = DTRAIN__DUE;
+    }
+    return !work->due_ns || (dtrain__now_ns() >= work->due_ns && comm->transport->meet(comm, work));
+}
+
+/* Messages between two ranks in one direction go one after the other. */
+static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
+{
+    if (work->state == DTRAIN__QUEUED) {
+        const dtrain__work *first = comm->queue;
+        while (first->what.kind != work->what.kind || first->what.root != work->what.root)
+            first = first->next;
+        if (first != work) return false;
+        work->state = DTRAIN__MOVING;
+    }
+    return comm->transport->message(comm, work);
+}
+
+/* Move everything in flight, oldest first. */
+static void dtrain__engine_advance(dtrain__engine *comm)
+{
+    uint64_t oldest = 0; /* sequence of the first collective that is not done */
+    dtrain__work **link = &comm->queue;
+    if (comm->failed) return;
+    if (comm->transport->poll && !comm->transport->poll(comm) && !comm->stirred) return;
+    comm->stirred = false;
+    while (!comm->failed && *link) {
+        dtrain__work *work = *link;
+        if (!oldest) oldest = work->sequence;
+        if (work->bounce && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
+            comm->stirred = true; /* later ones stand behind it on the copy stream */
+            return;
+        }
+        const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
+                                         : dtrain__message_advance(comm, work);
+        if (comm->failed) return;
+        if (!done) {
+            link = &work->next;
+            continue;
+        }
+        const dtrain_result copied = work->bounce ? dtrain__copy_out(comm, work) : DTRAIN_OK;
+        if (copied != DTRAIN_OK) {
+            (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
+            return;
+        }
+        work->done = true;
+        *link = work->next;
+        if (!*link) comm->queue_end = link;
+        comm->base.in_flight--;
+        if (oldest == work->sequence) oldest = 0;
+    }
+}
+
+/* A rank that waits in one communicator keeps the others going: two ranks may wait for the same two
+ * operations in opposite order, each in the communicator that the other one advances last. */
+static void dtrain__engine_advance_all(dtrain__engine *comm)
+{
+    dtrain__engine_advance(comm);
+    for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
+        if (other == comm || !other->queue) continue;
+        dtrain__engine_advance(other);
+        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
+    }
+}
+
+/* ---- Failure
+*
+ * The first rank that finds something wrong writes it into a report that all ranks can read;
+ * everybody returns that. */
+
+/* Whether the sentence is there. The rank that was to write it may have died between its two
+ * stores: then the record of deaths, which is some 100 us behind, names it. */
+static bool dtrain__sentence_is_there(const dtrain__engine *comm)
+{
+    const uint32_t *failed = &comm->base.world->control->first_failed;
+    for (int i = 0; i < 100000; i++) {
+        if (dtrain__load(&comm->report->state) == 2) return true;
+        if (dtrain__load(failed)) return dtrain__load(&comm->report->state) == 2;
+        sched_yield();
+    }
+    return false;
+}
+
+static dtrain_result dtrain__died_speaking(const dtrain_world *world)
+{
+    char text[160] = "a rank died while it was saying why it gave up";
+    const uint32_t failed = dtrain__load(&world->control->first_failed);
+    if (failed) dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+}
+
+/* Return the failure that stands, after it was published. Nothing in flight will be finished. */
+static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
+{
+    const dtrain__report *report = comm->report;
+    for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
+        if (other->report != report) continue;
+        other->failed = true;
+        other->queue = NULL;
+        other->queue_end = &other->queue;
+        other->base.in_flight = 0;
+    }
+    if (!dtrain__sentence_is_there(comm)) return dtrain__died_speaking(comm->base.world);
+    const dtrain_result code = (dtrain_result)report->code;
+    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
+                            code == DTRAIN_ERROR_PEER || report->rank == comm->base.world->rank;
+    if (everybodys) return dtrain_fail(code, "%s", report->text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
+}
+
+/* transport->publish where comm->report is in memory that all ranks share. */
+DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
+                                            const char *text)
+{
+    dtrain__report *report = comm->report;
+    uint32_t none = 0;
+    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+        return;
+    report->code = (int32_t)code;
+    report->rank = comm->base.world->rank;
+    snprintf(report->text, sizeof report->text, "%s", text);
+    dtrain__store(&report->state, 2);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
+                                                  const char *text)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    char own[480];
+    snprintf(own, sizeof own, "%s", dtrain__bare(text));
+    if (!comm->failed) comm->transport->publish(comm, code, own);
+    return dtrain__engine_standing(comm);
+}
+
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+                                                   const char *format, ...)
+{
+    char text[480];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain__engine_fail(&comm->base, code, text);
+}
+
+/* A receiver has found another type or count than it asked for. */
+DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
+                                                      const dtrain__work *work, dtrain_dtype dtype,
+                                                      uint64_t count)
+{
+    const dtrain_collective *what = &work->what;
+    const int *world = comm->base.world_ranks;
+    return dtrain__engine_failf(
+        comm, DTRAIN_ERROR_MISMATCH,
+        "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
+        world[what->root], dtrain_dtype_name(dtype), (unsigned long long)count,
+        world[comm->base.rank], dtrain_dtype_name(what->dtype), what->count);
+}
+
+/* ---- What a wait is waiting for ---------------------------------------------------------------*/
+
+/* The sequence number of a rank's latest collective, for messages. All ranks have shown what this
+ * one has finished, and nobody is more than a window ahead of anybody. */
+static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
+{
+    const dtrain__work *work = comm->queue;
+    while (work && !work->sequence) work = work->next;
+    const uint64_t oldest = work ? work->sequence : comm->sequence + 1;
+    uint64_t last = oldest + 2 * DTRAIN__WINDOW;
+    if (rank == comm->base.rank) return comm->sequence;
+    while (last && last + DTRAIN__WINDOW > oldest && !comm->transport->heard(comm, last, rank))
+        last--;
+    return last;
+}
+
+/* What keeps `work` from being done: an older collective, maybe. */
+static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
+{
+    const dtrain__work *first = work->sequence ? comm->queue : work;
+    while (first != work && !first->sequence) first = first->next;
+    return first;
+}
+
+static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *work, int rank)
+{
+    if (rank == comm->base.rank) return false;
+    if (!work->sequence) return rank == work->what.root && comm->transport->lags(comm, work, rank);
+    if (work->state >= DTRAIN__MOVING) return comm->transport->lags(comm, work, rank);
+    return !comm->transport->heard(comm, work->sequence, rank);
+}
+
+/* "collective #17 (all-reduce sum f32 count 4)"; sequence 0: a message. */
+static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
+{
+    char name[80];
+    dtrain__describe(&work->shown, name, sizeof name);
+    if (!work->sequence) snprintf(text, room, "%s", name);
+    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, name);
+}
+
+/* The rarer checks of a wait: has another rank failed the communicator, called something else,
+ * left? How a rank ended is read before its progress: what it did before leaving counts. */
+static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
+{
+    const dtrain__work *work = dtrain__blocking(comm, waited);
+    const int *world = comm->base.world_ranks, rank = comm->base.rank;
+    const uint64_t now = dtrain__now_ns();
+    char name[128];
+    if (dtrain__load(&comm->report->state)) return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    for (int i = 0; i < comm->base.size; i++) {
+        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
+        const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
+                          now >= fate->ended_ns + comm->transport->grace_ns;
+        if (!dtrain__waits_for(comm, work, i)) {
+            if (work->sequence && work->state == DTRAIN__SHOWN)
+                DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
+            continue;
+        }
+        if (!left) continue;
+        dtrain__name_work(work, name, sizeof name);
+        return dtrain__engine_failf(
+            comm, DTRAIN_ERROR_PEER,
+            "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
+            world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
+{
+    const dtrain__work *work = dtrain__blocking(comm, waited);
+    char name[128], list[200] = "";
+    size_t used = 0;
+    const dtrain_world *world = comm->base.world;
+    const double seconds = 1e-9 * (double)world->timeout_ns;
+    const uint64_t now = dtrain__now_ns();
+    dtrain__name_work(work, name, sizeof name);
+    if (waited->bounce && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+        return dtrain__engine_failf(
+            comm, DTRAIN_ERROR_TIMEOUT,
+            "the device did not finish the work before a collective in %.1f s", seconds);
+    if (work->due_ns > now)
+        return dtrain__engine_failf(
+            comm, DTRAIN_ERROR_TIMEOUT,
+            "%s: rank %d waited %.1f s, and its emulated link of %g Gb/s needs %.1f s more; raise "
+            "timeout_ms",
+            name, world->rank, seconds, world->emulation.gigabits_per_second,
+            1e-9 * (double)(work->due_ns - now));
+    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
+        used += (size_t)snprintf(
+            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
+            comm->base.world_ranks[i],
+            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
+    return dtrain__engine_failf(
+        comm, DTRAIN_ERROR_TIMEOUT,
+        "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
+        world->rank, seconds, used ? list : "its own records to go out",
+        dtrain__node_ranks(world) ? " or the emulated links" : "");
+}
+
+/* ---- Start, test, wait ------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__more_works(dtrain__engine *comm)
+{
+    const size_t each = comm->transport->work_bytes;
+    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(
+        &comm->base.world->allocator, 1, sizeof *block + DTRAIN__WINDOW * each,
+        "operations in flight");
+    if (!block) return DTRAIN_ERROR_MEMORY;
+    block->next = comm->blocks;
+    comm->blocks = block;
+    for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
+        dtrain__work *work = (dtrain__work *)(void *)((char *)(block + 1) + i * each);
+        work->next = comm->idle;
+        comm->idle = work;
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
+{
+    if (work->bounce) dtrain__bounce_return(comm, work);
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+}
+
+static void dtrain__work_fill(const dtrain__engine *comm, dtrain__work *work,
+                              const dtrain_collective *what)
+{
+    const int size = comm->base.size;
+    const size_t bytes = dtrain__send_count(what, size) * dtrain_dtype_bytes(what->dtype);
+    work->base.comm = (dtrain_comm *)(uintptr_t)&comm->base;
+    work->what = *what;
+    work->small =
+        bytes <= DTRAIN__SMALL_BYTES && bytes * (size_t)size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->shown.count = what->count;
+    work->shown.kind = what->kind;
+    work->shown.dtype = (uint32_t)what->dtype;
+    work->shown.op = what->op;
+    work->shown.root = what->root;
+    if (dtrain__node_ranks(comm->base.world)) work->shown.started_ns = dtrain__now_ns();
+}
+
+/* One rank: the result is what it sends, and there is nothing to wait for. */
+static dtrain_result dtrain__alone(dtrain__engine *comm, const dtrain_collective *what)
+{
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
+    if (comm->staging) return dtrain__staged_alone(comm, what);
+    memcpy(what->recv, what->send, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
+                                                   dtrain_work **out)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    *out = NULL;
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (base->size == 1) return dtrain__alone(comm, what);
+    if (!comm->idle && dtrain__more_works(comm) != DTRAIN_OK)
+        return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+    dtrain__work *work = comm->idle;
+    comm->idle = work->next;
+    memset(work, 0, comm->transport->work_bytes);
+    dtrain__work_fill(comm, work, what);
+    base->outstanding++;
+    const dtrain_result copied = comm->staging ? dtrain__copy_in(comm, work) : DTRAIN_OK;
+    if (copied != DTRAIN_OK) {
+        dtrain__recycle(comm, work);
+        return dtrain__engine_fail(base, copied, dtrain_last_error());
+    }
+    if (what->kind != DTRAIN_COLLECTIVE_SEND && what->kind != DTRAIN_COLLECTIVE_RECV)
+        work->sequence = ++comm->sequence;
+    *comm->queue_end = work;
+    comm->queue_end = &work->next;
+    base->in_flight++;
+    comm->stirred = true;
+    dtrain__engine_advance(comm);
+    if (comm->failed && !work->done) {
+        dtrain__recycle(comm, work);
+        return dtrain__engine_standing(comm);
+    }
+    *out = &work->base;
+    return DTRAIN_OK;
+}
+
+/* The rarer half of a wait, after dtrain__wait_look said `turn`. The sentence of a peer's death
+ * becomes that of the communicator. Before anything is given up, what the others did until they
+ * failed or left is looked at once more: it may be all that was needed. */
+static void dtrain__engine_look(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
+{
+    char text[DTRAIN__ERROR_BYTES] = "";
+    if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (turn != DTRAIN_OK || dtrain__load(&comm->report->state)) dtrain__engine_advance(comm);
+    if (work->done || comm->failed) return;
+    if (turn == DTRAIN_ERROR_PEER) (void)dtrain__engine_fail(&comm->base, turn, text);
+    else if (dtrain__engine_trouble(comm, work) == DTRAIN_OK && turn == DTRAIN_ERROR_TIMEOUT)
+        (void)dtrain__engine_timeout(comm, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
+{
+    dtrain__work *work = (dtrain__work *)base;
+    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain_world *world = comm->base.world;
+    dtrain__wait wait = dtrain__wait_begin();
+    while (!work->done && !comm->failed) {
+        dtrain__engine_advance_all(comm);
+        if (work->done || comm->failed) break;
+        const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
+                                                             : dtrain__wait_turn(world, &wait);
+        if (wait.looked) dtrain__engine_look(comm, work, turn); /* may set failed */
+    }
+    dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
+    if (result == DTRAIN_OK && work->bounce) {
+        result = dtrain__after_copy_out(comm, work);
+        if (result != DTRAIN_OK)
+            result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
+    }
+    dtrain__recycle(comm, work);
+    return result;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
+{
+    dtrain__work *work = (dtrain__work *)base;
+    dtrain__engine *comm = (dtrain__engine *)base->comm;
+    dtrain__wait wait = dtrain__wait_begin();
+    if (!work->done) dtrain__engine_advance_all(comm);
+    if (!work->done && !comm->failed)
+        dtrain__engine_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+    *done = work->done || comm->failed;
+    return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
+}
+
+/* ---- Memory, making and ending a communicator -------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    return comm->staging ? dtrain__twin_alloc(comm, bytes, out)
+                         : comm->transport->map(comm, bytes, out);
+}
+
+DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
+{
+    dtrain__engine *comm = (dtrain__engine *)base;
+    (void)bytes;
+    if (comm->staging) dtrain__twin_free(comm, memory);
+    else comm->transport->unmap(comm, memory);
+}
+
+/* Give back private memory; operations in flight are dropped, because nobody here waits for them
+ * any more. */
+DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm)
+{
+    const dtrain_allocator *allocator = &comm->base.world->allocator;
+    const size_t work_bytes = comm->transport->work_bytes;
+    dtrain__engine **link = &comm->base.world->comms;
+    if (comm->staging) dtrain__staging_destroy(comm);
+    while (*link != comm) link = &(*link)->next;
+    *link = comm->next;
+    comm->transport->release(comm);
+    while (comm->blocks) {
+        dtrain__work_block *block = comm->blocks;
+        comm->blocks = block->next;
+        dtrain__free(allocator, block, 1, sizeof *block + DTRAIN__WINDOW * work_bytes);
+    }
+    dtrain__free(allocator, comm->base.world_ranks, (size_t)comm->base.size, sizeof(int));
+    dtrain__free(allocator, comm, 1, comm->transport->comm_bytes);
+}
+
+/* Make this rank's half of a communicator; the other ranks are not known to it until `join`. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                  const dtrain__transport *transport, void *shared,
+                                                  int size, int rank, dtrain__engine **out,
+                                                  int64_t *address)
+{
+    const dtrain_allocator *allocator = &world->allocator;
+    *out = NULL;
+    dtrain__engine *comm =
+        (dtrain__engine *)dtrain__alloc(allocator, 1, transport->comm_bytes, "a communicator");
+    if (!comm) return DTRAIN_ERROR_MEMORY;
+    comm->base.ops = ops;
+    comm->base.world = world;
+    comm->base.size = size;
+    comm->base.rank = rank;
+    comm->transport = transport;
+    comm->shared = shared;
+    comm->number = world->comm_count++;
+    comm->queue_end = &comm->queue;
+    comm->next = world->comms;
+    world->comms = comm;
+    comm->base.world_ranks =
+        (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
+    dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) result = dtrain__more_works(comm);
+    if (result == DTRAIN_OK) result = transport->make(comm, address);
+    if (result == DTRAIN_OK && !world->device->ops->host_memory)
+        result = dtrain__staging_create(comm);
+    if (result == DTRAIN_OK) {
+        *out = comm;
+        return DTRAIN_OK;
+    }
+    *address = 0;
+    dtrain__engine_release(comm);
+    return result;
+}
+
+/* Ranks of `mine`'s color in the new order: by key, then by old rank. Writes their old ranks. */
+static int dtrain__split_members(int64_t (*all)[3], int size, int mine, int *members)
+{
+    int count = 0;
+    for (int i = 0; i < size; i++) {
+        if (all[i][0] != all[mine][0]) continue;
+        int at = count++;
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
+    return count;
+}
+
+/* Two exchanges: colors and keys; then the address of each rank's half, or that it has none, in
+ * which case no rank gets a communicator: half a group would wait for ever.
+ *
+ * The new communicator has a number that no member has given to another one; groups of one split
+ * have no pair of ranks in common and may share it. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
+                                                   dtrain_comm **out)
+{
+    dtrain__engine *parent = (dtrain__engine *)base, *comm = NULL;
+    dtrain_world *world = base->world;
+    int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
+    int64_t address = color < 0, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
+    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
+    DTRAIN__TRY(
+        dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
+    for (int i = 0; i < base->size; i++)
+        if (world->comm_count < all[i][2]) world->comm_count = all[i][2];
+    if (parent->number_limit && world->comm_count >= parent->number_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_comm_split: this MPI has no tags left after %lld splits; make "
+                           "communicators once and keep them",
+                           (long long)world->comm_count);
+    const int size = dtrain__split_members(all, base->size, base->rank, members);
+    while (members[rank] != base->rank) rank++;
+    if (color < 0) world->comm_count++;
+    else
+        (void)dtrain__engine_make(world, base->ops, parent->transport, parent->shared, size, rank,
+                                  &comm, &address);
+    const dtrain_result shared = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
+                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
+    for (int i = 0; i < base->size && shared == DTRAIN_OK; i++)
+        if (!addresses[i]) lacking = i;
+    if (shared != DTRAIN_OK || lacking >= 0) {
+        if (comm) dtrain__engine_release(comm);
+        if (shared != DTRAIN_OK) return shared;
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "dtrain_comm_split: rank %d has no memory for its part",
+                           base->world_ranks[lacking]);
+    }
+    *out = NULL;
+    if (!comm) return DTRAIN_OK;
+    for (int i = 0; i < size; i++) {
+        joined[i] = addresses[members[i]];
+        comm->base.world_ranks[i] = base->world_ranks[members[i]];
+    }
+    comm->transport->join(comm, joined);
+    *out = &comm->base;
+    return DTRAIN_OK;
+}

@@ -1,0 +1,156 @@
+/* test_transport.c: the engine of the communicators over a transport of 150 lines (toy_transport.h): every
+ * call that test_comm.c makes gives the same bits, and disagreement, departure and silence end in the
+ * same sentences as on the local communicator. */
+#define DTRAIN_IMPLEMENTATION
+#define main test_comm_main
+#include "test_comm.c"
+#undef main
+#include "toy_transport.h"
+
+static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out);
+static dtrain_result toy_destroy(dtrain_comm *comm)
+{
+    dtrain__engine_release((dtrain__engine *)comm);
+    return DTRAIN_OK;
+}
+static const dtrain_comm_ops toy_ops = {DTRAIN_COMM_ABI,
+                                        false,
+                                        "toy",
+                                        toy_create,
+                                        dtrain__engine_start,
+                                        dtrain__engine_test,
+                                        dtrain__engine_wait,
+                                        dtrain__engine_alloc,
+                                        dtrain__engine_free,
+                                        dtrain__engine_split,
+                                        dtrain__engine_fail,
+                                        toy_destroy};
+static const dtrain__transport toy_transport = {
+    sizeof(toy_comm), sizeof(toy_work), 0,           toy_show, toy_heard,
+    toy_inputs,       toy_move,         toy_message, toy_lags, dtrain__publish_shared,
+    toy_map,          toy_unmap,        NULL,        NULL,     toy_make,
+    toy_join,         toy_release};
+
+static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out)
+{
+    int64_t address = 0, addresses[DTRAIN_MAX_RANKS];
+    dtrain__engine *comm;
+    dtrain_result result = dtrain__engine_make(world, &toy_ops, &toy_transport, NULL, world->size,
+                                               world->rank, &comm, &address);
+    if (result == DTRAIN_OK)
+        result = dtrain_world_all_gather(world, &address, sizeof address, addresses);
+    if (result != DTRAIN_OK) return result;
+    for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
+    comm->transport->join(comm, addresses);
+    *out = &comm->base;
+    return DTRAIN_OK;
+}
+
+static void toy_run(int ranks, dtrain_rank_fn rank_main, void *user)
+{
+    dtrain_launch_desc desc = ranks_desc(ranks, DTRAIN_LAUNCH_THREADS);
+    desc.comm_ops = &toy_ops;
+    CHECK_MSG(ranks_launch(&desc, rank_main, user, NULL) == DTRAIN_OK, "%d ranks: %s", ranks,
+              dtrain_last_error());
+}
+
+static int crossed = 1;
+static uint64_t seed = 11;
+
+static void test_types(void)
+{
+    for (int n = 1; n <= 5; n++) toy_run(n, rank_every_type, NULL);
+}
+static void test_sizes(void)
+{
+    toy_run(3, rank_sizes_to_70, NULL);
+    toy_run(4, rank_primes, NULL);
+    toy_run(2, rank_large, NULL);
+    toy_run(4, rank_random_calls, &seed);
+}
+static void test_many_at_once(void)
+{
+    toy_run(3, rank_async_many, NULL);
+    toy_run(4, rank_async_mixed, NULL);
+    toy_run(2, rank_async_at_once, NULL);
+}
+static void test_letters(void)
+{
+    toy_run(3, rank_ring, NULL);
+    toy_run(4, rank_exchange, NULL);
+    toy_run(4, rank_pair_beside, NULL);
+}
+static void test_groups(void)
+{
+    toy_run(5, rank_split, NULL);
+    toy_run(8, rank_nested_split, NULL);
+    toy_run(3, rank_two_comms, &crossed);
+}
+
+/* ---- failures: every rank returns the wanted code and sentence ---- */
+
+typedef struct failure {
+    const char *name, *words;
+    dtrain_result code;
+    int kind; /* of what rank 1 does: 0 another count, 1 leaves, 2 stays away, 3 sends too much */
+} failure;
+
+static int32_t ended;
+static int rank_fails(dtrain_world *world, void *user)
+{
+    const failure *f = (const failure *)user;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world);
+    static float x[3][70000]; /* static: other ranks may still read it */
+    size_t count = f->kind == 0 && rank == 1 ? 69999 : 70000;
+    dtrain_result result = DTRAIN_OK;
+    RANKS_TRY(dtrain_barrier(comm));
+    if (rank == 1 && f->kind == 1) return 0;
+    if (rank == 1 && f->kind == 2) return !ranks_await(&ended, 2);
+    if (f->kind == 3 && rank == 1) result = dtrain_send(comm, x[1], 7, DTRAIN_DTYPE_F32, 0, NULL);
+    else if (f->kind == 3 && rank == 0)
+        result = dtrain_recv(comm, x[0], 6, DTRAIN_DTYPE_F32, 1, NULL);
+    else
+        result = dtrain_all_reduce(comm, x[rank], x[rank], count, DTRAIN_DTYPE_F32,
+                                   DTRAIN_REDUCE_SUM, NULL);
+    CHECK_MSG(result == f->code && strstr(dtrain_last_error(), f->words), "%s, rank %d: %s: %s",
+              f->name, rank, dtrain_result_name(result), dtrain_last_error());
+    CHECK(dtrain_barrier(comm) == f->code);
+    ranks_count(&ended);
+    return 0;
+}
+static void test_failures(void)
+{
+    static const failure failures[] = {
+        {"mismatch",
+         "collective #2 differs: rank 0 called all-reduce sum f32 count 70000, rank 1 called "
+         "all-reduce sum f32 count 69999",
+         DTRAIN_ERROR_MISMATCH, 0},
+        {"left", "rank 1 left (returned 0) after its collective #1 while rank", DTRAIN_ERROR_PEER,
+         1},
+        {"silence", "rank 1 (its last was #1)", DTRAIN_ERROR_TIMEOUT, 2},
+        {"message", "message differs: rank 1 sent f32 count 7, rank 0 receives f32 count 6",
+         DTRAIN_ERROR_MISMATCH, 3}};
+    for (size_t i = 0; i < sizeof failures / sizeof *failures; i++) {
+        dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
+        failure f = failures[i];
+        desc.comm_ops = &toy_ops;
+        if (f.kind == 2) desc.timeout_ms = 1000;
+        ended = 0;
+        CHECK_MSG(ranks_launch(&desc, rank_fails, &f, NULL) == DTRAIN_OK, "%s: %s", f.name,
+                  dtrain_last_error());
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    for (uint32_t i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
+    RUN(test_types);
+    RUN(test_sizes);
+    RUN(test_many_at_once);
+    RUN(test_letters);
+    RUN(test_groups);
+    RUN(test_failures);
+    return test_summary();
+}
