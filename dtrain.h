@@ -877,8 +877,19 @@ typedef enum dtrain_init {
     DTRAIN_INIT_UNIFORM = 3   /* [-init_scale, init_scale) */
 } dtrain_init;
 
+/* What the library keeps of a parameter: filled by dtrain_strategy_create, read by the host. A host
+ * without a strategy zeroes it once, and clears grad_written before each backward. */
+typedef struct dtrain_param_state {
+    struct dtrain_param *storage; /* whose value and grad these are: the parameter itself, or the
+                                     end of its alias chain */
+    uint32_t index;               /* place in the array */
+    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
+    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
+                                     overwrite. Set by the tape and by ready, cleared by finish */
+} dtrain_param_state;
+
+/* Filled by the host, except for its last member. */
 typedef struct dtrain_param {
-    /* Filled by the host. */
     const char *name;              /* unique; kept by pointer */
     float *value;                  /* (count); NULL: the library owns it and initialises it */
     float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
@@ -890,13 +901,7 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
-
-    /* Filled by dtrain_strategy_create; the host reads, never writes. */
-    struct dtrain_param *storage; /* itself, or the end of the alias chain */
-    uint32_t index;               /* place in the array */
-    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
-    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
-                                     overwrite. Set by the tape and by ready, cleared by finish */
+    dtrain_param_state state; /* the library's */
 } dtrain_param;
 
 /* ================================================================================================
@@ -987,53 +992,49 @@ typedef enum dtrain_accumulation {
 #define DTRAIN_OFFLOAD_GRADS 2u
 #define DTRAIN_OFFLOAD_PARAMS 4u
 
+struct dtrain_compression_desc; /* strategy/compression.h */
+
+#define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX
+
+/* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
-    uint32_t kind;             /* dtrain_strategy_kind */
-    uint32_t missing_gradient; /* dtrain_missing_gradient */
-    uint32_t accumulation;     /* dtrain_accumulation */
+    uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = counts as zero */
+    uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
-                                  travel as, in kinds that shard them; shards stay fp32 */
+                                   travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
-    uint32_t offload;          /* DTRAIN_OFFLOAD_* */
-    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy, and with hierarchical:
-                                  ranks of a node; 0 = those of a host */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
+    uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
+                                   host */
     bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
-    bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
-    uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
+    bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
+                                   gather to the update. More memory, one gather less; false:
+                                   release frees a unit between forward and backward too */
+    bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
+                                   for ZERO3, nor for HYBRID_SHARD, which does it by itself */
+    uint32_t kept_unit_count;  /* units that are kept like that when keep_after_forward is false */
     const uint32_t *kept_units; /* (kept_unit_count), read in create */
-    int64_t whole_below;        /* tensors with fewer elements are not sharded. 0: sharding small
-                                  ones costs nothing, a unit travels in one piece */
-    size_t first_bucket_bytes;  /* 1 MiB */
-    size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    int64_t whole_below;        /* tensors with fewer elements are not sharded; 0 = all are: small
+                                   ones cost nothing, a unit travels in one piece */
+    size_t first_bucket_bytes;  /* 0 = 1 MiB, or bucket_bytes where that is less */
+    size_t bucket_bytes;        /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                  activations (dtrain_trainer_plan_activations), the process itself */
-    uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
+                                   activations (dtrain_trainer_plan_activations), the process */
+    uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
+                                   0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
-
-    /* Compression strategy/compression.h */
-    uint32_t compression;     /* dtrain_compression; DDP only */
-    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange */
-    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS: 1 */
-    bool hierarchical;        /* node by node: not for ZERO3, nor HYBRID_SHARD, which is it */
-    bool no_error_feedback;   /* what is not sent is lost; for experiments */
-    float topk_ratio;         /* share of a tensor's elements that are sent: 0.01 */
-    float topk_momentum;      /* momentum correction, then in place of the optimizer's: 0 = off */
-    float warmup_ratio;       /* share in the first step of the warm-up: 0.25 */
-    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole: 1024 */
-    uint64_t dense_steps;     /* steps without compression, at the beginning: 10 */
-    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio: 0 */
+    const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
-
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 
 /* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
  * and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
- * error on all. desc NULL = defaults.
+ * error on all. desc NULL = a zeroed one.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -1086,8 +1087,8 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
-    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
-    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
+    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
+    const char *name;          /* "full_shard" */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -1150,7 +1151,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* Gradient compression, hierarchy
  *
- * How a bucket of gradients travels; fields of dtrain_strategy_desc. What is lossy is never chosen
+ * How a bucket of gradients travels: dtrain_compression_desc, and reduce_dtype and hierarchical of
+ * dtrain_strategy_desc. What is lossy is never chosen
  * by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
@@ -1201,6 +1203,25 @@ typedef enum dtrain_sparse_exchange {
     DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
     DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
 } dtrain_sparse_exchange;
+
+#define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_compression_desc {
+    uint32_t kind;            /* dtrain_compression; 0 = none */
+    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange; 0 = ALL_GATHER */
+    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
+    bool no_error_feedback;   /* what is not sent is lost; for experiments */
+    float topk_ratio;         /* share of a tensor's elements that are sent; 0 = 0.01 */
+    float topk_momentum;      /* momentum correction, then in place of the optimizer's; 0 = off */
+    float warmup_ratio;       /* share in the first step of the warm-up; 0 = 0.25 */
+    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
+                                 1 = 1-D ones alone */
+    uint64_t dense_steps;     /* steps without compression, at the beginning; 0 = 10, or
+                                 DTRAIN_DENSE_STEPS_NONE */
+    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
+                                 warm-up */
+} dtrain_compression_desc;
 
 /* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
  * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,
@@ -10147,10 +10168,10 @@ typedef struct dtrain__layout {
     int all, all_rank; /* of the strategy */
     int node_ranks;    /* hierarchical, and more than one node: ranks of one; else 1 */
     int hop_ranks,
-        hop_rank;    /* of those that this rank exchanges with between nodes; or all, all_rank */
-    bool compresses; /* and there is somebody to send to */
-    struct dtrain__portion *portions; /* (count), portion_count in use */
-    struct dtrain__sparse *sparse;    /* (count), one a bucket */
+        hop_rank; /* of those that this rank exchanges with between nodes; or all, all_rank */
+    const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
+    struct dtrain__portion *portions;           /* (count), portion_count in use */
+    struct dtrain__sparse *sparse;              /* (count), one a bucket */
     size_t portion_count;
     uint64_t state_bytes;    /* of residuals and the like */
     bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */
@@ -10219,7 +10240,7 @@ DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t p
 /* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
 DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
 {
-    return !((p->flags | p->storage->flags) & DTRAIN_PARAM_FROZEN);
+    return !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
 }
 
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
@@ -10291,7 +10312,7 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     if (distance % sizeof *p || distance / sizeof *p >= index)
         return dtrain__param_fail(p, index,
                                   "alias_of must point to an earlier entry of the same array");
-    dtrain_param *storage = p->alias_of->storage;
+    dtrain_param *storage = p->alias_of->state.storage;
     if (p->count == 0 && p->shape[0] == 0) {
         p->count = storage->count;
         memcpy(p->shape, storage->shape, sizeof p->shape);
@@ -10304,7 +10325,7 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
-    p->storage = storage;
+    p->state.storage = storage;
     return DTRAIN_OK;
 }
 
@@ -10333,10 +10354,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        p->storage = p;
-        p->index = (uint32_t)i;
-        p->pending_uses = 0;
-        p->grad_written = false;
+        p->state.storage = p;
+        p->state.index = (uint32_t)i;
+        p->state.pending_uses = 0;
+        p->state.grad_written = false;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
@@ -10578,8 +10599,9 @@ struct dtrain_strategy {
     dtrain_comm *shard_comm; /* who shares one copy: comm or a group; NULL: each has everything */
     const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets, in this step */
     dtrain_allocator allocator;
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_param *params;      /* the host's */
+    dtrain_strategy_desc desc;           /* resolved */
+    dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
+    dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
     size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
@@ -10611,12 +10633,13 @@ struct dtrain_strategy {
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
 /* strategy/settings.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression);
 DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
                                                   const dtrain__traits *traits);
 DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
                                                         const dtrain__traits *traits);
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
                                                        const dtrain_strategy_desc *given);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy);
@@ -10743,8 +10766,9 @@ typedef struct dtrain__sparse dtrain__sparse;
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step);
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
@@ -10804,12 +10828,12 @@ DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bo
                                              const dtrain__step **way);
 
 static const dtrain__traits dtrain__kinds_of_strategy[] = {
-    {DTRAIN_STRATEGY_DDP, "DTRAIN_STRATEGY_DDP", false, false, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "DTRAIN_STRATEGY_ZERO1", true, false, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "DTRAIN_STRATEGY_SHARD_GRAD_OP", true, true, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "DTRAIN_STRATEGY_FULL_SHARD", true, true, true, false},
-    {DTRAIN_STRATEGY_ZERO3, "DTRAIN_STRATEGY_ZERO3", true, true, true, true},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "DTRAIN_STRATEGY_HYBRID_SHARD", true, true, true, false},
+    {DTRAIN_STRATEGY_DDP, "ddp", false, false, false, false},
+    {DTRAIN_STRATEGY_ZERO1, "zero1", true, false, false, false},
+    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", true, true, false, false},
+    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", true, true, true, false},
+    {DTRAIN_STRATEGY_ZERO3, "zero3", true, true, true, true},
+    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", true, true, true, false},
 };
 
 DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind)
@@ -10834,7 +10858,7 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
     unit->trainable = unit->frozen = DTRAIN__NONE;
-    unit->kept = !layout->desc->reshard_after_forward;
+    unit->kept = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
         if (layout->desc->kept_units[i] == id) unit->kept = true;
     return (uint32_t)layout->unit_count++;
@@ -10845,11 +10869,12 @@ static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable = dtrain__is_trainable(p);
         entry->bucket = DTRAIN__NONE;
-        if (p->storage == p) entry->unit = unit;
+        if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards || p->count < layout->desc->whole_below;
     }
@@ -10865,7 +10890,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t 
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         size_t at = count;
-        if (p->storage != p || layout->entries[i].whole) continue;
+        if (p->state.storage != p || layout->entries[i].whole) continue;
         for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
             order[at] = order[at - 1];
         order[at] = (uint32_t)i;
@@ -10953,7 +10978,7 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
         if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain__entry *entry = &layout->entries[i];
-            if (layout->params[i].storage != &layout->params[i] || entry->whole) continue;
+            if (layout->params[i].state.storage != &layout->params[i] || entry->whole) continue;
             if (entry->unit != unit || entry->trainable != trainable) continue;
             if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
             if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
@@ -10987,7 +11012,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
-        if (layout->params[i].storage != &layout->params[i] || !entry->trainable) continue;
+        if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
         const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
                                                              : layout->desc->bucket_bytes;
@@ -11015,7 +11040,8 @@ DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout)
     dtrain__lay_size_buckets(layout, false);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
         if (entry->bucket == DTRAIN__NONE) continue;
         dtrain__bucket *bucket = &layout->buckets[entry->bucket];
@@ -11158,12 +11184,12 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || !dtrain__value_is_whole(layout, entry)) continue;
+        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
         if (!p->value || entry->lends_value)
             entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
     }
     dtrain__lay_landings(layout);
-    if (layout->compresses) dtrain__lay_compression(layout);
+    if (layout->compression) dtrain__lay_compression(layout);
 }
 
 /* The part of storage i that this rank updates; false if there is none. */
@@ -11174,7 +11200,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     const dtrain__entry *entry = &layout->entries[i];
     *offset = 0;
     *count = p->count;
-    if (p->storage != p || !entry->trainable) return false;
+    if (p->state.storage != p || !entry->trainable) return false;
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
     if (!bucket->sharded) return true;
     const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
@@ -11201,7 +11227,7 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p) continue;
+        if (p->state.storage != p) continue;
         const bool hosts = p->value && !entry->lends_value;
         if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
         if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
@@ -11231,10 +11257,11 @@ static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t fir
     const float scale = p->init_scale;
     switch (p->init) {
     case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->index, (uint64_t)first, count, scale, out);
+        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
         break;
     case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->index, (uint64_t)first, count, -scale, 2 * scale, out);
+        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
+                                    out);
         break;
     default:
         for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
@@ -11273,7 +11300,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
     if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
     for (size_t i = 0; i < count; i++) {
         const dtrain_param *p = &params[i];
-        if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
+        if (p->state.storage != p || entries[i].lends_value || p->count == 0) continue;
         DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
     }
     return DTRAIN_OK;
@@ -11705,7 +11732,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == place || bytes == 0) return DTRAIN_OK;
@@ -11764,8 +11791,8 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
-    dtrain_param *storage = strategy->params[index].storage;
-    dtrain__entry *entry = &layout->entries[index], *place = &layout->entries[storage->index];
+    dtrain_param *storage = strategy->params[index].state.storage;
+    dtrain__entry *entry = &layout->entries[index], *place = &layout->entries[storage->state.index];
     dtrain__bucket *bucket = &layout->buckets[entry->bucket];
     if (bucket->work && bucket->unit != DTRAIN__NONE &&
         strategy->working[bucket->unit & 1] != bucket->unit)
@@ -11805,7 +11832,7 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
             "backward; call dtrain_strategy_finish between two",
             index, strategy->params[index].name);
     entry->seen = true;
-    strategy->params[index].storage->grad_written = true;
+    strategy->params[index].state.storage->state.grad_written = true;
     if (dtrain__only_adds(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
 }
@@ -11833,7 +11860,7 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && strategy->params[i].grad_written) return true;
+        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
     return false;
 }
 
@@ -11881,7 +11908,7 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
-        if (p->grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
@@ -11933,7 +11960,7 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_param *p = strategy->shards[i].param;
-        if (layout->buckets[layout->entries[p->index].bucket].sharded) continue;
+        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
         DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
     return DTRAIN_OK;
@@ -12160,7 +12187,7 @@ static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here
     const dtrain__bucket *bucket = &layout->buckets[b];
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *storage = &layout->entries[p->storage->index];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket != b) continue;
         p->value = here ? bucket->values + storage->offset : NULL;
     }
@@ -12325,7 +12352,7 @@ DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy
 {
     if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
     const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
     if (bucket->presence != DTRAIN__HERE) return NULL;
@@ -12370,7 +12397,7 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
             host ? "no such parameter" : "host is NULL", index, strategy->param_count);
-    const size_t storage = strategy->params[index].storage->index;
+    const size_t storage = strategy->params[index].state.storage->state.index;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     return dtrain_device_copy(strategy->device, host, whole.value,
                               (size_t)whole.count * sizeof(float));
@@ -12384,7 +12411,7 @@ static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
         uint64_t hash;
         int usual, odd;
         bool common;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
         DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
         DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
         DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
@@ -12410,7 +12437,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param whole;
         uint64_t one;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
         DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
         DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
         all = dtrain__fnv1a(all, &one, sizeof one);
@@ -12580,27 +12607,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtr
 
 static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
 
-static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
+static dtrain_result dtrain__check_topk(const dtrain_compression_desc *how)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
+    if (how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
-                           (unsigned)desc->sparse_exchange);
-    if (!dtrain__is_share(desc->topk_ratio))
+                           (unsigned)how->sparse_exchange);
+    if (!dtrain__is_share(how->topk_ratio))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: topk_ratio is %g; expected a share above 0, at most 1", call,
-                           (double)desc->topk_ratio);
-    if (desc->warmup_steps &&
-        (!dtrain__is_share(desc->warmup_ratio) || desc->warmup_ratio < desc->topk_ratio))
+                           (double)how->topk_ratio);
+    if (how->warmup_steps &&
+        (!dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: warmup_ratio is %g; a warm-up begins at topk_ratio (%g) or above, "
                            "at most at 1",
-                           call, (double)desc->warmup_ratio, (double)desc->topk_ratio);
-    if (!(desc->topk_momentum >= 0 && desc->topk_momentum < 1))
+                           call, (double)how->warmup_ratio, (double)how->topk_ratio);
+    if (!(how->topk_momentum >= 0 && how->topk_momentum < 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: topk_momentum is %g; expected 0 (off) or below 1", call,
-                           (double)desc->topk_momentum);
-    if (desc->topk_momentum > 0 && desc->no_error_feedback)
+                           (double)how->topk_momentum);
+    if (how->topk_momentum > 0 && how->no_error_feedback)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: topk_momentum gathers velocity in the residual, and "
                            "no_error_feedback is set",
@@ -12611,9 +12638,10 @@ static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
 static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
+    const uint32_t rank = desc->compression->powersgd_rank;
+    if (rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: powersgd_rank is %u; expected 1 to %d", call,
-                           (unsigned)desc->powersgd_rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
+                           (unsigned)rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
     if (desc->hierarchical)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
@@ -12626,48 +12654,57 @@ static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
     return DTRAIN_OK;
 }
 
+/* The compression of a desc whose zeros are resolved, if there is one. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
-    if (desc->compression > DTRAIN_COMPRESSION_POWERSGD)
+    const dtrain_compression_desc *how = desc->compression;
+    if (!how) return DTRAIN_OK;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
+    if (how->kind > DTRAIN_COMPRESSION_POWERSGD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
-                           (unsigned)desc->compression);
-    if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
+                           (unsigned)how->kind);
+    if (!topk && (how->topk_momentum != 0 || how->sparse_exchange || how->warmup_steps))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
-                           "compression is not DTRAIN_COMPRESSION_TOPK",
+                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and the "
+                           "kind of compression is not DTRAIN_COMPRESSION_TOPK",
                            call);
-    if (!desc->compression && desc->no_error_feedback)
+    if (!how->kind && how->no_error_feedback)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: no_error_feedback is set, and there is no compression", call);
-    if (desc->dense_below < 0)
+    if (how->dense_below < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dense_below is %lld", call,
-                           (long long)desc->dense_below);
-    if (topk) return dtrain__check_topk(desc);
-    return desc->compression ? dtrain__check_powersgd(desc) : DTRAIN_OK;
+                           (long long)how->dense_below);
+    if (topk) return dtrain__check_topk(how);
+    return how->kind ? dtrain__check_powersgd(desc) : DTRAIN_OK;
 }
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
 {
-    return desc->compression == DTRAIN_COMPRESSION_TOPK &&
-           desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    return how->kind == DTRAIN_COMPRESSION_TOPK &&
+           how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
-/* In the step after `step` others; those without compression come first. */
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step)
+/* The number of steps at the beginning that are not compressed. */
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
 {
-    const double end = (double)desc->topk_ratio, begin = (double)desc->warmup_ratio;
-    const uint64_t i = step - desc->dense_steps;
-    if (i >= desc->warmup_steps) return end;
-    return begin * pow(end / begin, (double)i / (double)desc->warmup_steps);
+    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-static double dtrain__largest_ratio(const dtrain_strategy_desc *desc)
+/* The share in the step after `step` others; those without compression come first. */
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step)
 {
-    return (double)(desc->warmup_steps ? desc->warmup_ratio : desc->topk_ratio);
+    const double end = (double)how->topk_ratio, begin = (double)how->warmup_ratio;
+    const uint64_t i = step - dtrain__dense_steps(how);
+    if (i >= how->warmup_steps) return end;
+    return begin * pow(end / begin, (double)i / (double)how->warmup_steps);
+}
+
+static double dtrain__largest_ratio(const dtrain_compression_desc *how)
+{
+    return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
 }
 
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
@@ -12702,7 +12739,8 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
-    return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
+    return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
+                                                    : 8 / (item * layout->hop_ranks);
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -12718,13 +12756,13 @@ DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const 
 /* Fills in what is compressed of it and how; otherwise it is dense. */
 static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)desc->powersgd_rank, regions = layout->hop_ranks;
+    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
     portion->dense = true;
     portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
+    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return;
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
         portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
@@ -12732,10 +12770,10 @@ static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *
     }
     if (portion->count > INT32_MAX) return; /* indices have 32 bits */
     portion->dense = false;
-    if (!dtrain__is_balanced(desc)) return;
+    if (!dtrain__is_balanced(how)) return;
     portion->region = (portion->count + regions - 1) / regions;
     const int64_t last = portion->count - (regions - 1) * portion->region;
-    portion->dense = last < dtrain__quota(dtrain__largest_ratio(desc), portion->region);
+    portion->dense = last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
 static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
@@ -12757,10 +12795,11 @@ static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucke
     if (portion->dense) {
         sparse->dense_count += portion->count;
     } else if (portion->rows) {
-        sparse->p_count += portion->rows * (int64_t)layout->desc->powersgd_rank;
-        sparse->q_count += portion->columns * (int64_t)layout->desc->powersgd_rank;
+        sparse->p_count += portion->rows * (int64_t)layout->compression->powersgd_rank;
+        sparse->q_count += portion->columns * (int64_t)layout->compression->powersgd_rank;
     } else {
-        const int64_t most = dtrain__quota(dtrain__largest_ratio(layout->desc), portion->count);
+        const int64_t most =
+            dtrain__quota(dtrain__largest_ratio(layout->compression), portion->count);
         sparse->largest = dtrain__max(sparse->largest, most);
     }
     layout->portion_count++;
@@ -12774,7 +12813,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
                                                      "compressed buckets");
     if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
-    const double largest = dtrain__largest_ratio(layout->desc);
+    const double largest = dtrain__largest_ratio(layout->compression);
     const double masked = dtrain__masked_share(layout);
     const double sparse_share = largest < masked ? largest : masked;
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -12782,7 +12821,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
         dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
         sparse->first = layout->portion_count;
         for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-            if (layout->params[i].storage == &layout->params[i] && layout->entries[i].bucket == b)
+            if (layout->params[i].state.storage == &layout->params[i] &&
+                layout->entries[i].bucket == b)
                 dtrain__layout_portion(layout, bucket, i);
         sparse->end = layout->portion_count;
         sparse->room = dtrain__selection(layout, sparse, sparse_share);
@@ -12792,19 +12832,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
 
 static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     dtrain__sparse *sparse = bucket->sparse;
-    const bool low = desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
-    const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
+    const bool masked = dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
     const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
     const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
-    if (!desc->no_error_feedback) {
+    if (!how->no_error_feedback) {
         sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
         layout->state_bytes += (uint64_t)kept * 4;
     }
-    if (desc->topk_momentum > 0) {
+    if (how->topk_momentum > 0) {
         sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
         layout->state_bytes += (uint64_t)kept * 4;
     }
@@ -12814,7 +12854,7 @@ static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *buc
     sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
     layout->state_bytes += (uint64_t)sparse->q_count * 4;
     if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    if (dtrain__is_balanced(desc))
+    if (dtrain__is_balanced(how))
         sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
     sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
     sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
@@ -12832,8 +12872,8 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
             if (portion->dense || !portion->rows) continue;
             portion->p = dtrain__after(sparse->dense, p_at);
             portion->q = dtrain__after(sparse->q, q_at);
-            p_at += portion->rows * (int64_t)layout->desc->powersgd_rank;
-            q_at += portion->columns * (int64_t)layout->desc->powersgd_rank;
+            p_at += portion->rows * (int64_t)layout->compression->powersgd_rank;
+            q_at += portion->columns * (int64_t)layout->compression->powersgd_rank;
         }
     }
 }
@@ -12841,23 +12881,23 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
         return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
                             DTRAIN_DTYPE_F32, ranks) +
                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    const uint64_t dense =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
-    const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
-    if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
+    const uint64_t dense = dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count,
+                                        layout->desc->reduce_dtype, ranks);
+    const int64_t selected = dtrain__selection(layout, sparse, (double)how->topk_ratio);
+    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
         return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                     DTRAIN_DTYPE_F32, ranks);
     const uint64_t once =
         dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
                      DTRAIN_DTYPE_F32, ranks);
-    return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
+    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
 }
 
 /* ---- State ------------------------------------------------------------------------------------*/
@@ -12866,10 +12906,10 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
-    const int64_t count = portion->columns * (int64_t)strategy->desc.powersgd_rank;
+    const int64_t count = portion->columns * (int64_t)strategy->layout.compression->powersgd_rank;
     float *seed = sparse->q_seed + (portion->q - sparse->q);
-    dtrain_orthogonalize_args args = {portion->columns, (int64_t)strategy->desc.powersgd_rank,
-                                      seed};
+    dtrain_orthogonalize_args args = {portion->columns,
+                                      (int64_t)strategy->layout.compression->powersgd_rank, seed};
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
@@ -12882,7 +12922,7 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (!layout->compresses) return DTRAIN_OK;
+    if (!layout->compression) return DTRAIN_OK;
     strategy->states = (dtrain_compression_state *)dtrain__alloc(
         &strategy->allocator, strategy->param_count, sizeof *strategy->states,
         "states of compression");
@@ -12934,7 +12974,7 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const double ratio = dtrain__ratio_of(&strategy->desc, strategy->sync_count);
+    const double ratio = dtrain__ratio_of(layout->compression, strategy->sync_count);
     dtrain__sparse *sparse = bucket->sparse;
     sparse->masked = ratio >= dtrain__masked_share(layout);
     sparse->selected = 0;
@@ -13003,7 +13043,7 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     args.values = picks->values;
     args.indices = picks->indices;
     args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    args.momentum = strategy->desc.topk_momentum;
+    args.momentum = strategy->layout.compression->topk_momentum;
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     return dtrain__round_picks(strategy, count, portion->quota, picks, args.residual);
 }
@@ -13245,7 +13285,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
                                sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
     if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
@@ -13270,8 +13310,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__b
     DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, true));
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
-        dtrain_orthogonalize_args args = {portion->rows, (int64_t)strategy->desc.powersgd_rank,
-                                          portion->p};
+        dtrain_orthogonalize_args args = {
+            portion->rows, (int64_t)strategy->layout.compression->powersgd_rank, portion->p};
         if (portion->dense) continue;
         DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
     }
@@ -13281,7 +13321,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__b
 DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         if (portion->dense) continue;
@@ -13298,7 +13338,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);
@@ -13338,18 +13378,19 @@ static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false,
 DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
                                              const dtrain__step **way)
 {
-    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain_compression_desc *how = strategy->layout.compression;
     const bool nodes = strategy->layout.node_ranks > 1;
     const bool compresses =
-        strategy->layout.compresses && !sharded && strategy->sync_count >= desc->dense_steps;
+        strategy->layout.compression && !sharded &&
+        strategy->sync_count >= dtrain__dense_steps(strategy->layout.compression);
     if (!nodes && !compresses) return false;
     if (nodes) *way++ = &dtrain__by_node_scatter;
     if (sharded) *way++ = &dtrain__by_across_scatter;
     else if (!compresses) *way++ = &dtrain__by_across;
-    else if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
+    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         *way++ = &dtrain__by_p;
         *way++ = &dtrain__by_q;
-    } else if (dtrain__is_balanced(desc)) {
+    } else if (dtrain__is_balanced(how)) {
         *way++ = &dtrain__by_sparse_trade;
         *way++ = &dtrain__by_sparse_publish;
     } else *way++ = &dtrain__by_sparse_gather;
@@ -13487,30 +13528,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
 
 /* Settings. */
 
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
-{
-    dtrain_strategy_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_STRATEGY_DDP;
-    desc.reshard_after_forward = true;
-    desc.optimizer_states = 2;
-    desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
-    desc.bucket_bytes = DTRAIN__BUCKET_BYTES;
-    desc.powersgd_rank = 1;
-    desc.topk_ratio = 0.01f;
-    desc.warmup_ratio = 0.25f;
-    desc.dense_below = 1024;
-    desc.dense_steps = 10;
-    return desc;
-}
-
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
     return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
 /* Fields that stand by themselves. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
+static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
     if (desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR)
@@ -13638,9 +13662,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
             "%s: node_size is %u, which means something to DTRAIN_STRATEGY_HYBRID_SHARD and "
             "to hierarchical only, not to %s",
             call, desc->node_size, traits->name);
-    if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
+    if ((desc->keep_after_forward || desc->kept_unit_count) && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: reshard_after_forward is false or units are to be kept, but %s "
+                           "%s: keep_after_forward or kept_units is set, but %s "
                            "never shards parameters",
                            call, traits->name);
     if (desc->whole_below && !traits->state)
@@ -13650,24 +13674,49 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
     return dtrain__check_offload(desc, traits);
 }
 
-/* Zeros become defaults. */
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
+static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
+
+/* Zeros become defaults; *compression is memory for a copy of the desc's. */
+static void dtrain__resolve_zeros(dtrain_strategy_desc *desc, dtrain_compression_desc *compression)
 {
-    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_STRATEGY_DDP;
-    if (!desc->param_dtype) desc->param_dtype = DTRAIN_DTYPE_F32;
-    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    if (!desc->powersgd_rank) desc->powersgd_rank = 1;
-    if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
+    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
+    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
+    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
+    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
     if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
+    if (!desc->first_bucket_bytes)
+        desc->first_bucket_bytes = desc->bucket_bytes < DTRAIN__FIRST_BUCKET_BYTES
+                                       ? desc->bucket_bytes
+                                       : DTRAIN__FIRST_BUCKET_BYTES;
+    if (!desc->compression) return;
+    *compression = *desc->compression;
+    desc->compression = compression;
+    compression->powersgd_rank = dtrain__or(compression->powersgd_rank, 1);
+    if (compression->topk_ratio == 0) compression->topk_ratio = 0.01f;
+    if (compression->warmup_ratio == 0) compression->warmup_ratio = 0.25f;
+    if (!compression->dense_below) compression->dense_below = 1024;
+    if (!compression->dense_steps) compression->dense_steps = 10;
+}
+
+/* *desc = the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
+ * checked one by one. *compression must live as long as *desc. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression)
+{
+    memset(desc, 0, sizeof *desc);
+    if (given) *desc = *given;
+    dtrain__resolve_zeros(desc, compression);
+    DTRAIN__TRY(dtrain__check_fields(desc));
+    if (desc->compression && !desc->compression->kind) desc->compression = NULL;
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
                                                        const dtrain_strategy_desc *given)
 {
-    strategy->desc = given ? *given : dtrain_strategy_defaults();
+    DTRAIN__TRY(dtrain__resolve_desc(given, &strategy->desc, &strategy->compression));
     strategy->desc.comm = strategy->comm;
-    dtrain__resolve_zeros(&strategy->desc);
-    DTRAIN__TRY(dtrain__check_fields(&strategy->desc));
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
@@ -13685,31 +13734,34 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__traits *traits = dtrain__traits_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
+    dtrain_compression_desc how;
     const bool ahead = (!traits || traits->params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     dtrain__registration mine;
+    memset(&how, 0, sizeof how);
+    if (desc->compression) how = *desc->compression;
     memset(&mine, 0, sizeof mine);
     mine.params = strategy->params;
     mine.count = strategy->param_count;
     snprintf(
         mine.settings, sizeof mine.settings,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
-        "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
+        "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
+        traits ? traits->name : "auto", (unsigned)desc->missing_gradient,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
-        (unsigned)desc->node_size, desc->reshard_after_forward,
+        (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[desc->compression],
-        (unsigned)desc->sparse_exchange, (unsigned)desc->powersgd_rank, desc->hierarchical,
-        desc->no_error_feedback, (double)desc->topk_ratio, (double)desc->topk_momentum,
-        (double)desc->warmup_ratio, (long long)desc->dense_below,
-        (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps);
+        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
+        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
+        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
+        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
+        (unsigned long long)how.warmup_steps);
     return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }
 
@@ -13778,7 +13830,7 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
     desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    desc->compression = DTRAIN_COMPRESSION_NONE;
+    desc->compression = NULL;
 }
 
 /* The same ranks as in groups[from], for steps of another kind. */
@@ -13802,8 +13854,8 @@ static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
     const bool replicas = dtrain__has_replicas(strategy);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool rounds =
-        desc->compression == DTRAIN_COMPRESSION_POWERSGD ||
-        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
+        desc->compression && (desc->compression->kind == DTRAIN_COMPRESSION_POWERSGD ||
+                              dtrain__is_balanced(desc->compression));
     dtrain_comm **groups = strategy->groups;
     if (replicas || (size > 1 && size < ranks)) {
         DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
@@ -13849,7 +13901,7 @@ static void dtrain__layout_grid(dtrain__layout *layout)
     layout->node_ranks = nodes ? size : 1;
     layout->hop_ranks = nodes ? layout->all / size : layout->all;
     layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
-    layout->compresses = desc->compression && layout->all > 1;
+    layout->compression = layout->all > 1 ? desc->compression : NULL;
 }
 
 /* The tables of a layout, zeroed; what there is of them is freed by _free also after an error. */
@@ -13887,7 +13939,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
-    return layout->compresses ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
@@ -13910,9 +13962,9 @@ static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
         &strategy->layout, a, strategy->params, count, &strategy->desc,
         shared ? dtrain_comm_size(shared) : 1, shared ? dtrain_comm_rank(shared) : 0,
         dtrain_comm_size(strategy->comm), dtrain_comm_rank(strategy->comm)));
-    strategy->works_per_bucket = strategy->layout.owners       ? (size_t)strategy->layout.ranks
-                                 : strategy->layout.compresses ? 2
-                                                               : 1;
+    strategy->works_per_bucket = strategy->layout.owners        ? (size_t)strategy->layout.ranks
+                                 : strategy->layout.compression ? 2
+                                                                : 1;
     strategy->works = (dtrain_work **)dtrain__alloc(
         a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
@@ -13933,7 +13985,7 @@ DTRAIN__PRIVATE void dtrain__strategy_rewind(dtrain_strategy *strategy, bool ste
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].grad_written = false;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         layout->buckets[b].pending = layout->buckets[b].uses;
@@ -13951,7 +14003,7 @@ static void dtrain__lend(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->storage;
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
@@ -14057,7 +14109,7 @@ static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
     const dtrain_param *p = &strategy->params[i];
     const dtrain__entry *entry = &layout->entries[i];
     const uint64_t seed = strategy->desc.init_seed;
-    if (p->storage != p || !entry->lends_value) return DTRAIN_OK;
+    if (p->state.storage != p || !entry->lends_value) return DTRAIN_OK;
     if (dtrain__value_is_whole(layout, entry))
         return dtrain__init_param(strategy->device, p, seed, 0, p->count, p->value);
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
@@ -14088,7 +14140,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
+        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
             continue;
         float *place = layout->buckets[entry->bucket].values + entry->offset;
         DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
@@ -14318,7 +14370,7 @@ static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__b
 {
     uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
                                       DTRAIN_DTYPE_F32, layout->node_ranks);
-    if (layout->compresses) return bytes + dtrain__compressed_wire(layout, bucket);
+    if (layout->compression) return bytes + dtrain__compressed_wire(layout, bucket);
     return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                 layout->desc->reduce_dtype, layout->hop_ranks);
 }
@@ -14383,7 +14435,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
             info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->storage != p) continue;
+        if (p->state.storage != p) continue;
         info->total_elements += (uint64_t)p->count;
         if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
     }
@@ -14411,6 +14463,11 @@ DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, s
     return bytes + 2 * (uint64_t)*stage * sizeof(float);
 }
 
+static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc)
+{
+    return desc->optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc->optimizer_states;
+}
+
 /* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
 static uint64_t dtrain__layout_state(const dtrain__layout *layout)
 {
@@ -14420,7 +14477,7 @@ static uint64_t dtrain__layout_state(const dtrain__layout *layout)
         if (dtrain__piece(layout, i, &offset, &count))
             bytes += (uint64_t)dtrain__padded(count) * sizeof(float);
     }
-    return bytes * layout->desc->optimizer_states;
+    return bytes * dtrain__planned_states(layout->desc);
 }
 
 /* Of one kind, for the rank that holds most; params are resolved. */
@@ -14451,7 +14508,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
             one.host = layout.bytes[DTRAIN__HOST];
             if (desc.offload)
-                one.host += dtrain__offloaded_state(&layout, desc.optimizer_states, &stage);
+                one.host += dtrain__offloaded_state(&layout, dtrain__planned_states(&desc), &stage);
             else one.optimizer = dtrain__layout_state(&layout);
             one.total = one.params + one.grads + one.buffers + one.optimizer;
             if (step_bytes) *step_bytes = dtrain__step_bytes(&layout, ranks);
@@ -14475,13 +14532,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
                            call, rank_count);
-    dtrain_strategy_desc resolved = *desc;
-    dtrain__resolve_zeros(&resolved);
+    dtrain_strategy_desc resolved;
+    dtrain_compression_desc compression;
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &resolved, &compression));
     const dtrain__traits *traits = dtrain__traits_of(resolved.kind);
     if (!traits)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
                            call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__check_fields(&resolved));
     DTRAIN__TRY(dtrain__check_combination(&resolved, traits));
     if (desc->node_size && rank_count % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
@@ -15139,7 +15196,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtr
 /* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
 DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p)
 {
-    if (p->storage) return p->storage;
+    if (p->state.storage) return p->state.storage;
     while (p->alias_of) p = p->alias_of;
     return p;
 }
@@ -15162,8 +15219,8 @@ DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_
     *accumulate = false;
     if (!node->param[i] || !dtrain__param_trainable(tape, node->param[i])) return NULL;
     dtrain_param *storage = dtrain__param_storage(node->param[i]);
-    *accumulate = storage->grad_written;
-    if (!tape->planning) storage->grad_written = true;
+    *accumulate = storage->state.grad_written;
+    if (!tape->planning) storage->state.grad_written = true;
     return storage->grad;
 }
 
@@ -15606,13 +15663,13 @@ static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
             dtrain_tensor *x = node->in[i];
             if (x && x->needs_grad && x->producer) x->producer->reached = true;
             /* a backward that failed half-way leaves a count behind */
-            if (node->param[i] && !tape->planning) node->param[i]->pending_uses = 0;
+            if (node->param[i] && !tape->planning) node->param[i]->state.pending_uses = 0;
         }
     }
     if (tape->planning) return;
     for (node = tape->last; node; node = node->previous)
         for (int i = 0; i < 2; i++)
-            if (node->reached && node->param[i]) node->param[i]->pending_uses++;
+            if (node->reached && node->param[i]) node->param[i]->state.pending_uses++;
 }
 
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
@@ -15623,9 +15680,10 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     dtrain__gradient_drop(node->out);
     for (int i = 0; i < 2 && !tape->planning; i++) {
         dtrain_param *p = node->param[i];
-        if (!p || --p->pending_uses > 0 || !tape->strategy || !dtrain__param_trainable(tape, p))
+        if (!p || --p->state.pending_uses > 0 || !tape->strategy ||
+            !dtrain__param_trainable(tape, p))
             continue;
-        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->index));
+        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->state.index));
     }
     return DTRAIN_OK;
 }
@@ -15862,7 +15920,7 @@ static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtra
 {
     const dtrain_param *storage = dtrain__param_storage(p);
     const char *name = dtrain__param_name(p);
-    const bool foreign = tape->strategy && !p->storage;
+    const bool foreign = tape->strategy && !p->state.storage;
     if (storage->value && !foreign) return true;
     if (foreign || !tape->strategy)
         dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
@@ -16655,7 +16713,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
 static bool dtrain__grad_on_host(const dtrain_strategy *strategy, const dtrain_shard *shard)
 {
     const dtrain__layout *layout = &strategy->layout;
-    return layout->host_grads && layout->buckets[layout->entries[shard->param->index].bucket].work;
+    return layout->host_grads &&
+           layout->buckets[layout->entries[shard->param->state.index].bucket].work;
 }
 
 /* Of the shards in host memory, or of the others: on the device that is nearer to them, where total
@@ -18706,7 +18765,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     memset(&plan, 0, sizeof plan);
     plan.world = world;
     plan.desc = desc;
-    plan.strategy = desc->strategy ? *desc->strategy : dtrain_strategy_defaults();
+    if (desc->strategy) plan.strategy = *desc->strategy;
     plan.comm = plan.strategy.comm ? plan.strategy.comm : dtrain_world_comm(world);
     dtrain_result mine =
         dtrain__strategy_needs(world, desc->params, desc->param_count, &plan.strategy,

@@ -31,7 +31,8 @@
 static bool dtrain__grad_on_host(const dtrain_strategy *strategy, const dtrain_shard *shard)
 {
     const dtrain__layout *layout = &strategy->layout;
-    return layout->host_grads && layout->buckets[layout->entries[shard->param->index].bucket].work;
+    return layout->host_grads &&
+           layout->buckets[layout->entries[shard->param->state.index].bucket].work;
 }
 
 /* Of the shards in host memory, or of the others: on the device that is nearer to them, where total

@@ -20,7 +20,7 @@
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == place || bytes == 0) return DTRAIN_OK;
@@ -79,8 +79,8 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
-    dtrain_param *storage = strategy->params[index].storage;
-    dtrain__entry *entry = &layout->entries[index], *place = &layout->entries[storage->index];
+    dtrain_param *storage = strategy->params[index].state.storage;
+    dtrain__entry *entry = &layout->entries[index], *place = &layout->entries[storage->state.index];
     dtrain__bucket *bucket = &layout->buckets[entry->bucket];
     if (bucket->work && bucket->unit != DTRAIN__NONE &&
         strategy->working[bucket->unit & 1] != bucket->unit)
@@ -120,7 +120,7 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
             "backward; call dtrain_strategy_finish between two",
             index, strategy->params[index].name);
     entry->seen = true;
-    strategy->params[index].storage->grad_written = true;
+    strategy->params[index].state.storage->state.grad_written = true;
     if (dtrain__only_adds(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
 }
@@ -148,7 +148,7 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && strategy->params[i].grad_written) return true;
+        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
     return false;
 }
 
@@ -196,7 +196,7 @@ static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bu
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
-        if (p->grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
@@ -248,7 +248,7 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_param *p = strategy->shards[i].param;
-        if (layout->buckets[layout->entries[p->index].bucket].sharded) continue;
+        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
         DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
     return DTRAIN_OK;

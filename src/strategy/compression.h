@@ -1,6 +1,7 @@
 /* Gradient compression, hierarchy
  *
- * How a bucket of gradients travels; fields of dtrain_strategy_desc. What is lossy is never chosen
+ * How a bucket of gradients travels: dtrain_compression_desc, and reduce_dtype and hierarchical of
+ * dtrain_strategy_desc. What is lossy is never chosen
  * by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
@@ -58,6 +59,25 @@ typedef enum dtrain_sparse_exchange {
     DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
     DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
 } dtrain_sparse_exchange;
+
+#define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_compression_desc {
+    uint32_t kind;            /* dtrain_compression; 0 = none */
+    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange; 0 = ALL_GATHER */
+    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
+    bool no_error_feedback;   /* what is not sent is lost; for experiments */
+    float topk_ratio;         /* share of a tensor's elements that are sent; 0 = 0.01 */
+    float topk_momentum;      /* momentum correction, then in place of the optimizer's; 0 = off */
+    float warmup_ratio;       /* share in the first step of the warm-up; 0 = 0.25 */
+    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
+                                 1 = 1-D ones alone */
+    uint64_t dense_steps;     /* steps without compression, at the beginning; 0 = 10, or
+                                 DTRAIN_DENSE_STEPS_NONE */
+    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
+                                 warm-up */
+} dtrain_compression_desc;
 
 /* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
  * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,

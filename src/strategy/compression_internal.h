@@ -41,8 +41,9 @@ typedef struct dtrain__sparse dtrain__sparse;
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step);
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);

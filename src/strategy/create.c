@@ -77,7 +77,7 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
     desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    desc->compression = DTRAIN_COMPRESSION_NONE;
+    desc->compression = NULL;
 }
 
 /* The same ranks as in groups[from], for steps of another kind. */
@@ -101,8 +101,8 @@ static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
     const bool replicas = dtrain__has_replicas(strategy);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool rounds =
-        desc->compression == DTRAIN_COMPRESSION_POWERSGD ||
-        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
+        desc->compression && (desc->compression->kind == DTRAIN_COMPRESSION_POWERSGD ||
+                              dtrain__is_balanced(desc->compression));
     dtrain_comm **groups = strategy->groups;
     if (replicas || (size > 1 && size < ranks)) {
         DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
@@ -148,7 +148,7 @@ static void dtrain__layout_grid(dtrain__layout *layout)
     layout->node_ranks = nodes ? size : 1;
     layout->hop_ranks = nodes ? layout->all / size : layout->all;
     layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
-    layout->compresses = desc->compression && layout->all > 1;
+    layout->compression = layout->all > 1 ? desc->compression : NULL;
 }
 
 /* The tables of a layout, zeroed; what there is of them is freed by _free also after an error. */
@@ -186,7 +186,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
-    return layout->compresses ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
@@ -209,9 +209,9 @@ static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
         &strategy->layout, a, strategy->params, count, &strategy->desc,
         shared ? dtrain_comm_size(shared) : 1, shared ? dtrain_comm_rank(shared) : 0,
         dtrain_comm_size(strategy->comm), dtrain_comm_rank(strategy->comm)));
-    strategy->works_per_bucket = strategy->layout.owners       ? (size_t)strategy->layout.ranks
-                                 : strategy->layout.compresses ? 2
-                                                               : 1;
+    strategy->works_per_bucket = strategy->layout.owners        ? (size_t)strategy->layout.ranks
+                                 : strategy->layout.compression ? 2
+                                                                : 1;
     strategy->works = (dtrain_work **)dtrain__alloc(
         a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
@@ -232,7 +232,7 @@ DTRAIN__PRIVATE void dtrain__strategy_rewind(dtrain_strategy *strategy, bool ste
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].grad_written = false;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         layout->buckets[b].pending = layout->buckets[b].uses;
@@ -250,7 +250,7 @@ static void dtrain__lend(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->storage;
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
@@ -356,7 +356,7 @@ static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
     const dtrain_param *p = &strategy->params[i];
     const dtrain__entry *entry = &layout->entries[i];
     const uint64_t seed = strategy->desc.init_seed;
-    if (p->storage != p || !entry->lends_value) return DTRAIN_OK;
+    if (p->state.storage != p || !entry->lends_value) return DTRAIN_OK;
     if (dtrain__value_is_whole(layout, entry))
         return dtrain__init_param(strategy->device, p, seed, 0, p->count, p->value);
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
@@ -387,7 +387,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
+        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
             continue;
         float *place = layout->buckets[entry->bucket].values + entry->offset;
         DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,

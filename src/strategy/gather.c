@@ -108,7 +108,7 @@ static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here
     const dtrain__bucket *bucket = &layout->buckets[b];
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *storage = &layout->entries[p->storage->index];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket != b) continue;
         p->value = here ? bucket->values + storage->offset : NULL;
     }
@@ -273,7 +273,7 @@ DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy
 {
     if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
     const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
     if (bucket->presence != DTRAIN__HERE) return NULL;
@@ -318,7 +318,7 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
             host ? "no such parameter" : "host is NULL", index, strategy->param_count);
-    const size_t storage = strategy->params[index].storage->index;
+    const size_t storage = strategy->params[index].state.storage->state.index;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     return dtrain_device_copy(strategy->device, host, whole.value,
                               (size_t)whole.count * sizeof(float));
@@ -332,7 +332,7 @@ static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
         uint64_t hash;
         int usual, odd;
         bool common;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
         DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
         DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
         DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
@@ -358,7 +358,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param whole;
         uint64_t one;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
         DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
         DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
         all = dtrain__fnv1a(all, &one, sizeof one);

@@ -31,12 +31,12 @@
 #include "strategy/strategy.h"
 
 static const dtrain__traits dtrain__kinds_of_strategy[] = {
-    {DTRAIN_STRATEGY_DDP, "DTRAIN_STRATEGY_DDP", false, false, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "DTRAIN_STRATEGY_ZERO1", true, false, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "DTRAIN_STRATEGY_SHARD_GRAD_OP", true, true, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "DTRAIN_STRATEGY_FULL_SHARD", true, true, true, false},
-    {DTRAIN_STRATEGY_ZERO3, "DTRAIN_STRATEGY_ZERO3", true, true, true, true},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "DTRAIN_STRATEGY_HYBRID_SHARD", true, true, true, false},
+    {DTRAIN_STRATEGY_DDP, "ddp", false, false, false, false},
+    {DTRAIN_STRATEGY_ZERO1, "zero1", true, false, false, false},
+    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", true, true, false, false},
+    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", true, true, true, false},
+    {DTRAIN_STRATEGY_ZERO3, "zero3", true, true, true, true},
+    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", true, true, true, false},
 };
 
 DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind)
@@ -61,7 +61,7 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
     unit->trainable = unit->frozen = DTRAIN__NONE;
-    unit->kept = !layout->desc->reshard_after_forward;
+    unit->kept = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
         if (layout->desc->kept_units[i] == id) unit->kept = true;
     return (uint32_t)layout->unit_count++;
@@ -72,11 +72,12 @@ static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable = dtrain__is_trainable(p);
         entry->bucket = DTRAIN__NONE;
-        if (p->storage == p) entry->unit = unit;
+        if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards || p->count < layout->desc->whole_below;
     }
@@ -92,7 +93,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t 
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         size_t at = count;
-        if (p->storage != p || layout->entries[i].whole) continue;
+        if (p->state.storage != p || layout->entries[i].whole) continue;
         for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
             order[at] = order[at - 1];
         order[at] = (uint32_t)i;
@@ -180,7 +181,7 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
         if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain__entry *entry = &layout->entries[i];
-            if (layout->params[i].storage != &layout->params[i] || entry->whole) continue;
+            if (layout->params[i].state.storage != &layout->params[i] || entry->whole) continue;
             if (entry->unit != unit || entry->trainable != trainable) continue;
             if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
             if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
@@ -214,7 +215,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
-        if (layout->params[i].storage != &layout->params[i] || !entry->trainable) continue;
+        if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
         const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
                                                              : layout->desc->bucket_bytes;
@@ -242,7 +243,8 @@ DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout)
     dtrain__lay_size_buckets(layout, false);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
         if (entry->bucket == DTRAIN__NONE) continue;
         dtrain__bucket *bucket = &layout->buckets[entry->bucket];
@@ -385,12 +387,12 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || !dtrain__value_is_whole(layout, entry)) continue;
+        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
         if (!p->value || entry->lends_value)
             entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
     }
     dtrain__lay_landings(layout);
-    if (layout->compresses) dtrain__lay_compression(layout);
+    if (layout->compression) dtrain__lay_compression(layout);
 }
 
 /* The part of storage i that this rank updates; false if there is none. */
@@ -401,7 +403,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     const dtrain__entry *entry = &layout->entries[i];
     *offset = 0;
     *count = p->count;
-    if (p->storage != p || !entry->trainable) return false;
+    if (p->state.storage != p || !entry->trainable) return false;
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
     if (!bucket->sharded) return true;
     const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
@@ -428,7 +430,7 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p) continue;
+        if (p->state.storage != p) continue;
         const bool hosts = p->value && !entry->lends_value;
         if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
         if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;

@@ -7,6 +7,7 @@
 #include "comm/backend.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
+#include "strategy/compression.h"
 #include "device/device.h"
 
 typedef struct dtrain__entry {
@@ -80,10 +81,10 @@ typedef struct dtrain__layout {
     int all, all_rank; /* of the strategy */
     int node_ranks;    /* hierarchical, and more than one node: ranks of one; else 1 */
     int hop_ranks,
-        hop_rank;    /* of those that this rank exchanges with between nodes; or all, all_rank */
-    bool compresses; /* and there is somebody to send to */
-    struct dtrain__portion *portions; /* (count), portion_count in use */
-    struct dtrain__sparse *sparse;    /* (count), one a bucket */
+        hop_rank; /* of those that this rank exchanges with between nodes; or all, all_rank */
+    const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
+    struct dtrain__portion *portions;           /* (count), portion_count in use */
+    struct dtrain__sparse *sparse;              /* (count), one a bucket */
     size_t portion_count;
     uint64_t state_bytes;    /* of residuals and the like */
     bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */

@@ -29,7 +29,7 @@
 /* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
 DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
 {
-    return !((p->flags | p->storage->flags) & DTRAIN_PARAM_FROZEN);
+    return !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
 }
 
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
@@ -101,7 +101,7 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     if (distance % sizeof *p || distance / sizeof *p >= index)
         return dtrain__param_fail(p, index,
                                   "alias_of must point to an earlier entry of the same array");
-    dtrain_param *storage = p->alias_of->storage;
+    dtrain_param *storage = p->alias_of->state.storage;
     if (p->count == 0 && p->shape[0] == 0) {
         p->count = storage->count;
         memcpy(p->shape, storage->shape, sizeof p->shape);
@@ -114,7 +114,7 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
-    p->storage = storage;
+    p->state.storage = storage;
     return DTRAIN_OK;
 }
 
@@ -143,10 +143,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        p->storage = p;
-        p->index = (uint32_t)i;
-        p->pending_uses = 0;
-        p->grad_written = false;
+        p->state.storage = p;
+        p->state.index = (uint32_t)i;
+        p->state.pending_uses = 0;
+        p->state.grad_written = false;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)

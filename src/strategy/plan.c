@@ -50,7 +50,7 @@ static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__b
 {
     uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
                                       DTRAIN_DTYPE_F32, layout->node_ranks);
-    if (layout->compresses) return bytes + dtrain__compressed_wire(layout, bucket);
+    if (layout->compression) return bytes + dtrain__compressed_wire(layout, bucket);
     return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                 layout->desc->reduce_dtype, layout->hop_ranks);
 }
@@ -115,7 +115,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
             info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->storage != p) continue;
+        if (p->state.storage != p) continue;
         info->total_elements += (uint64_t)p->count;
         if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
     }
@@ -143,6 +143,11 @@ DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, s
     return bytes + 2 * (uint64_t)*stage * sizeof(float);
 }
 
+static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc)
+{
+    return desc->optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc->optimizer_states;
+}
+
 /* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
 static uint64_t dtrain__layout_state(const dtrain__layout *layout)
 {
@@ -152,7 +157,7 @@ static uint64_t dtrain__layout_state(const dtrain__layout *layout)
         if (dtrain__piece(layout, i, &offset, &count))
             bytes += (uint64_t)dtrain__padded(count) * sizeof(float);
     }
-    return bytes * layout->desc->optimizer_states;
+    return bytes * dtrain__planned_states(layout->desc);
 }
 
 /* Of one kind, for the rank that holds most; params are resolved. */
@@ -183,7 +188,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
             one.host = layout.bytes[DTRAIN__HOST];
             if (desc.offload)
-                one.host += dtrain__offloaded_state(&layout, desc.optimizer_states, &stage);
+                one.host += dtrain__offloaded_state(&layout, dtrain__planned_states(&desc), &stage);
             else one.optimizer = dtrain__layout_state(&layout);
             one.total = one.params + one.grads + one.buffers + one.optimizer;
             if (step_bytes) *step_bytes = dtrain__step_bytes(&layout, ranks);
@@ -207,13 +212,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
                            call, rank_count);
-    dtrain_strategy_desc resolved = *desc;
-    dtrain__resolve_zeros(&resolved);
+    dtrain_strategy_desc resolved;
+    dtrain_compression_desc compression;
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &resolved, &compression));
     const dtrain__traits *traits = dtrain__traits_of(resolved.kind);
     if (!traits)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
                            call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__check_fields(&resolved));
     DTRAIN__TRY(dtrain__check_combination(&resolved, traits));
     if (desc->node_size && rank_count % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,

@@ -52,7 +52,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
                                sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
     if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
@@ -77,8 +77,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__b
     DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, true));
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
-        dtrain_orthogonalize_args args = {portion->rows, (int64_t)strategy->desc.powersgd_rank,
-                                          portion->p};
+        dtrain_orthogonalize_args args = {
+            portion->rows, (int64_t)strategy->layout.compression->powersgd_rank, portion->p};
         if (portion->dense) continue;
         DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
     }
@@ -88,7 +88,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__b
 DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         if (portion->dense) continue;
@@ -105,7 +105,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);

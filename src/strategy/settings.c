@@ -10,30 +10,13 @@
 #include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
 
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
-{
-    dtrain_strategy_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_STRATEGY_DDP;
-    desc.reshard_after_forward = true;
-    desc.optimizer_states = 2;
-    desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
-    desc.bucket_bytes = DTRAIN__BUCKET_BYTES;
-    desc.powersgd_rank = 1;
-    desc.topk_ratio = 0.01f;
-    desc.warmup_ratio = 0.25f;
-    desc.dense_below = 1024;
-    desc.dense_steps = 10;
-    return desc;
-}
-
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
     return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
 /* Fields that stand by themselves. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
+static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
     if (desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR)
@@ -161,9 +144,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
             "%s: node_size is %u, which means something to DTRAIN_STRATEGY_HYBRID_SHARD and "
             "to hierarchical only, not to %s",
             call, desc->node_size, traits->name);
-    if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
+    if ((desc->keep_after_forward || desc->kept_unit_count) && !traits->params)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: reshard_after_forward is false or units are to be kept, but %s "
+                           "%s: keep_after_forward or kept_units is set, but %s "
                            "never shards parameters",
                            call, traits->name);
     if (desc->whole_below && !traits->state)
@@ -173,24 +156,49 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
     return dtrain__check_offload(desc, traits);
 }
 
-/* Zeros become defaults. */
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
+static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
+
+/* Zeros become defaults; *compression is memory for a copy of the desc's. */
+static void dtrain__resolve_zeros(dtrain_strategy_desc *desc, dtrain_compression_desc *compression)
 {
-    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_STRATEGY_DDP;
-    if (!desc->param_dtype) desc->param_dtype = DTRAIN_DTYPE_F32;
-    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    if (!desc->powersgd_rank) desc->powersgd_rank = 1;
-    if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
+    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
+    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
+    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
+    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
     if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
+    if (!desc->first_bucket_bytes)
+        desc->first_bucket_bytes = desc->bucket_bytes < DTRAIN__FIRST_BUCKET_BYTES
+                                       ? desc->bucket_bytes
+                                       : DTRAIN__FIRST_BUCKET_BYTES;
+    if (!desc->compression) return;
+    *compression = *desc->compression;
+    desc->compression = compression;
+    compression->powersgd_rank = dtrain__or(compression->powersgd_rank, 1);
+    if (compression->topk_ratio == 0) compression->topk_ratio = 0.01f;
+    if (compression->warmup_ratio == 0) compression->warmup_ratio = 0.25f;
+    if (!compression->dense_below) compression->dense_below = 1024;
+    if (!compression->dense_steps) compression->dense_steps = 10;
+}
+
+/* *desc = the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
+ * checked one by one. *compression must live as long as *desc. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression)
+{
+    memset(desc, 0, sizeof *desc);
+    if (given) *desc = *given;
+    dtrain__resolve_zeros(desc, compression);
+    DTRAIN__TRY(dtrain__check_fields(desc));
+    if (desc->compression && !desc->compression->kind) desc->compression = NULL;
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
                                                        const dtrain_strategy_desc *given)
 {
-    strategy->desc = given ? *given : dtrain_strategy_defaults();
+    DTRAIN__TRY(dtrain__resolve_desc(given, &strategy->desc, &strategy->compression));
     strategy->desc.comm = strategy->comm;
-    dtrain__resolve_zeros(&strategy->desc);
-    DTRAIN__TRY(dtrain__check_fields(&strategy->desc));
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
@@ -208,30 +216,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__traits *traits = dtrain__traits_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
+    dtrain_compression_desc how;
     const bool ahead = (!traits || traits->params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     dtrain__registration mine;
+    memset(&how, 0, sizeof how);
+    if (desc->compression) how = *desc->compression;
     memset(&mine, 0, sizeof mine);
     mine.params = strategy->params;
     mine.count = strategy->param_count;
     snprintf(
         mine.settings, sizeof mine.settings,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
-        "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
+        "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
+        traits ? traits->name : "auto", (unsigned)desc->missing_gradient,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
-        (unsigned)desc->node_size, desc->reshard_after_forward,
+        (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[desc->compression],
-        (unsigned)desc->sparse_exchange, (unsigned)desc->powersgd_rank, desc->hierarchical,
-        desc->no_error_feedback, (double)desc->topk_ratio, (double)desc->topk_momentum,
-        (double)desc->warmup_ratio, (long long)desc->dense_below,
-        (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps);
+        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
+        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
+        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
+        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
+        (unsigned long long)how.warmup_steps);
     return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
 }

@@ -89,53 +89,49 @@ typedef enum dtrain_accumulation {
 #define DTRAIN_OFFLOAD_GRADS 2u
 #define DTRAIN_OFFLOAD_PARAMS 4u
 
+struct dtrain_compression_desc; /* strategy/compression.h */
+
+#define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX
+
+/* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
-    uint32_t kind;             /* dtrain_strategy_kind */
-    uint32_t missing_gradient; /* dtrain_missing_gradient */
-    uint32_t accumulation;     /* dtrain_accumulation */
+    uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = counts as zero */
+    uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
-                                  travel as, in kinds that shard them; shards stay fp32 */
+                                   travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
-    uint32_t offload;          /* DTRAIN_OFFLOAD_* */
-    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy, and with hierarchical:
-                                  ranks of a node; 0 = those of a host */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
+    uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
+                                   host */
     bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
-    bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
-    uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
+    bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
+                                   gather to the update. More memory, one gather less; false:
+                                   release frees a unit between forward and backward too */
+    bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
+                                   for ZERO3, nor for HYBRID_SHARD, which does it by itself */
+    uint32_t kept_unit_count;  /* units that are kept like that when keep_after_forward is false */
     const uint32_t *kept_units; /* (kept_unit_count), read in create */
-    int64_t whole_below;        /* tensors with fewer elements are not sharded. 0: sharding small
-                                  ones costs nothing, a unit travels in one piece */
-    size_t first_bucket_bytes;  /* 1 MiB */
-    size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    int64_t whole_below;        /* tensors with fewer elements are not sharded; 0 = all are: small
+                                   ones cost nothing, a unit travels in one piece */
+    size_t first_bucket_bytes;  /* 0 = 1 MiB, or bucket_bytes where that is less */
+    size_t bucket_bytes;        /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                  activations (dtrain_trainer_plan_activations), the process itself */
-    uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
+                                   activations (dtrain_trainer_plan_activations), the process */
+    uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
+                                   0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
-
-    /* Compression strategy/compression.h */
-    uint32_t compression;     /* dtrain_compression; DDP only */
-    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange */
-    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS: 1 */
-    bool hierarchical;        /* node by node: not for ZERO3, nor HYBRID_SHARD, which is it */
-    bool no_error_feedback;   /* what is not sent is lost; for experiments */
-    float topk_ratio;         /* share of a tensor's elements that are sent: 0.01 */
-    float topk_momentum;      /* momentum correction, then in place of the optimizer's: 0 = off */
-    float warmup_ratio;       /* share in the first step of the warm-up: 0.25 */
-    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole: 1024 */
-    uint64_t dense_steps;     /* steps without compression, at the beginning: 10 */
-    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio: 0 */
+    const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
-
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
 
 /* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
  * and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
- * error on all. desc NULL = defaults.
+ * error on all. desc NULL = a zeroed one.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -188,8 +184,8 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
-    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
-    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
+    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
+    const char *name;          /* "full_shard" */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */

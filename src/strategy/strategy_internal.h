@@ -63,8 +63,9 @@ struct dtrain_strategy {
     dtrain_comm *shard_comm; /* who shares one copy: comm or a group; NULL: each has everything */
     const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets, in this step */
     dtrain_allocator allocator;
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_param *params;      /* the host's */
+    dtrain_strategy_desc desc;           /* resolved */
+    dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
+    dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
     size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
@@ -96,12 +97,13 @@ struct dtrain_strategy {
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
 /* strategy/settings.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression);
 DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
                                                   const dtrain__traits *traits);
 DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
                                                         const dtrain__traits *traits);
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
                                                        const dtrain_strategy_desc *given);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy);

@@ -15,7 +15,7 @@
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const double ratio = dtrain__ratio_of(&strategy->desc, strategy->sync_count);
+    const double ratio = dtrain__ratio_of(layout->compression, strategy->sync_count);
     dtrain__sparse *sparse = bucket->sparse;
     sparse->masked = ratio >= dtrain__masked_share(layout);
     sparse->selected = 0;
@@ -84,7 +84,7 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     args.values = picks->values;
     args.indices = picks->indices;
     args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    args.momentum = strategy->desc.topk_momentum;
+    args.momentum = strategy->layout.compression->topk_momentum;
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     return dtrain__round_picks(strategy, count, portion->quota, picks, args.residual);
 }

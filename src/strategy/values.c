@@ -20,10 +20,11 @@ static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t fir
     const float scale = p->init_scale;
     switch (p->init) {
     case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->index, (uint64_t)first, count, scale, out);
+        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
         break;
     case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->index, (uint64_t)first, count, -scale, 2 * scale, out);
+        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
+                                    out);
         break;
     default:
         for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
@@ -62,7 +63,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
     if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
     for (size_t i = 0; i < count; i++) {
         const dtrain_param *p = &params[i];
-        if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
+        if (p->state.storage != p || entries[i].lends_value || p->count == 0) continue;
         DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
     }
     return DTRAIN_OK;

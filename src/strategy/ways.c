@@ -26,18 +26,19 @@ static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false,
 DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
                                              const dtrain__step **way)
 {
-    const dtrain_strategy_desc *desc = &strategy->desc;
+    const dtrain_compression_desc *how = strategy->layout.compression;
     const bool nodes = strategy->layout.node_ranks > 1;
     const bool compresses =
-        strategy->layout.compresses && !sharded && strategy->sync_count >= desc->dense_steps;
+        strategy->layout.compression && !sharded &&
+        strategy->sync_count >= dtrain__dense_steps(strategy->layout.compression);
     if (!nodes && !compresses) return false;
     if (nodes) *way++ = &dtrain__by_node_scatter;
     if (sharded) *way++ = &dtrain__by_across_scatter;
     else if (!compresses) *way++ = &dtrain__by_across;
-    else if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
+    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         *way++ = &dtrain__by_p;
         *way++ = &dtrain__by_q;
-    } else if (dtrain__is_balanced(desc)) {
+    } else if (dtrain__is_balanced(how)) {
         *way++ = &dtrain__by_sparse_trade;
         *way++ = &dtrain__by_sparse_publish;
     } else *way++ = &dtrain__by_sparse_gather;

@@ -500,7 +500,7 @@ static int run_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
-    dtrain_strategy_desc how = dtrain_strategy_defaults();
+    dtrain_strategy_desc how = {0};
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.rank = dtrain_world_rank(world);
@@ -696,17 +696,19 @@ static int compression_main(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_optimizer *optimizer;
     dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
-    dtrain_strategy_desc lossy = dtrain_strategy_defaults();
+    dtrain_strategy_desc compressed = {0};
+    dtrain_compression_desc lossy = {0};
     dtrain_loss_scaler scaler;
     float norm, factor;
     bool found_inf;
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.batch = 4;
-    for (lossy.compression = DTRAIN_COMPRESSION_TOPK;
-         lossy.compression <= DTRAIN_COMPRESSION_POWERSGD; lossy.compression++) {
+    compressed.compression = &lossy;
+    for (lossy.kind = DTRAIN_COMPRESSION_TOPK; lossy.kind <= DTRAIN_COMPRESSION_POWERSGD;
+         lossy.kind++) {
         fill_params(s.params);
-        RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &lossy, &strategy));
+        RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &compressed, &strategy));
         RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
         dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
         desc.tape_flags = DTRAIN_TAPE_F16;

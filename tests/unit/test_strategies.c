@@ -462,7 +462,6 @@ static chain_run *chain_run_create(int units, int64_t width, uint32_t kind, int 
 {
     chain_run *run = (chain_run *)ranks_shared(sizeof *run);
     run->units = units, run->width = width, run->steps = steps;
-    run->desc = dtrain_strategy_defaults();
     run->desc.kind = kind;
     run->desc.optimizer_states = 2;
     return run;
@@ -727,7 +726,7 @@ static void hand_oracle(const hand_run *run, float values[HAND_PARAMS][HAND_MOST
 
 static dtrain_strategy_desc hand_desc(const hand_run *run)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.kind = run->kind;
     desc.accumulation = DTRAIN_ACCUMULATION_LAST;
     desc.node_size = run->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? (uint32_t)run->ranks : 0;
@@ -794,7 +793,7 @@ static dtrain_result hand_backward(hand_model *m, const hand_run *run, dtrain_st
         if (!CHECK_MSG(q->value && q->grad, "%s is not whole in backward", q->name)) return 1;
         for (i = 0; i < q->count; i++) {
             const float g = q->value[i] - hand_target(rank, micro, step, p, i);
-            q->grad[i] = q->grad_written ? q->grad[i] + g : g;
+            q->grad[i] = q->state.grad_written ? q->grad[i] + g : g;
         }
         DTRAIN__TRY(dtrain_strategy_ready(strategy, (size_t)p));
     }
@@ -932,7 +931,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
                                    DTRAIN_STRATEGY_HYBRID_SHARD};
     static const uint32_t whole[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
                                      DTRAIN_STRATEGY_SHARD_GRAD_OP};
-    const dtrain_strategy_desc defaults = dtrain_strategy_defaults();
+    const dtrain_strategy_desc defaults = {0};
     dtrain_strategy_desc desc;
     float value[20] = {0};
     int i;
@@ -947,7 +946,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     }
     desc = defaults, desc.kind = DTRAIN_STRATEGY_ZERO1,
     desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "ZERO1 + EVERY", "ZERO1",
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "ZERO1 + EVERY", "zero1",
             "every");
     for (i = DTRAIN_STRATEGY_DDP; i <= DTRAIN_STRATEGY_ZERO3; i++) {
         desc = defaults, desc.kind = (uint32_t)i,
@@ -985,7 +984,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     desc = defaults,
     desc.kind = dtrain_world_rank(world) ? DTRAIN_STRATEGY_ZERO1 : DTRAIN_STRATEGY_FULL_SHARD;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds",
-            "DTRAIN_STRATEGY_ZERO1", "DTRAIN_STRATEGY_FULL_SHARD");
+            "zero1", "full_shard");
     desc = defaults;
     RANKS_TRY(try_create(world, &desc, value));
     return 0;
@@ -1000,7 +999,7 @@ static void test_refused_settings(void)
 /* One host: nodes of 0 are that host; a hybrid of one node is FULL_SHARD and works. */
 static int hybrid_of_one_host_rank(dtrain_world *world, void *user)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     (void)user;
     desc.kind = DTRAIN_STRATEGY_HYBRID_SHARD;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "hybrid of one host",
@@ -1060,7 +1059,7 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
     const hook_case *c = (const hook_case *)user;
     const char *word = "", *other = "";
     char what[64];
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     dtrain_param params[3];
     dtrain_result result;
@@ -1101,7 +1100,7 @@ static int wrong_unit_rank(dtrain_world *world, void *user)
     const hook_case *c = (const hook_case *)user;
     const int64_t shape[2] = {2, 4};
     float x[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     dtrain_tape *tape;
     dtrain_tensor *h;
@@ -1148,7 +1147,7 @@ static int missing_rank(dtrain_world *world, void *user)
 {
     const hook_case *c = (const hook_case *)user;
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     dtrain_param params[2];
     dtrain_result result;
@@ -1187,7 +1186,7 @@ static void test_missing_gradient_is_an_error(void)
 /* Copies of a shard on two nodes that drifted apart. */
 static int drift_rank(dtrain_world *world, void *user)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     const dtrain_shard *shards;
     size_t count;
@@ -1228,7 +1227,7 @@ static int auto_rank(dtrain_world *world, void *user)
     chain m;
     int i;
     for (i = 0; i < run->count; i++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_result result;
         chain_init(&m, 16, 64);
         desc.kind = DTRAIN_STRATEGY_AUTO;
@@ -1257,7 +1256,7 @@ static void test_auto(void)
     static const uint32_t order[] = {DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
                                      DTRAIN_STRATEGY_FULL_SHARD, 0};
     auto_run run;
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_memory plan;
     chain m;
     int i;
@@ -1294,7 +1293,7 @@ static int death_rank(dtrain_world *world, void *user)
 {
     const death *d = (const death *)user;
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     chain m;
     dtrain_result result = DTRAIN_OK;

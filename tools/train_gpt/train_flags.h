@@ -179,14 +179,11 @@ static void print_help(void)
 /* What the library would choose, so that --help shows it. */
 static void take_defaults(void)
 {
-    const dtrain_strategy_desc usual = dtrain_strategy_defaults();
-    flags.topk_ratio = (double)usual.topk_ratio;
-    flags.topk_momentum = (double)usual.topk_momentum;
-    flags.warmup_ratio = (double)usual.warmup_ratio;
-    flags.powersgd_rank = (long)usual.powersgd_rank;
-    flags.dense_below = (long)usual.dense_below;
-    flags.dense_steps = (long)usual.dense_steps;
-    flags.warmup_steps = (long)usual.warmup_steps;
+    flags.topk_ratio = 0.01;
+    flags.warmup_ratio = 0.25;
+    flags.powersgd_rank = 1;
+    flags.dense_below = 1024;
+    flags.dense_steps = 10;
 }
 
 static bool given(const char *name)

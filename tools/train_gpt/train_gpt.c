@@ -88,15 +88,15 @@ typedef struct job {
     dtrain_memory memory;
 } job;
 
-/* What the flags ask of the strategy. */
-static dtrain_strategy_desc strategy_desc(void)
+/* What the flags ask of the strategy; *compression must live as long as the desc is used. */
+static dtrain_strategy_desc strategy_desc(dtrain_compression_desc *compression)
 {
     static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16,
                                      DTRAIN_DTYPE_F16}; /* as in dtypes */
     static const uint32_t classes[] = {
         0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
         DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.kind = (uint32_t)flags.strategy + 1;
     desc.accumulation = (uint32_t)flags.accum_mode;
     desc.param_dtype = types[flags.param_dtype];
@@ -104,21 +104,23 @@ static dtrain_strategy_desc strategy_desc(void)
     desc.offload = classes[flags.offload];
     desc.node_size = (uint32_t)flags.node_size;
     desc.no_overlap = flags.no_overlap != 0;
-    desc.reshard_after_forward = flags.reshard != 0;
+    desc.keep_after_forward = !flags.reshard;
     desc.init_seed = (uint64_t)flags.init_seed;
     desc.bucket_bytes = (size_t)flags.bucket_kib * 1024;
-    if (desc.first_bucket_bytes > desc.bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes;
-    desc.compression = (uint32_t)flags.compression;
-    desc.sparse_exchange = (uint32_t)flags.exchange;
-    desc.powersgd_rank = (uint32_t)flags.powersgd_rank;
     desc.hierarchical = flags.hierarchical != 0;
-    desc.no_error_feedback = flags.no_feedback != 0;
-    desc.topk_ratio = (float)flags.topk_ratio;
-    desc.topk_momentum = (float)flags.topk_momentum;
-    desc.warmup_ratio = (float)flags.warmup_ratio;
-    desc.dense_below = flags.dense_below;
-    desc.dense_steps = (uint64_t)flags.dense_steps;
-    desc.warmup_steps = (uint64_t)flags.warmup_steps;
+    memset(compression, 0, sizeof *compression);
+    desc.compression = compression;
+    compression->kind = (uint32_t)flags.compression;
+    compression->sparse_exchange = (uint32_t)flags.exchange;
+    compression->powersgd_rank = (uint32_t)flags.powersgd_rank;
+    compression->no_error_feedback = flags.no_feedback != 0;
+    compression->topk_ratio = (float)flags.topk_ratio;
+    compression->topk_momentum = (float)flags.topk_momentum;
+    compression->warmup_ratio = (float)flags.warmup_ratio;
+    compression->dense_below = flags.dense_below > 1 ? flags.dense_below : 1;
+    compression->dense_steps =
+        flags.dense_steps ? (uint64_t)flags.dense_steps : DTRAIN_DENSE_STEPS_NONE;
+    compression->warmup_steps = (uint64_t)flags.warmup_steps;
     return desc;
 }
 
@@ -172,13 +174,14 @@ static double dense_bytes(const dtrain_strategy_info *info, int ranks)
 /* "top-k 0.01 (balanced), hierarchical"; empty when gradients travel whole and directly. */
 static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
 {
+    const dtrain_compression_desc *how = desc->compression;
     *text = 0;
-    if (desc->compression == DTRAIN_COMPRESSION_TOPK)
-        snprintf(text, room, "top-k %g (%s)", (double)desc->topk_ratio,
-                 exchanges[desc->sparse_exchange]);
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
-        snprintf(text, room, "PowerSGD rank %u", desc->powersgd_rank);
-    if (desc->compression && desc->no_error_feedback)
+    if (how && how->kind == DTRAIN_COMPRESSION_TOPK)
+        snprintf(text, room, "top-k %g (%s)", (double)how->topk_ratio,
+                 exchanges[how->sparse_exchange]);
+    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD)
+        snprintf(text, room, "PowerSGD rank %u", how->powersgd_rank);
+    if (how && how->no_error_feedback)
         snprintf(text + strlen(text), room - strlen(text), " without error feedback");
     if (desc->hierarchical)
         snprintf(text + strlen(text), room - strlen(text), "%shierarchical", *text ? ", " : "");
@@ -194,7 +197,8 @@ static void show_links(const dtrain_strategy_info *info, int ranks)
     if (desc->compression)
         printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
                "than fp32 and keeps %.1f MiB of state",
-               (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps,
+               (unsigned long long)flags.dense_steps,
+               (unsigned long long)desc->compression->warmup_steps,
                info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1,
                mib(info->state_bytes));
     if (*text) printf("\n");
@@ -378,7 +382,8 @@ static dtrain_result open_job(dtrain_world *world, job *j)
 {
     dtrain_result result = DTRAIN_OK;
     dtrain_dataset_desc dataset = dataset_desc();
-    dtrain_strategy_desc strategy = strategy_desc();
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc strategy = strategy_desc(&compression);
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     dtrain_trainer_desc trainer;
     dtrain_metrics_desc metrics;
@@ -501,7 +506,8 @@ static int rank_count(bool cpu)
  * combinations that cannot be end here as well. For auto, what its last choice needs. */
 static int check_memory(bool cpu)
 {
-    dtrain_strategy_desc desc = strategy_desc();
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc desc = strategy_desc(&compression);
     const int ranks = rank_count(cpu);
     const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     dtrain_memory memory;
