@@ -1,17 +1,15 @@
-/* Gradient compression, hierarchy
+/* Gradient compression
  *
- * Here are the ways of a bucket strategy/reduce.c that are not one collective, as lists of steps:
+ * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
  *
- *     hierarchical      whole      NODE scatter,  ACROSS all-reduce,   NODE gather
- *                       sharded    NODE scatter,  ACROSS scatter
- *     top-k             ALL_GATHER   sparse gather
- *                       BALANCED     sparse trade,  sparse publish
- *     PowerSGD          P all-reduce,  Q all-reduce
+ *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/topk.c
+ *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
+ *     PowerSGD                 P,  Q                         strategy/powersgd.c
  *
- * With hierarchical, top-k takes the place of the middle step. The part of a bucket that this rank
- * then exchanges, its hop, is a slice; without nodes it is the bucket. The part of one parameter in
- * the hop is a portion, and each is compressed by itself, so that without nodes what is sent does
- * not depend on how parameters are put into buckets:
+ * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
+ * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
+ * each portion is compressed by itself, so that without nodes what is sent does not depend on how
+ * parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     hop of ranks 0 and 2         | a               | b    |
@@ -36,96 +34,12 @@
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
 #include "comm/comm.h"
-#include "strategy/compression.h"
 #include "strategy/compression_internal.h"
 #include "strategy/layout_internal.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
 #include "device/backend.h"
-#include "device/device.h"
-
-/* ---- Checks -----------------------------------------------------------------------------------*/
-
-static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
-
-static dtrain_result dtrain__check_topk(const dtrain_compression_desc *how)
-{
-    const char *const call = "dtrain_strategy_create";
-    if (how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
-                           (unsigned)how->sparse_exchange);
-    if (!dtrain__is_share(how->topk_ratio))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: topk_ratio is %g; expected a share above 0, at most 1", call,
-                           (double)how->topk_ratio);
-    if (how->warmup_steps &&
-        (!dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: warmup_ratio is %g; a warm-up begins at topk_ratio (%g) or above, "
-                           "at most at 1",
-                           call, (double)how->warmup_ratio, (double)how->topk_ratio);
-    if (!(how->topk_momentum >= 0 && how->topk_momentum < 1))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: topk_momentum is %g; expected 0 (off) or below 1", call,
-                           (double)how->topk_momentum);
-    if (how->topk_momentum > 0 && how->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum gathers velocity in the residual, and "
-                           "no_error_feedback is set",
-                           call);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    const uint32_t rank = desc->compression->powersgd_rank;
-    if (rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: powersgd_rank is %u; expected 1 to %d", call,
-                           (unsigned)rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    if (desc->hierarchical)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
-                           "matrices; use DTRAIN_COMPRESSION_TOPK or reduce_dtype with it",
-                           call);
-    if (desc->reduce_dtype != DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
-                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
-    return DTRAIN_OK;
-}
-
-/* The compression of a desc whose zeros are resolved, if there is one. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    const dtrain_compression_desc *how = desc->compression;
-    if (!how) return DTRAIN_OK;
-    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
-    if (how->kind > DTRAIN_COMPRESSION_POWERSGD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
-                           (unsigned)how->kind);
-    if (!topk && (how->topk_momentum != 0 || how->sparse_exchange || how->warmup_steps))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and the "
-                           "kind of compression is not DTRAIN_COMPRESSION_TOPK",
-                           call);
-    if (!how->kind && how->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: no_error_feedback is set, and there is no compression", call);
-    if (how->dense_below < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dense_below is %lld", call,
-                           (long long)how->dense_below);
-    if (topk) return dtrain__check_topk(how);
-    return how->kind ? dtrain__check_powersgd(desc) : DTRAIN_OK;
-}
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
@@ -141,7 +55,8 @@ DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-/* The share in the step after `step` others; those without compression come first. */
+/* The share that is sent in the step after `step` others. It falls geometrically from warmup_ratio
+ * to topk_ratio once the steps without compression are over. */
 DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step)
 {
     const double end = (double)how->topk_ratio, begin = (double)how->warmup_ratio;
@@ -150,18 +65,20 @@ DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint
     return begin * pow(end / begin, (double)i / (double)how->warmup_steps);
 }
 
+/* The largest share of all steps, which memory is made for. */
 static double dtrain__largest_ratio(const dtrain_compression_desc *how)
 {
     return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
 }
 
+/* The number of elements that are selected of count. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Elements of a block. */
+/* Counts the elements of a block. */
 static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
                                  double ratio)
 {
@@ -171,11 +88,13 @@ static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__spa
     return count;
 }
 
+/* 32-bit words of the values of a block. */
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
     return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
+/* 32-bit words of a block: values, then indices. */
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
 {
     return dtrain__value_words(layout, selected) + selected;
@@ -201,7 +120,7 @@ DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const 
     layout->portions = NULL;
 }
 
-/* Fills in what is compressed of it and how; otherwise it is dense. */
+/* Decides how a portion is compressed, or that it is dense. */
 static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
 {
     const dtrain_compression_desc *how = layout->compression;
@@ -224,6 +143,7 @@ static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *
     portion->dense = last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
+/* Appends the part of a parameter that lies in this rank's hop, if there is one. */
 static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
 {
     const dtrain_param *p = &layout->params[index];
@@ -253,6 +173,7 @@ static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucke
     layout->portion_count++;
 }
 
+/* Cuts all buckets of a layout into portions. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
@@ -278,6 +199,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
+/* The memory of one bucket. */
 static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
 {
     const dtrain_compression_desc *how = layout->compression;
@@ -308,6 +230,7 @@ static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *buc
     sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
 }
 
+/* The memory of all buckets, and the places of PowerSGD's factors in it. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
     layout->state_bytes = 0;
@@ -326,6 +249,7 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
     }
 }
 
+/* Bytes that this rank sends for a bucket when compression is in full force. */
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket)
 {
@@ -348,9 +272,53 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
     return dense + (dtrain__is_balanced(how) ? 2 * once : once);
 }
 
+/* ---- Dense portions ---------------------------------------------------------------------------*/
+
+/* Packs the dense portions of a bucket together as they travel, or back. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 bool back)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &layout->portions[i];
+        float *grad = bucket->grads + portion->first;
+        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
+        if (!portion->dense) continue;
+        if (dtype == DTRAIN_DTYPE_F32)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
+                                           back ? (float *)(void *)packed : grad,
+                                           (size_t)portion->count * unit));
+        else if (back)
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
+        else
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
+        if (back) DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, portion->count));
+    }
+    return DTRAIN_OK;
+}
+
+/* Starts the all-reduce of the dense elements and, behind them, `more` others that are packed
+ * already. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->dense, sparse->dense,
+                             (size_t)(sparse->dense_count + more),
+                             (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), work);
+}
+
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Random directions, the same on every rank. */
+/* Starts a portion's Q with random directions, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
@@ -367,6 +335,7 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
 }
 
+/* Lists what compression keeps, for dtrain_strategy_compression, and starts it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

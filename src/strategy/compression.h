@@ -1,12 +1,11 @@
 /* Gradient compression, hierarchy
  *
- * How a bucket of gradients travels: dtrain_compression_desc, and reduce_dtype and hierarchical of
- * dtrain_strategy_desc. What is lossy is never chosen
- * by the library, AUTO included.
+ * A bucket of gradients travels as dtrain_compression_desc says, and reduce_dtype and hierarchical
+ * of dtrain_strategy_desc. What is lossy is never chosen by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
- *     DTRAIN_COMPRESSION_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
- *     DTRAIN_COMPRESSION_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
+ *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -79,10 +78,10 @@ typedef struct dtrain_compression_desc {
                                  warm-up */
 } dtrain_compression_desc;
 
-/* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
- * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,
- * and pieces are those of the buckets. To continue a run, copy them out and, after create, back in.
- * Q is the same on all ranks. */
+/* The state that compression keeps of a parameter from step to step, in memory of the device. Every
+ * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
+ * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
+ * back in. Q is the same on all ranks. */
 typedef struct dtrain_compression_state {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
@@ -92,8 +91,8 @@ typedef struct dtrain_compression_state {
     int64_t q_rows;
 } dtrain_compression_state;
 
-/* Local. Of every parameter that is compressed; count 0 without compression. Valid until the
- * strategy is destroyed. */
+/* Lists the states of all parameters that are compressed; count 0 without compression. Local. They
+ * are valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,
                                                      size_t *count);

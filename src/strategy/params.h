@@ -17,7 +17,7 @@ typedef enum dtrain_init {
     DTRAIN_INIT_UNIFORM = 3   /* [-init_scale, init_scale) */
 } dtrain_init;
 
-/* What the library keeps of a parameter: filled by dtrain_strategy_create, read by the host. A host
+/* The library's part of a parameter: dtrain_strategy_create fills it, the host reads it. A program
  * without a strategy zeroes it once, and clears grad_written before each backward. */
 typedef struct dtrain_param_state {
     struct dtrain_param *storage; /* whose value and grad these are: the parameter itself, or the

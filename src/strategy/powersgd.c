@@ -1,5 +1,5 @@
 /* PowerSGD
-*
+ *
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
  *
@@ -9,9 +9,6 @@
  * zero, and is nothing beside anything else. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
 #include "comm/comm.h"
 #include "strategy/compression_internal.h"
 #include "strategy/layout_internal.h"
@@ -20,9 +17,10 @@
 
 #define DTRAIN__TRACE 1e-20f
 
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, const float *a, int64_t lda,
-                                              const float *b, int64_t ldb, float *c, int64_t ldc)
+/* c (m, n) = a b, with leading dimensions. */
+static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
+                                     int64_t n, int64_t k, const float *a, int64_t lda,
+                                     const float *b, int64_t ldb, float *c, int64_t ldc)
 {
     dtrain_gemm_args args;
     memset(&args, 0, sizeof args);
@@ -41,13 +39,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
-/* M (rows, columns), where it lies. */
+/* M (rows, columns) is the residual, to which the gradient is added, or without error feedback the
+ * gradient itself. */
 static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
 {
     if (!bucket->sparse->residual) return bucket->grads + portion->first;
     return bucket->sparse->residual + portion->first - bucket->hop_first;
 }
 
+/* P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -67,10 +67,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
         DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
                                     portion->columns, portion->q, rank, portion->p, rank));
     }
-    return dtrain__dense_start(strategy, bucket, sparse->p_count,
-                               dtrain__reduce_works(strategy, bucket));
+    return dtrain__dense_start(strategy, bucket, sparse->p_count, bucket->reduces);
 }
 
+/* Orthonormalises the columns of the mean P. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -85,6 +85,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__b
     return DTRAIN_OK;
 }
 
+/* Q = M^T P. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -99,9 +100,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
     if (sparse->q_count == 0) return DTRAIN_OK;
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
                              (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
-                             dtrain__reduce_works(strategy, bucket));
+                             bucket->reduces);
 }
 
+/* The gradient is what P and the mean Q say; what they leave of M is the residual. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;

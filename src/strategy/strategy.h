@@ -25,8 +25,8 @@
  *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
  *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
  *
- * Units are gathered in the order in which they appear in the array, in forward, and in the
- * opposite order in backward; the next one is fetched meanwhile. Kinds that keep parameters and
+ * Forward gathers units in the order in which they appear in the array, backward in the opposite
+ * order; the next one is fetched meanwhile. Kinds that keep parameters and
  * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
  * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
  * FULL_SHARD and below param->value is NULL outside gather and release.
@@ -61,15 +61,15 @@ typedef enum dtrain_missing_gradient {
 
 /* When gradients are reduced in a step of several micro-batches. */
 typedef enum dtrain_accumulation {
-    DTRAIN_ACCUMULATION_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
-                                      EVERY; HYBRID_SHARD: SHARD_EVERY */
-    DTRAIN_ACCUMULATION_LAST = 1,    /* in the last backward only: least communication; every rank
-                                      holds whole gradients */
-    DTRAIN_ACCUMULATION_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
-                                      ZERO1, which would pay for it and gain nothing */
-    DTRAIN_ACCUMULATION_SHARD_EVERY =
-        3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
-                                         in the last */
+    /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
+    DTRAIN_ACCUMULATION_DEFAULT = 0,
+    /* in the last backward only: least communication, but every rank holds whole gradients */
+    DTRAIN_ACCUMULATION_LAST = 1,
+    /* in every backward: sharded gradients stay sharded. Refused for ZERO1, which would pay for it
+     * and gain nothing */
+    DTRAIN_ACCUMULATION_EVERY = 2,
+    /* HYBRID_SHARD: inside nodes in every backward, across nodes in the last */
+    DTRAIN_ACCUMULATION_SHARD_EVERY = 3
 } dtrain_accumulation;
 
 /* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
@@ -91,7 +91,7 @@ typedef enum dtrain_accumulation {
 
 struct dtrain_compression_desc; /* strategy/compression.h */
 
-#define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX
+#define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX /* for optimizer_states: SGD without momentum */
 
 /* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
@@ -127,8 +127,8 @@ typedef struct dtrain_strategy_desc {
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
- * and the desc, except no_overlap where parameters are whole; a difference is
+/* Makes a strategy. Collective. Compares the registration of all ranks (names, shapes, units,
+ * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
  * error on all. desc NULL = a zeroed one.
@@ -141,13 +141,14 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Local. Memory the library owns is freed and the params' pointers to it become NULL. With buckets
- * still in flight the communicator fails, so that the other ranks do not wait. */
+/* Frees a strategy and the memory that the library owns; the params' pointers to it become NULL.
+ * Local. With buckets still in flight the communicator fails, so that the other ranks do not
+ * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
- * to the next, backward to an earlier one) is an error that names the one that is. */
+/* Called before and after a unit's forward or backward: its parameters are whole in between.
+ * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
+ * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -158,18 +159,20 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 /* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
  * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
- * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the next step
- * may go on. */
+ * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
+ * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
 /* Gradient accumulation: true before every micro-batch but the last, false before the last (and
  * where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where param->grad_written,
- * the tape does it by itself). Changing it in the middle of a backward is an error. */
+ * in shards as desc.accumulation says (a host's own backward must add where
+ * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
+ * is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* What this rank's optimizer updates: flat fp32 slices, at most one of a parameter. For DDP every
- * trainable parameter, whole. After updating them (all ranks, or none) call publish. */
+/* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
+ * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
+ * publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter */
@@ -180,7 +183,7 @@ typedef struct dtrain_shard {
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Collective. Brings updated shards to where the next forward reads them. */
+/* Brings updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
@@ -203,7 +206,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 
 DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
 
-/* host (count of the parameter) = its whole value, on every rank. Collective. */
+/* Copies the whole value of params[index] to host (its count elements), on every rank.
+ * Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
 /* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas

@@ -501,7 +501,7 @@ static int refused_main(dtrain_world *world, void *user)
         {DTRAIN_STRATEGY_DDP, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
         {DTRAIN_STRATEGY_SHARD_GRAD_OP, OP, 0, DTRAIN_ERROR_UNSUPPORTED, "whole parameters"},
         {DTRAIN_STRATEGY_FULL_SHARD, ALL, DTRAIN_ACCUMULATION_LAST, DTRAIN_ERROR_UNSUPPORTED,
-         "ACCUMULATE_LAST"}};
+         "ACCUMULATION_LAST"}};
     const bool on_cpu = dtrain_world_device(world)->ops->host_memory;
     (void)user;
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {

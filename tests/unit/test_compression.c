@@ -604,7 +604,7 @@ static void test_topk_cast(void)
 
 static void test_topk_dense_below(void)
 {
-    static const int64_t limits[] = {0, 1, 45, 46, 300, 1001, 1002, 1 << 20};
+    static const int64_t limits[] = {1, 45, 46, 300, 1001, 1002, 1 << 20};
     size_t i;
     for (i = 0; i < sizeof limits / sizeof *limits; i++) {
         field_case c = usual(2, DTRAIN_COMPRESSION_TOPK);
@@ -1644,11 +1644,11 @@ static dtrain_result try_create(dtrain_world *world, const settings *desc)
 
 static void refuse_numbers(dtrain_world *world)
 {
-    static const float ratios[] = {0, -0.1f, 1.5f, NAN, INFINITY};
+    static const float ratios[] = {-0.1f, 1.5f, NAN, INFINITY};
     static const float momenta[] = {-0.1f, 1, 1.5f, NAN};
     settings desc;
     int i;
-    for (i = 0; i < 5; i++) {
+    for (i = 0; i < 4; i++) {
         desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_ratio = ratios[i];
         refused(try_create(world, &desc), "ratio", "topk_ratio", "");
         desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.warmup_ratio = ratios[i],

@@ -972,7 +972,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kept_units", "kept_units",
             "unit 77");
     desc = defaults, desc.kind = 8;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "kind 8", "kind", "8");
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kind 8", "kind", "8");
     desc = defaults, desc.accumulation = 4;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "accumulation 4", "accumulation",
             "4");
@@ -983,8 +983,8 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "offload 8", "offload", "8");
     desc = defaults,
     desc.kind = dtrain_world_rank(world) ? DTRAIN_STRATEGY_ZERO1 : DTRAIN_STRATEGY_FULL_SHARD;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds",
-            "zero1", "full_shard");
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds", "zero1",
+            "full_shard");
     desc = defaults;
     RANKS_TRY(try_create(world, &desc, value));
     return 0;
@@ -995,6 +995,44 @@ static void test_refused_settings(void)
     ranks_run(4, DTRAIN_LAUNCH_PROCESSES, refuse_create_rank, NULL);
     ranks_run(4, DTRAIN_LAUNCH_THREADS, refuse_create_rank, NULL);
 }
+
+/* A zeroed desc is a good one for every kind, and what its zeros mean can be asked for. */
+static int zeroed_rank(dtrain_world *world, void *user)
+{
+    uint32_t kind;
+    (void)user;
+    for (kind = 0; kind <= DTRAIN_STRATEGY_AUTO; kind++) {
+        const uint32_t expected = kind ? kind : (uint32_t)DTRAIN_STRATEGY_DDP;
+        dtrain_strategy_desc desc = {0};
+        dtrain_compression_desc topk = {0};
+        dtrain_strategy_info info;
+        dtrain_param param = ranks_param("w", NULL, NULL, 20, 0);
+        dtrain_strategy *strategy;
+        desc.kind = kind;
+        if (kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+            desc.node_size = 2; /* all ranks are on one host */
+        topk.kind = DTRAIN_COMPRESSION_TOPK;
+        if (kind == 0) desc.compression = &topk;
+        RANKS_TRY(dtrain_strategy_create(world, &param, 1, &desc, &strategy));
+        dtrain_strategy_query(strategy, &info);
+        CHECK(kind == DTRAIN_STRATEGY_AUTO || info.desc.kind == expected);
+        CHECK(strcmp(info.name, strategy_kind_name(info.desc.kind)) == 0);
+        CHECK(!info.desc.keep_after_forward && info.desc.optimizer_states == 2);
+        CHECK(info.desc.first_bucket_bytes == (size_t)1 << 20);
+        CHECK(info.desc.bucket_bytes == (size_t)25 << 20);
+        CHECK(info.desc.accumulation != DTRAIN_ACCUMULATION_DEFAULT);
+        CHECK((info.desc.compression != NULL) == (kind == 0) && info.desc.compression != &topk);
+        if (info.desc.compression) {
+            CHECK(info.desc.compression->topk_ratio == 0.01f);
+            CHECK(info.desc.compression->dense_steps == 10);
+            CHECK(info.desc.compression->dense_below == 1024);
+        }
+        dtrain_strategy_destroy(strategy);
+    }
+    return 0;
+}
+
+static void test_zeroed_desc(void) { ranks_run(4, DTRAIN_LAUNCH_THREADS, zeroed_rank, NULL); }
 
 /* One host: nodes of 0 are that host; a hybrid of one node is FULL_SHARD and works. */
 static int hybrid_of_one_host_rank(dtrain_world *world, void *user)
@@ -1355,6 +1393,7 @@ int main(int argc, char **argv)
     RUN(test_bytes);
     RUN(test_larger_than_a_rank);
     RUN(test_hooks_by_hand);
+    RUN(test_zeroed_desc);
     RUN(test_refused_settings);
     RUN(test_hybrid_of_one_host);
     RUN(test_wrong_hooks);
