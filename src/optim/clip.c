@@ -28,8 +28,8 @@
 #include "device/device.h"
 
 /* Adds the squares of the shards that are in host memory, or of the others: on the device that is
- * nearer to them, where total (1) is. Of those that share a copy of the model each has all of what is
- * whole: one of them counts it. */
+ * nearer to them, where total (1) is. Each of those that share a copy of the model has all of what
+ * is whole: one of them counts it. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
