@@ -78,24 +78,25 @@
        src/comm/mpi_move.c                  The MPI transport: large collectives in lanes, and messages
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Which backend
-       src/strategy/params.c                Parameters, units, buckets
-       src/strategy/layout_internal.h       What other files may use of strategy/ beside the public API.
-       src/strategy/layout.c                The layout
-       src/strategy/compression_internal.h  What other files may use of strategy/ beside the public API.
-       src/strategy/strategy_internal.h     What other files may use of strategy/ beside the public API.
-       src/strategy/values.c                Values and gradients.
-       src/strategy/reduce.c                Strategies
-       src/strategy/backward.c              A backward.
+       src/strategy/strategy.c              The road of a gradient
+       src/strategy/compression_internal.h  Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
+       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+       src/strategy/strategy_internal.h     The strategy, and what its files call of one another
+       src/strategy/shards.c                Sharded gradients
        src/strategy/gather.c                Sharded parameters
-       src/strategy/hierarchy.c             Two levels.
-       src/strategy/compression.c           Gradient compression, hierarchy
-       src/strategy/topk.c                  Top-k: selecting.
+       src/strategy/hierarchy.c             Two levels of ranks
+       src/strategy/compression.c           Gradient compression
+       src/strategy/topk.c                  Top-k
        src/strategy/powersgd.c              PowerSGD
-       src/strategy/ways.c                  Ways.
        src/strategy/offload.c               Offload
-       src/strategy/settings.c              Settings.
+       src/strategy/layout.c                The layout
+       src/strategy/params.c                Parameters, units, buckets
+       src/strategy/values.c                Values of parameters: their first ones, and their hash.
+       src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
        src/strategy/create.c                Creation
-       src/strategy/plan.c                  What a step sends.
+       src/strategy/query.c                 Queries: what a strategy is, what a step of it sends, and the values of its parameters
+       src/strategy/plan.c                  Planning: the memory of a rank, from the layout that it would have
+       src/strategy/auto.c                  AUTO: the kind that sends least of those that fit the memory
        src/tape/arena.c                     Tape and tensors
        src/tape/tape_internal.h             What other files may use of tape/ beside the public API.
        src/tape/tape.c                      Gradients of tensors
@@ -895,8 +896,19 @@ typedef enum dtrain_init {
     DTRAIN_INIT_UNIFORM = 3   /* [-init_scale, init_scale) */
 } dtrain_init;
 
+/* The library's part of a parameter: dtrain_strategy_create fills it, the host reads it. A program
+ * without a strategy zeroes it once, and clears grad_written before each backward. */
+typedef struct dtrain_param_state {
+    struct dtrain_param *storage; /* whose value and grad these are: the parameter itself, or the
+                                     end of its alias chain */
+    uint32_t index;               /* place in the array */
+    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
+    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
+                                     overwrite. Set by the tape and by ready, cleared by finish */
+} dtrain_param_state;
+
+/* Filled by the host, except for its last member. */
 typedef struct dtrain_param {
-    /* Filled by the host. */
     const char *name;              /* unique; kept by pointer */
     float *value;                  /* (count); NULL: the library owns it and initialises it */
     float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
@@ -908,13 +920,7 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
-
-    /* Filled by dtrain_strategy_create; the host reads, never writes. */
-    struct dtrain_param *storage; /* itself, or the end of the alias chain */
-    uint32_t index;               /* place in the array */
-    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
-    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
-                                     overwrite. Set by the tape and by ready, cleared by finish */
+    dtrain_param_state state; /* the library's */
 } dtrain_param;
 
 /* ================================================================================================
@@ -948,8 +954,8 @@ typedef struct dtrain_param {
  *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
  *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
  *
- * Units are gathered in the order in which they appear in the array, in forward, and in the
- * opposite order in backward; the next one is fetched meanwhile. Kinds that keep parameters and
+ * Forward gathers units in the order in which they appear in the array, backward in the opposite
+ * order; the next one is fetched meanwhile. Kinds that keep parameters and
  * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
  * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
  * FULL_SHARD and below param->value is NULL outside gather and release.
@@ -977,15 +983,15 @@ typedef enum dtrain_missing_gradient {
 
 /* When gradients are reduced in a step of several micro-batches. */
 typedef enum dtrain_accumulation {
-    DTRAIN_ACCUMULATION_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
-                                      EVERY; HYBRID_SHARD: SHARD_EVERY */
-    DTRAIN_ACCUMULATION_LAST = 1,    /* in the last backward only: least communication; every rank
-                                      holds whole gradients */
-    DTRAIN_ACCUMULATION_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
-                                      ZERO1, which would pay for it and gain nothing */
-    DTRAIN_ACCUMULATION_SHARD_EVERY =
-        3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
-                                         in the last */
+    /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
+    DTRAIN_ACCUMULATION_DEFAULT = 0,
+    /* in the last backward only: least communication, but every rank holds whole gradients */
+    DTRAIN_ACCUMULATION_LAST = 1,
+    /* in every backward: sharded gradients stay sharded. Refused for ZERO1, which would pay for it
+     * and gain nothing */
+    DTRAIN_ACCUMULATION_EVERY = 2,
+    /* HYBRID_SHARD: inside nodes in every backward, across nodes in the last */
+    DTRAIN_ACCUMULATION_SHARD_EVERY = 3
 } dtrain_accumulation;
 
 /* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
@@ -1005,53 +1011,49 @@ typedef enum dtrain_accumulation {
 #define DTRAIN_OFFLOAD_GRADS 2u
 #define DTRAIN_OFFLOAD_PARAMS 4u
 
+struct dtrain_compression_desc; /* strategy/compression.h */
+
+#define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX /* for optimizer_states: SGD without momentum */
+
+/* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
-    uint32_t kind;             /* dtrain_strategy_kind */
-    uint32_t missing_gradient; /* dtrain_missing_gradient */
-    uint32_t accumulation;     /* dtrain_accumulation */
+    uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = counts as zero */
+    uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
-                                  travel as, in kinds that shard them; shards stay fp32 */
+                                   travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
-    uint32_t offload;          /* DTRAIN_OFFLOAD_* */
-    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy, and with hierarchical:
-                                  ranks of a node; 0 = those of a host */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
+    uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
+                                   host */
     bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
-    bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
-    uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
+    bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
+                                   gather to the update. More memory, one gather less; false:
+                                   release frees a unit between forward and backward too */
+    bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
+                                   for ZERO3, nor for HYBRID_SHARD, which does it by itself */
+    uint32_t kept_unit_count;  /* units that are kept like that when keep_after_forward is false */
     const uint32_t *kept_units; /* (kept_unit_count), read in create */
-    int64_t whole_below;        /* tensors with fewer elements are not sharded. 0: sharding small
-                                  ones costs nothing, a unit travels in one piece */
-    size_t first_bucket_bytes;  /* 1 MiB */
-    size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    int64_t whole_below;        /* tensors with fewer elements are not sharded; 0 = all are: small
+                                   ones cost nothing, a unit travels in one piece */
+    size_t first_bucket_bytes;  /* 0 = 1 MiB, or bucket_bytes where that is less */
+    size_t bucket_bytes;        /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                  activations (dtrain_trainer_plan_activations), the process itself */
-    uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
+                                   activations (dtrain_trainer_plan_activations), the process */
+    uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
+                                   0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
-
-    /* Compression strategy/compression.h */
-    uint32_t compression;     /* dtrain_compression; DDP only */
-    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange */
-    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS: 1 */
-    bool hierarchical;        /* node by node: not for ZERO3, nor HYBRID_SHARD, which is it */
-    bool no_error_feedback;   /* what is not sent is lost; for experiments */
-    float topk_ratio;         /* share of a tensor's elements that are sent: 0.01 */
-    float topk_momentum;      /* momentum correction, then in place of the optimizer's: 0 = off */
-    float warmup_ratio;       /* share in the first step of the warm-up: 0.25 */
-    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole: 1024 */
-    uint64_t dense_steps;     /* steps without compression, at the beginning: 10 */
-    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio: 0 */
+    const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
-
-/* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
- * and the desc, except no_overlap where parameters are whole; a difference is
+/* Makes a strategy. Collective. Compares the registration of all ranks (names, shapes, units,
+ * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
- * error on all. desc NULL = defaults.
+ * error on all. desc NULL = a zeroed one.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -1061,13 +1063,14 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Local. Memory the library owns is freed and the params' pointers to it become NULL. With buckets
- * still in flight the communicator fails, so that the other ranks do not wait. */
+/* Frees a strategy and the memory that the library owns; the params' pointers to it become NULL.
+ * Local. With buckets still in flight the communicator fails, so that the other ranks do not
+ * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
- * to the next, backward to an earlier one) is an error that names the one that is. */
+/* Called before and after a unit's forward or backward: its parameters are whole in between.
+ * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
+ * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -1078,18 +1081,20 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 /* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
  * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
- * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the next step
- * may go on. */
+ * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
+ * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
 /* Gradient accumulation: true before every micro-batch but the last, false before the last (and
  * where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where param->grad_written,
- * the tape does it by itself). Changing it in the middle of a backward is an error. */
+ * in shards as desc.accumulation says (a host's own backward must add where
+ * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
+ * is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* What this rank's optimizer updates: flat fp32 slices, at most one of a parameter. For DDP every
- * trainable parameter, whole. After updating them (all ranks, or none) call publish. */
+/* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
+ * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
+ * publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter */
@@ -1100,12 +1105,12 @@ typedef struct dtrain_shard {
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Collective. Brings updated shards to where the next forward reads them. */
+/* Brings updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
-    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
-    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
+    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
+    const char *name;          /* "full_shard" */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -1123,7 +1128,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 
 DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
 
-/* host (count of the parameter) = its whole value, on every rank. Collective. */
+/* Copies the whole value of params[index] to host (its count elements), on every rank.
+ * Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
 /* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
@@ -1145,7 +1151,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  * that fits the limit: communication grows along the list and memory falls. None fits: an error
  * that says how much is missing and what would help. */
 
-/* Bytes of one rank. */
+/* The bytes of one rank, by class. */
 typedef struct dtrain_memory {
     uint64_t params, grads, optimizer, activations, activation_grads;
     uint64_t buffers;   /* where a strategy gathers and reduces units */
@@ -1155,9 +1161,9 @@ typedef struct dtrain_memory {
     uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
-/* params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most, and
- * their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: needs no world;
- * completes count and shape of params in place. */
+/* Counts params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
+ * and their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: it needs no
+ * world, and completes count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
@@ -1168,12 +1174,12 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* Gradient compression, hierarchy
  *
- * How a bucket of gradients travels; fields of dtrain_strategy_desc. What is lossy is never chosen
- * by the library, AUTO included.
+ * A bucket of gradients travels as dtrain_compression_desc says, and reduce_dtype and hierarchical
+ * of dtrain_strategy_desc. What is lossy is never chosen by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
- *     DTRAIN_COMPRESSION_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
- *     DTRAIN_COMPRESSION_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
+ *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -1220,10 +1226,29 @@ typedef enum dtrain_sparse_exchange {
     DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
 } dtrain_sparse_exchange;
 
-/* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
- * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,
- * and pieces are those of the buckets. To continue a run, copy them out and, after create, back in.
- * Q is the same on all ranks. */
+#define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_compression_desc {
+    uint32_t kind;            /* dtrain_compression; 0 = none */
+    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange; 0 = ALL_GATHER */
+    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
+    bool no_error_feedback;   /* what is not sent is lost; for experiments */
+    float topk_ratio;         /* share of a tensor's elements that are sent; 0 = 0.01 */
+    float topk_momentum;      /* momentum correction, then in place of the optimizer's; 0 = off */
+    float warmup_ratio;       /* share in the first step of the warm-up; 0 = 0.25 */
+    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
+                                 1 = 1-D ones alone */
+    uint64_t dense_steps;     /* steps without compression, at the beginning; 0 = 10, or
+                                 DTRAIN_DENSE_STEPS_NONE */
+    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
+                                 warm-up */
+} dtrain_compression_desc;
+
+/* The state that compression keeps of a parameter from step to step, in memory of the device. Every
+ * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
+ * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
+ * back in. Q is the same on all ranks. */
 typedef struct dtrain_compression_state {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
@@ -1233,8 +1258,8 @@ typedef struct dtrain_compression_state {
     int64_t q_rows;
 } dtrain_compression_state;
 
-/* Local. Of every parameter that is compressed; count 0 without compression. Valid until the
- * strategy is destroyed. */
+/* Lists the states of all parameters that are compressed; count 0 without compression. Local. They
+ * are valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,
                                                      size_t *count);
@@ -1286,8 +1311,9 @@ typedef struct dtrain_tensor {
 #define DTRAIN_CHECKPOINT_ALL 15u
 
 /* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
- * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
- * world's; with a device world may be NULL; the plan device makes a tape that only counts bytes. */
+ * later ones add until the host clears state.grad_written) and nothing is communicated. device NULL
+ * = the world's; with a device world may be NULL; the plan device makes a tape that only counts
+ * bytes. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
@@ -9532,32 +9558,74 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 }
 
 /* ================================================================================================
- * src/strategy/params.c
+ * src/strategy/strategy.c
  * ==============================================================================================*/
 
-/* Parameters, units, buckets
+/* The road of a gradient
  *
- * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
- * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
- * text per parameter, compared by hash).
+ * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
+ * stand at the stations below. The other kinds take the same road with other steps at 3:
+ * strategy/shards.c, hierarchy.c, compression.c; and sharded values come and go in gather.c.
  *
- *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
- *     storage   0        1        2        0               head is an alias of wte
+ *       the tape or the host        on this rank                         among the ranks
  *
- *     gradient region, one allocation, cut in buckets in launch order:
- *         | b1 ... pad | w1 ........ pad |  | wte .................... pad |
- *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
+ *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
+ *     2                             dtrain__launch_buckets: every bucket that is complete, if
+ *                                   those before it have been launched
+ *     3                             dtrain__reduce_start: begin of the   all-reduce of the bucket,
+ *                                   way's first step                     under way from here on
+ *       backward of the next layer
+ *       dtrain_strategy_ready(q)    ... dtrain__progress: what is done   all-reduce done
+ *                                   goes on with the way's next step
+ *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
+ *                                   was not marked; 2 and 3 for the rest
+ *                                   dtrain__reduce_until: wait           gradients are the mean
+ *       clipping, optimizer         on what dtrain_strategy_shards lists
+ *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
- * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
- * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
- * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
- * zero under the mean, so it costs bytes but never bits. */
+ * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
+ * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
+ * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
+ * but each kind of step has a communicator of its own, and there buckets go in their order.
+ *
+ * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
+ * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
+ * another: HYBRID_SHARD has its own bits.) */
+
+/* ================================================================================================
+ * src/strategy/compression_internal.h
+ * ==============================================================================================*/
+
+/* Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
+ * them (dtrain__portion); see strategy/compression.c. */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of strategy/ beside the public API. */
+/* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+ *
+ *     dtrain__kind_row      a row of the table of kinds: what is sharded
+ *     dtrain__entry     what a strategy knows of one registered parameter
+ *     dtrain__bucket    gradients that travel together, and where their values and shards are
+ *     dtrain__unit      the buckets that are gathered and released together
+ *     dtrain__home      how a shard that is not in device memory comes and goes
+ *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
+
+#define DTRAIN__NONE UINT32_MAX /* no bucket, no unit */
+
+/* The classes of memory that are sharded: optimizer state, gradients, parameters. */
+typedef struct dtrain__classes {
+    bool state, grads, params;
+} dtrain__classes;
+
+typedef struct dtrain__kind_row {
+    uint32_t kind;
+    const char *name;
+    dtrain__classes shards;
+    bool owners;   /* shards are whole tensors */
+    bool replicas; /* among the ranks of a node, and every node has a copy */
+} dtrain__kind_row;
 
 typedef struct dtrain__entry {
     uint32_t bucket;       /* of its storage, or NONE */
@@ -9573,6 +9641,10 @@ typedef struct dtrain__entry {
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
+struct dtrain__home;
+struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
+struct dtrain__sparse;  /* a bucket's memory for it */
+
 typedef struct dtrain__bucket {
     uint32_t unit; /* place of the unit that it is, or NONE */
     bool trainable, sharded;
@@ -9584,32 +9656,35 @@ typedef struct dtrain__bucket {
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
+    dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
     int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
                                          everything */
     struct dtrain__sparse *sparse;    /* what compression keeps: strategy/compression.c; or NULL */
     float *values, *grads;            /* (count) */
-    float *value_shard, *grad_shard;  /* (shard_count) */
+    float *value_shard, *grad_shard;  /* (shard_count), in these homes: */
+    const struct dtrain__home *value_home, *grad_home;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
-#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+/* The calls that a shard outside device memory needs. NULL: nothing to do; device memory needs none
+ * of them. The road of a gradient and the gathering of values call these and know no more of
+ * offload. */
+typedef struct dtrain__home {
+    bool host;
+    /* grad_shard = result, or += it; soon */
+    dtrain_result (*put)(dtrain_strategy *strategy, dtrain__bucket *bucket, const float *result,
+                         bool add);
+    /* sum (device memory) = grad_shard, with everything that was put */
+    dtrain_result (*get)(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum);
+    /* compute goes on when the buffers that put reads have been read */
+    dtrain_result (*vacate)(dtrain_strategy *strategy);
+    /* the end of a backward: everything that was put is there after the last one */
+    dtrain_result (*settle)(dtrain_strategy *strategy);
+    /* values + shard_first (device memory) = value_shard */
+    dtrain_result (*bring)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+} dtrain__home;
 
-typedef struct dtrain__registration {
-    const dtrain_param *params;
-    size_t count;
-    char settings[720]; /* of the strategy */
-} dtrain__registration;
-
-typedef struct dtrain__traits {
-    uint32_t kind;
-    const char *name;
-    bool state, grads, params; /* what it shards */
-    bool owners;               /* slices are whole tensors */
-} dtrain__traits;
-
-#define DTRAIN__NONE UINT32_MAX
-
-/* In registration order of their first parameters. */
+/* Units stand in registration order of their first parameters. */
 typedef struct dtrain__unit {
     uint32_t id;                /* dtrain_param.unit */
     uint32_t trainable, frozen; /* its buckets, or NONE */
@@ -9618,30 +9693,25 @@ typedef struct dtrain__unit {
 
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
 
-struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
-struct dtrain__sparse;  /* a bucket's memory for it */
-
 typedef struct dtrain__layout {
     const dtrain_param *params;
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
-    const dtrain__traits *traits;
-    int ranks, rank;   /* of those that share one copy of the model */
-    int all, all_rank; /* of the strategy */
-    int node_ranks;    /* hierarchical, and more than one node: ranks of one; else 1 */
-    int hop_ranks,
-        hop_rank;    /* of those that this rank exchanges with between nodes; or all, all_rank */
-    bool compresses; /* and there is somebody to send to */
-    struct dtrain__portion *portions; /* (count), portion_count in use */
-    struct dtrain__sparse *sparse;    /* (count), one a bucket */
+    const dtrain__kind_row *kind;
+    int ranks, rank;         /* of those that share one copy of the model */
+    int all, all_rank;       /* of the strategy */
+    int node_ranks;          /* hierarchical, and several nodes: ranks of one; else 1 */
+    int hop_ranks, hop_rank; /* of those that exchange a hop: between nodes, or all, all_rank */
+    /* What is sharded, of what the kind shards, with so many ranks and this desc. state: something
+     * is at all; grads: units' are made in alternating buffers; params: values are gathered. */
+    dtrain__classes shards;
+    const dtrain__home *value_home, *grad_home; /* of shards */
+    const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
+    struct dtrain__portion *portions;           /* (count), portion_count in use */
+    struct dtrain__sparse *sparse;              /* (count), one a bucket */
     size_t portion_count;
     uint64_t state_bytes;    /* of residuals and the like */
-    bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */
-    bool slots;              /* values are gathered */
-    bool work;               /* gradients of a unit are made in alternating buffers */
-    bool host_values;        /* value shards are in host memory */
-    bool host_grads;         /* gradient shards are in host memory */
-    float *landing[2];       /* host memory for what is added to them, of the longest shard */
+    float *landing[2];       /* host memory for what is added to shards, of the longest shard */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
@@ -9654,6 +9724,14 @@ typedef struct dtrain__layout {
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
 
+#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* strategy/strategy.c */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
+
+/* strategy/offload.c */
+DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
+
 /* strategy/params.c */
 DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
@@ -9662,19 +9740,22 @@ DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     uint64_t *hashes);
+                                                     const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
 DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common);
 DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
                                                int *usual, int *odd);
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain__registration *mine,
-                                                           int64_t *gathered);
+                                                           const dtrain_param *params, size_t count,
+                                                           const char *settings, int64_t *gathered);
 
 /* strategy/layout.c */
-DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind);
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
-DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank);
+DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);
 DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
@@ -9690,330 +9771,19 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value);
-DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
-                                                       const dtrain_param *params, size_t count,
-                                                       const dtrain__entry *entries);
 DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t *hash);
-DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
-                                            dtrain__entry *entries, bool only_new, char *text,
-                                            size_t room);
-
-/* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
-DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
-{
-    return !((p->flags | p->storage->flags) & DTRAIN_PARAM_FROZEN);
-}
-
-DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
-{
-    int dims = 0;
-    while (dims < 4 && p->shape[dims]) dims++;
-    return dims;
-}
-
-/* ---- Hashes -----------------------------------------------------------------------------------*/
-
-/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
-DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
-{
-    const unsigned char *at = (const unsigned char *)bytes;
-    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
-    return hash;
-}
-
-/* ---- Checking what the host registered --------------------------------------------------------*/
-
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
-                                                 const char *format, ...)
-{
-    char text[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
-                       p->name ? p->name : "", text);
-}
-
-/* Makes count and shape agree; either may have been left to the other. */
-static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
-{
-    const int dims = dtrain__param_dims(p);
-    size_t product = 1, bytes;
-    if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
-    for (int d = 0; d < 4; d++) {
-        if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
-            return dtrain__param_fail(p, index,
-                                      "shape (%lld, %lld, %lld, %lld) must be positive sizes "
-                                      "followed by zeros",
-                                      (long long)p->shape[0], (long long)p->shape[1],
-                                      (long long)p->shape[2], (long long)p->shape[3]);
-        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
-            return dtrain__param_fail(p, index, "the product of its shape overflows");
-    }
-    if (dims == 0) p->shape[0] = p->count;
-    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
-    if (dims && (size_t)p->count != product)
-        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
-                                  (long long)p->count, product);
-    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
-                                  (long long)p->count);
-    return DTRAIN_OK;
-}
-
-/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
- * pass. An alias without a shape takes its target's. */
-static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
-{
-    dtrain_param *p = &params[index];
-    const uintptr_t distance = (uintptr_t)p->alias_of - (uintptr_t)params;
-    if (distance % sizeof *p || distance / sizeof *p >= index)
-        return dtrain__param_fail(p, index,
-                                  "alias_of must point to an earlier entry of the same array");
-    dtrain_param *storage = p->alias_of->storage;
-    if (p->count == 0 && p->shape[0] == 0) {
-        p->count = storage->count;
-        memcpy(p->shape, storage->shape, sizeof p->shape);
-    }
-    if (p->count != storage->count)
-        return dtrain__param_fail(
-            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
-            (long long)p->count, storage->name, (long long)storage->count);
-    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
-        return dtrain__param_fail(p, index,
-                                  "an alias shares value and grad of its target: leave its "
-                                  "own pointers NULL");
-    p->storage = storage;
-    return DTRAIN_OK;
-}
-
-/* Quadratic, once, over 64-bit hashes: a thousand parameters take a millisecond. */
-static dtrain_result dtrain__check_names(const dtrain_param *params, size_t count, uint64_t *hashes)
-{
-    for (size_t i = 0; i < count; i++) {
-        hashes[i] = dtrain__fnv1a(DTRAIN__FNV_BASIS, params[i].name, strlen(params[i].name));
-        for (size_t k = 0; k < i; k++)
-            if (hashes[k] == hashes[i] && strcmp(params[k].name, params[i].name) == 0)
-                return dtrain__param_fail(&params[i], i, "parameter %zu has the same name", k);
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     uint64_t *hashes)
-{
-    size_t total = 0;
-    for (size_t i = 0; i < count; i++) {
-        dtrain_param *p = &params[i];
-        if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
-        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
-            return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
-                                      (unsigned)p->flags);
-        if (p->init > DTRAIN_INIT_UNIFORM)
-            return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
-        DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        p->storage = p;
-        p->index = (uint32_t)i;
-        p->pending_uses = 0;
-        p->grad_written = false;
-        if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
-        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
-        if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
-            return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
-    }
-    return dtrain__check_names(params, count, hashes);
-}
-
-/* ---- Ranks agree
- *
- * A call that fails on one rank only would leave the others waiting in its next collective. Calls
- * that do local work in between therefore bring its outcome here: all ranks leave with success, or
- * all with an error, and the communicator is as good as before. */
-
-typedef struct dtrain__verdict {
-    int32_t code;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__verdict;
-
-DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
-{
-    dtrain__verdict verdict;
-    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
-    if (dtrain_comm_size(comm) == 1) return mine;
-    memset(&verdict, 0, sizeof verdict);
-    verdict.code = (int32_t)mine;
-    snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
-    if (first == INT32_MAX) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
-    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
-    return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                       dtrain_comm_world_rank(comm, (int)first), verdict.text);
-}
-
-/* One small all-reduce without memory for all ranks' values: since ~ reverses the order, the
- * maximum of the complements is the complement of the minimum. */
-DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
-{
-    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
-    *common = true;
-    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    *common = pair[0] == ~pair[1];
-    return DTRAIN_OK;
-}
-
-/* Of values that differ: the first rank that has what most have (a tie goes to the lower
- * rank), and the first that has something else. gathered (size) is scratch. */
-DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
-                                               int *usual, int *odd)
-{
-    const int size = dtrain_comm_size(comm);
-    const int64_t mine = (int64_t)value;
-    int most = 0;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *usual = *odd = 0;
-    for (int i = 0; i < size; i++) {
-        int same = 0;
-        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
-        if (same > most) *usual = i;
-        if (same > most) most = same;
-    }
-    while (*odd < size - 1 && gathered[*odd] == gathered[*usual]) ++*odd;
-    return DTRAIN_OK;
-}
-
-/* ---- All ranks must have registered the same --------------------------------------------------*/
-
-#define DTRAIN__LINE_BYTES 768
-
-/* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
-static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
-{
-    const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64];
-    memset(text, 0, room);
-    if (line == 0 || line > mine->count) {
-        if (line == 0) snprintf(text, room, "%s", mine->settings);
-        else snprintf(text, room, "only %zu parameters", mine->count);
-        return;
-    }
-    const dtrain_param *p = &mine->params[line - 1];
-    if (p->alias_of)
-        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
-    else if (p->value) snprintf(origin, sizeof origin, "values from the host");
-    else
-        snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
-                 (double)p->init_scale);
-    snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
-             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
-}
-
-static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size_t line)
-{
-    char text[DTRAIN__LINE_BYTES];
-    dtrain__registration_line(mine, line, text);
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > mine->count) return hash;
-    const char *name = mine->params[line - 1].name; /* the line may have cut it */
-    return dtrain__fnv1a(hash, name, strlen(name));
-}
-
-static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
-                                                  const dtrain__registration *mine, size_t line,
-                                                  int64_t *gathered)
-{
-    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the desc";
-    int usual, odd;
-    dtrain__registration_line(mine, line, usual_text);
-    dtrain__registration_line(mine, line, odd_text);
-    DTRAIN__TRY(
-        dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, usual, NULL));
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, odd, NULL));
-    if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
-        "the same on every rank",
-        what, dtrain_comm_world_rank(comm, usual), usual_text, dtrain_comm_world_rank(comm, odd),
-        odd_text);
-}
-
-/* One hash of everything when all is well; otherwise line by line, up to the first that
- * differs. The outcome of each step is the same on all ranks, so they stay in step, and no
- * memory is needed. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain__registration *mine,
-                                                           int64_t *gathered)
-{
-    int64_t lines = (int64_t)mine->count + 1;
-    uint64_t all = DTRAIN__FNV_BASIS;
-    bool common;
-    for (size_t line = 0; line <= mine->count; line++) {
-        const uint64_t hash = dtrain__registration_hash(mine, line);
-        all = dtrain__fnv1a(all, &hash, sizeof hash);
-    }
-    DTRAIN__TRY(dtrain__is_common(comm, all, &common));
-    if (common) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (size_t line = 0; line < (size_t)lines; line++) {
-        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(mine, line), &common));
-        if (!common) return dtrain__registration_differs(comm, mine, line, gathered);
-    }
-    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                       "dtrain_strategy_create: registrations differ, but no line does");
-}
-
-/* ================================================================================================
- * src/strategy/layout.c
- * ==============================================================================================*/
-
-/* The layout
- *
- * Which parameters travel together, and who keeps what of them: a pure function of what all ranks
- * have in common. They need not exchange it, and a plan or a simulator can make one without ranks.
- *
- * What a kind shards decides the rest:                                   state  grads  params
- *     DDP: buckets by size, last parameter first, everything whole       -      -      -
- *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
- *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
- *     made in one of two buffers that take turns ("work"), and what
- *     is reduced of them is kept apart, in shards
- *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
- *     buffers that take turns ("slots"); unit u uses number u % 2, so
- *     that its addresses are the same whenever it is there
- *     ZERO3: slices end where tensors end                                owner  owner  owner
- *
- *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
- *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
- *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
- *
- * Buckets are launched in their order: units from the last to the first, then what several units
- * share, then what is whole. Frozen parameters of sharded units have buckets of their own, which
- * are gathered and never reduced. */
-
-/* ================================================================================================
- * src/strategy/compression_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of strategy/ beside the public API. */
 
 /* ================================================================================================
  * src/strategy/strategy_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of strategy/ beside the public API. */
+/* The strategy, and what its files call of one another
+ *
+ * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
+ * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
+ * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c, values.c,
+ * settings.c, create.c (how it all comes to be), query.c, plan.c, auto.c. */
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -10021,11 +9791,11 @@ enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
- * what has to be done before and starts them, end what has to be done when they are over. */
+ * what has to be done before and starts them, end what has to be done when they are over. NULL:
+ * nothing. */
 typedef struct dtrain__step {
     dtrain__step_fn begin, end;
-    bool last_only;  /* in a step's last micro-batch only */
-    bool sums_shard; /* its result has all micro-batches in it already */
+    bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
 } dtrain__step;
 
 #define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
@@ -10041,8 +9811,9 @@ enum {
     DTRAIN__GROUPS
 };
 
-/* Between a GPU and what is offloaded. The events are those of gradients: during a backward of
- * shards that arrive in a landing, during an update of chunks that arrive in a stage. */
+/* Streams and events between a GPU and what is offloaded. The events are those of gradients:
+ * during a backward of shards that arrive in a landing, during an update of chunks that arrive
+ * in a stage. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;        /* whose kernels compute there; NULL: nothing is offloaded */
     dtrain_stream *down, *up;  /* of copies to the host, and to the device */
@@ -10053,39 +9824,43 @@ typedef struct dtrain__offload {
 } dtrain__offload;
 
 struct dtrain_strategy {
-    const dtrain__traits *traits;
+    const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
     dtrain_comm *comm;                   /* all ranks */
     dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
-    dtrain_comm *shard_comm; /* who shares one copy: comm or a group; NULL: each has everything */
-    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets, in this step */
-    dtrain_allocator allocator;
+    dtrain_comm *shard_comm;   /* who shares one copy: comm or a group; NULL: each has everything */
     dtrain_strategy_desc desc; /* resolved */
-    dtrain_param *params;      /* the host's */
+    dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
+    dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
-    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
-    dtrain_work **works;  /* (bucket_count, 2 * works_per_bucket): of reduces and of gathers */
-    dtrain_shard *shards; /* (param_count), shard_count in use */
-    bool *counted;        /* (param_count): this rank's share of the norm, see clipping */
-    int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
-    dtrain__offload offload;
-    size_t works_per_bucket, shard_count;
+
+    /* The step under way. */
+    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets */
     size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
     size_t marked_count;     /* in this backward */
     bool more;               /* micro-batches of this step follow */
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
-    dtrain_compression_state *states; /* (portion_count), state_count in use */
-    size_t state_count;
-    uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
-    uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
-    uint32_t position;   /* unit gathered last, NONE before a pass */
-    char reason[400];
+    uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
+    uint32_t position;     /* unit gathered last, NONE before a pass */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
+
+    /* Memory. */
+    dtrain_allocator allocator;
+    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
+    dtrain_work **works;                 /* (param_count, 2 works_per_bucket): those of buckets */
+    dtrain_shard *shards;                /* (param_count), shard_count in use */
+    int64_t *gathered;                   /* (ranks): scratch */
+    double *sum_squares;                 /* (1) device memory: of the gradients, for clipping */
+    size_t works_per_bucket, shard_count;
+    dtrain_compression_state *states; /* (portion_count), state_count in use */
+    size_t state_count;
+    dtrain__offload offload;
+    char reason[400];
 };
 
 #define DTRAIN__FIRST_BUCKET_BYTES ((size_t)1 << 20)
@@ -10093,36 +9868,94 @@ struct dtrain_strategy {
 
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
-/* strategy/settings.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__traits *traits);
-DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__traits *traits);
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
-                                                       const dtrain_strategy_desc *given);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy);
+/* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
+#define DTRAIN__STEP(name) \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__STEP(all_reduce_begin);
+DTRAIN__STEP(all_reduce_end);
+DTRAIN__STEP(reduce_scatter_begin);
+DTRAIN__STEP(reduce_scatter_end);
+DTRAIN__STEP(replicas_begin);
+DTRAIN__STEP(replicas_end);
+DTRAIN__STEP(node_scatter_begin);
+DTRAIN__STEP(node_gather_begin);
+DTRAIN__STEP(topk_gather_begin);
+DTRAIN__STEP(topk_gather_end);
+DTRAIN__STEP(topk_trade_begin);
+DTRAIN__STEP(topk_trade_end);
+DTRAIN__STEP(topk_publish_begin);
+DTRAIN__STEP(topk_publish_end);
+DTRAIN__STEP(p_begin);
+DTRAIN__STEP(p_end);
+DTRAIN__STEP(q_begin);
+DTRAIN__STEP(q_end);
+#undef DTRAIN__STEP
 
-/* strategy/create.c */
-DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
-DTRAIN__PRIVATE bool dtrain__has_replicas(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank);
-DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE void dtrain__strategy_rewind(dtrain_strategy *strategy, bool step_done);
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
-DTRAIN__PRIVATE dtrain_work **dtrain__works(const dtrain_strategy *strategy, size_t b, bool gather);
+/* strategy/strategy.c */
+DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
+DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
+DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire);
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                int64_t first, int64_t count, float *x);
+DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
+                                        const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
+                                                  const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
 DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works, bool *done);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                                    const char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+
+/* strategy/shards.c */
+DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
+DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
+
+/* strategy/gather.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
+DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+                                                 const dtrain_param *storage, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole);
+
+/* strategy/hierarchy.c */
+DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, const void *shard,
+                                                    void *values, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, void *values,
+                                                    dtrain_dtype dtype);
+DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
+DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
 /* strategy/offload.c */
 DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
@@ -10131,64 +9964,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i);
-DTRAIN__PRIVATE dtrain_result dtrain__shard_to_host(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const float *result,
-                                                    bool accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__shards_settle(dtrain_strategy *strategy);
+DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+                                                 int64_t *stage);
 
-/* strategy/reduce.c */
-DTRAIN__PRIVATE float *dtrain__reduce_target(const dtrain_strategy *strategy,
-                                             const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype);
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              const float *x, int64_t first, int64_t count,
-                                              void **wire);
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x);
-DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strategy,
-                                                   const dtrain__bucket *bucket);
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, float *x, int64_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__step_nothing(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket);
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
-DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
+/* strategy/settings.c */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression);
+DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
+                                                  const dtrain__kind_row *kind);
+DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
+                                                        const dtrain__kind_row *kind);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
-/* strategy/backward.c */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy, size_t b,
-                                                    const void *shard, void *values,
-                                                    dtrain_dtype dtype);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, size_t b,
-                                                    void *values, dtrain_dtype dtype);
+/* strategy/query.c */
+DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
+DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info);
 
-/* strategy/gather.c */
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype);
-
 /* strategy/plan.c */
-DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory, uint64_t *step_bytes);
+DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
+
+/* strategy/auto.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);
-DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
                                                      size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
@@ -10225,9 +10030,9 @@ typedef struct dtrain__portion dtrain__portion;
 typedef struct dtrain__sparse dtrain__sparse;
 
 /* strategy/compression.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step);
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
@@ -10240,838 +10045,205 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
-
-/* strategy/hierarchy.c */
-DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_begin(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                  bool back);
 DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   int64_t more, dtrain_work **work);
 
-/* strategy/topk.c */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy,
-                                                          dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
+/* ---- The kinds --------------------------------------------------------------------------------*/
 
-/* strategy/powersgd.c */
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, const float *a, int64_t lda,
-                                              const float *b, int64_t ldb, float *c, int64_t ldc);
-DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
-
-/* strategy/ways.c */
-DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
-                                             const dtrain__step **way);
-
-static const dtrain__traits dtrain__kinds_of_strategy[] = {
-    {DTRAIN_STRATEGY_DDP, "DTRAIN_STRATEGY_DDP", false, false, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "DTRAIN_STRATEGY_ZERO1", true, false, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "DTRAIN_STRATEGY_SHARD_GRAD_OP", true, true, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "DTRAIN_STRATEGY_FULL_SHARD", true, true, true, false},
-    {DTRAIN_STRATEGY_ZERO3, "DTRAIN_STRATEGY_ZERO3", true, true, true, true},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "DTRAIN_STRATEGY_HYBRID_SHARD", true, true, true, false},
+/* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
+ * need them; and whether every node has a replica, so that shards are summed across nodes. */
+static const dtrain__kind_row dtrain__kind_rows[] = {
+    /* kind, name, {state, grads, params are sharded}, owners, replicas */
+    {DTRAIN_STRATEGY_DDP, "ddp", {false, false, false}, false, false},
+    {DTRAIN_STRATEGY_ZERO1, "zero1", {true, false, false}, false, false},
+    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", {true, true, false}, false, false},
+    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", {true, true, true}, false, false},
+    {DTRAIN_STRATEGY_ZERO3, "zero3", {true, true, true}, true, false},
+    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", {true, true, true}, false, true},
 };
 
-DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind)
+/* Finds the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
-    const size_t count = sizeof dtrain__kinds_of_strategy / sizeof dtrain__kinds_of_strategy[0];
+    const size_t count = sizeof dtrain__kind_rows / sizeof dtrain__kind_rows[0];
+    if (kind == DTRAIN_STRATEGY_DEFAULT) kind = DTRAIN_STRATEGY_DDP;
     for (size_t i = 0; i < count; i++)
-        if (dtrain__kinds_of_strategy[i].kind == kind) return &dtrain__kinds_of_strategy[i];
+        if (dtrain__kind_rows[i].kind == kind) return &dtrain__kind_rows[i];
     return NULL;
 }
 
-DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
-{
-    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
-                     sizeof(float));
-}
+enum {
+    DTRAIN__BY_NOTHING,
+    DTRAIN__BY_ALL_REDUCE,
+    DTRAIN__BY_REDUCE_SCATTER,
+    DTRAIN__BY_REPLICAS,
+    DTRAIN__BY_REPLICAS_AT_LAST,
+    DTRAIN__BY_NODE_SCATTER,
+    DTRAIN__BY_NODE_GATHER,
+    DTRAIN__BY_TOPK_GATHER,
+    DTRAIN__BY_TOPK_TRADE,
+    DTRAIN__BY_TOPK_PUBLISH,
+    DTRAIN__BY_P,
+    DTRAIN__BY_Q
+};
 
-/* Place of a unit in the order; a new one gets the next place. */
-static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
-{
-    for (size_t i = layout->unit_count; i-- > 0;)
-        if (layout->units[i].id == id) return (uint32_t)i;
-    dtrain__unit *unit = &layout->units[layout->unit_count];
-    unit->id = id;
-    unit->trainable = unit->frozen = DTRAIN__NONE;
-    unit->kept = !layout->desc->reshard_after_forward;
-    for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
-        if (layout->desc->kept_units[i] == id) unit->kept = true;
-    return (uint32_t)layout->unit_count++;
-}
+/* Begin and end of each; the order is that of the numbers above. */
+static const dtrain__step dtrain__steps[] = {
+    {NULL, NULL, false}, /* one rank: its mean is what it has */
+    {dtrain__all_reduce_begin, dtrain__all_reduce_end, false},
+    {dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, true},
+    {dtrain__node_scatter_begin, NULL, false},
+    {dtrain__node_gather_begin, NULL, false},
+    {dtrain__topk_gather_begin, dtrain__topk_gather_end, false},
+    {dtrain__topk_trade_begin, dtrain__topk_trade_end, false},
+    {dtrain__topk_publish_begin, dtrain__topk_publish_end, false},
+    {dtrain__p_begin, dtrain__p_end, false},
+    {dtrain__q_begin, dtrain__q_end, false},
+};
 
-/* Which unit each storage is part of, NONE for one that several use; who is trainable. */
-static void dtrain__lay_units(dtrain__layout *layout)
-{
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
-        const uint32_t unit = dtrain__unit_index(layout, p->unit);
-        entry->trainable = dtrain__is_trainable(p);
-        entry->bucket = DTRAIN__NONE;
-        if (p->storage == p) entry->unit = unit;
-        else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards || p->count < layout->desc->whole_below;
-    }
-}
-
-/* The largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
- * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). order (count) and
- * load (ranks) are scratch. */
-static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t *load)
-{
-    size_t count = 0;
-    memset(load, 0, (size_t)layout->ranks * sizeof *load);
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        size_t at = count;
-        if (p->storage != p || layout->entries[i].whole) continue;
-        for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
-            order[at] = order[at - 1];
-        order[at] = (uint32_t)i;
-        count++;
-    }
-    for (size_t k = 0; k < count; k++) {
-        int least = 0;
-        for (int r = 1; r < layout->ranks; r++)
-            if (load[r] < load[least]) least = r;
-        layout->owners[order[k]] = (uint32_t)least;
-        load[least] += dtrain__padded(layout->params[order[k]].count);
-    }
-}
-
-/* first_run: the first rank that owns something of it. */
-static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
-                                          bool sharded, int first_run)
-{
-    dtrain__bucket *bucket = &layout->buckets[layout->bucket_count];
-    memset(bucket, 0, sizeof *bucket);
-    bucket->unit = unit;
-    bucket->trainable = trainable;
-    bucket->sharded = sharded;
-    bucket->first_param = DTRAIN__NONE;
-    if (sharded && layout->cuts)
-        bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
-    for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
-    layout->bucket_count++;
-    return bucket;
-}
-
-static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, size_t index)
-{
-    dtrain__entry *entry = &layout->entries[index];
-    entry->bucket = (uint32_t)(bucket - layout->buckets);
-    entry->offset = bucket->count;
-    bucket->count += dtrain__padded(layout->params[index].count);
-}
-
-/* Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
- * nodes have summed up it keeps, where buckets are sharded, part m:
+/* Chooses the ways of the step that begins:
  *
- *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
- *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
-static void dtrain__bucket_hop(const dtrain__layout *layout, dtrain__bucket *bucket)
+ *                    whole buckets                           sharded buckets
+ *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
+ *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
+ *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
+ */
+static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
-    const int64_t nodes = layout->hop_ranks, local = layout->all_rank % layout->node_ranks;
-    bucket->hop_first = 0;
-    bucket->hop_count = bucket->count;
-    if (layout->node_ranks == 1) return;
-    bucket->hop_count =
-        bucket->sharded
-            ? bucket->shard_count * nodes
-            : dtrain__padded((bucket->count + layout->node_ranks - 1) / layout->node_ranks);
-    bucket->hop_first = bucket->hop_count * local;
-    if (bucket->sharded)
-        bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
-    else bucket->count = bucket->shard_count = bucket->hop_count * layout->node_ranks;
-}
-
-/* Slices of equal length, or cuts where owners change: who keeps what. */
-static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
-{
-    const int64_t ranks = layout->ranks;
-    bucket->shard_first = 0;
-    bucket->shard_count = bucket->count;
-    if (bucket->sharded && bucket->cuts) {
-        bucket->shard_first = bucket->cuts[layout->rank];
-        bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
-    } else if (bucket->sharded) {
-        bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
-        bucket->count = bucket->shard_count * ranks;
-        bucket->shard_first = bucket->shard_count * layout->rank;
-    }
-    dtrain__bucket_hop(layout, bucket);
-}
-
-/* The bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units use);
- * NONE if there are none. */
-static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
-{
-    const int runs = layout->owners ? layout->ranks : 1;
-    dtrain__bucket *bucket = NULL;
-    for (int r = 0; r < runs; r++) {
-        if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
-        for (size_t i = 0; i < layout->count; i++) {
-            const dtrain__entry *entry = &layout->entries[i];
-            if (layout->params[i].storage != &layout->params[i] || entry->whole) continue;
-            if (entry->unit != unit || entry->trainable != trainable) continue;
-            if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
-            if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
-            dtrain__bucket_add(layout, bucket, i);
-        }
-    }
-    if (!bucket) return DTRAIN__NONE;
-    if (bucket->cuts) bucket->cuts[runs] = bucket->count;
-    dtrain__bucket_cut(layout, bucket);
-    return (uint32_t)(bucket - layout->buckets);
-}
-
-/* Where a unit is a bucket. */
-static void dtrain__lay_unit_buckets(dtrain__layout *layout)
-{
-    for (size_t u = layout->unit_count; u-- > 0;) {
-        dtrain__unit *unit = &layout->units[u];
-        unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
-        if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
-    }
-    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->slots) layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
-}
-
-/* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
- * gradient is final when its last use, the first entry of the group, is done: it travels at that
- * entry's place. */
-static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
-{
-    const size_t first = layout->bucket_count;
-    dtrain__bucket *last = NULL;
-    for (size_t i = layout->count; i-- > 0;) {
-        const dtrain__entry *entry = &layout->entries[i];
-        if (layout->params[i].storage != &layout->params[i] || !entry->trainable) continue;
-        if (entry->whole == sharded) continue;
-        const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
-                                                             : layout->desc->bucket_bytes;
-        const size_t limit = cap / sizeof(float);
-        const int64_t length = dtrain__padded(layout->params[i].count);
-        if (!last || (last->count && (size_t)(last->count + length) > limit)) {
-            if (last) dtrain__bucket_cut(layout, last);
-            last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded, 0);
-        }
-        dtrain__bucket_add(layout, last, i);
-    }
-    if (last) dtrain__bucket_cut(layout, last);
-}
-
-/* Fills entries, buckets and units, all zeroed by the caller. */
-DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout)
-{
-    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
-    dtrain__lay_units(layout);
-    if (layout->owners) /* cuts are scratch until they are filled */
-        dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
-                           layout->cuts);
-    if (layout->traits->grads) dtrain__lay_unit_buckets(layout);
-    else dtrain__lay_size_buckets(layout, true);
-    dtrain__lay_size_buckets(layout, false);
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
-        entry->bucket = storage->bucket;
-        if (entry->bucket == DTRAIN__NONE) continue;
-        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-        if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
-        bucket->last_param = (uint32_t)i;
-        if (!entry->trainable) continue;
-        storage->uses++;
-        bucket->uses++;
-    }
-}
-
-/* A tensor in no sharded bucket: every rank has all of it. */
-DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
-                                            const dtrain__entry *entry)
-{
-    return entry->bucket == DTRAIN__NONE || !layout->buckets[entry->bucket].sharded;
-}
-
-/* ---- Memory of a layout
- *
- * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
- * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
-
-DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
-                                    size_t unit_bytes)
-{
-    char *memory = layout->memory[block];
-    void *piece = memory ? memory + layout->bytes[block] : NULL;
-    layout->bytes[block] += dtrain__round_up((size_t)count * unit_bytes, DTRAIN__CACHE_LINE);
-    return piece;
-}
-
-DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
-static uint16_t *dtrain__low_after(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
-
-static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
-{
-    return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
-}
-
-/* The buffers that take turns, one pair of each sort. */
-typedef struct dtrain__turns {
-    float *values[2], *grads[2];
-    uint16_t *low_values[2], *low_grads[2];
-} dtrain__turns;
-
-static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
-{
-    const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
-    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    int64_t values = 0, grads = 0;
-    dtrain__turns turns;
-    memset(&turns, 0, sizeof turns);
-    for (size_t u = 0; u < layout->unit_count; u++) {
-        const dtrain__unit *unit = &layout->units[u];
-        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
-        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
-        if (layout->slots && !unit->kept && both > values) values = both;
-        if (layout->work && trainable > grads) grads = trainable;
-    }
-    for (int i = 0; i < 2; i++) {
-        turns.values[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 4);
-        turns.grads[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 4);
-        if (low_values)
-            turns.low_values[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 2);
-        if (low_grads)
-            turns.low_grads[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 2);
-    }
-    return turns;
-}
-
-static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
-                               const dtrain__turns *turns)
-{
-    const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
-    if (!bucket->sharded) return;
-    if (!layout->slots) {
-        bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
-        bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
-        return;
-    }
-    bucket->value_shard = (float *)dtrain__carve(
-        layout, layout->host_values ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
-    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
-        bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
-        if (low)
-            bucket->low_values =
-                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
-        return;
-    }
-    const dtrain__unit *unit = &layout->units[bucket->unit];
-    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
-    bucket->slotted = true;
-    bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
-    bucket->low_values = dtrain__low_after(turns->low_values[bucket->unit & 1], first);
-}
-
-static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
-                              const dtrain__turns *turns)
-{
-    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool work = layout->work && bucket->sharded;
-    if (!bucket->trainable) return;
-    if (work && bucket->unit != DTRAIN__NONE) {
-        bucket->grads = turns->grads[bucket->unit & 1];
-        bucket->low_grads = turns->low_grads[bucket->unit & 1];
-    } else {
-        const int block = work ? DTRAIN__BUFFERS : DTRAIN__GRADS;
-        bucket->grads = (float *)dtrain__carve(layout, block, bucket->count, 4);
-        if (low)
-            bucket->low_grads =
-                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
-    }
-    bucket->work = work;
-    bucket->grad_shard =
-        work ? (float *)dtrain__carve(layout, layout->host_grads ? DTRAIN__HOST : DTRAIN__GRADS,
-                                      bucket->shard_count, 4)
-             : dtrain__after(bucket->grads, bucket->shard_first);
-}
-
-static void dtrain__lay_landings(dtrain__layout *layout)
-{
-    int64_t longest = 0;
-    for (size_t b = 0; b < layout->bucket_count && layout->host_grads; b++)
-        if (layout->buckets[b].work) longest = dtrain__max(longest, layout->buckets[b].shard_count);
-    for (int i = 0; i < 2; i++)
-        layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
-}
-
-/* Whole values the library owns lie in registration order behind those of buckets. */
-DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
-{
-    for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
-    const dtrain__turns turns = dtrain__lay_turns(layout);
-    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__lay_values(layout, &layout->buckets[b], &turns);
-        dtrain__lay_grads(layout, &layout->buckets[b], &turns);
-    }
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || !dtrain__value_is_whole(layout, entry)) continue;
-        if (!p->value || entry->lends_value)
-            entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
-    }
-    dtrain__lay_landings(layout);
-    if (layout->compresses) dtrain__lay_compression(layout);
-}
-
-/* The part of storage i that this rank updates; false if there is none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
-{
-    const dtrain_param *p = &layout->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    *offset = 0;
-    *count = p->count;
-    if (p->storage != p || !entry->trainable) return false;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    if (!bucket->sharded) return true;
-    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
-    *offset = low - entry->offset;
-    *count = high - low;
-    return *count > 0;
-}
-
-/* What this rank holds on the device, whoever allocated it. */
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads)
-{
-    *values = *grads = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        const uint64_t whole = (uint64_t)bucket->count * 4,
-                       shard = (uint64_t)bucket->shard_count * 4;
-        const bool host_grads = layout->host_grads && bucket->work;
-        if (bucket->sharded && !layout->host_values) *values += layout->slots ? shard : whole;
-        if (bucket->trainable && !host_grads) *grads += bucket->work ? shard : whole;
-    }
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p) continue;
-        const bool hosts = p->value && !entry->lends_value;
-        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
-        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
-    }
-}
-
-/* ================================================================================================
- * src/strategy/values.c
- * ==============================================================================================*/
-
-/* Values and gradients. */
-
-/* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
- * element) only: the same on every rank, for any slicing. */
-static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
-                               float *out)
-{
-    const float scale = p->init_scale;
-    switch (p->init) {
-    case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->index, (uint64_t)first, count, scale, out);
-        break;
-    case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->index, (uint64_t)first, count, -scale, 2 * scale, out);
-        break;
-    default:
-        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
-        break;
-    }
-}
-
-#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
-
-/* value (count) = elements [first, first + count) of parameter p. */
-DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value)
-{
-    float staging[DTRAIN__STAGING_COUNT];
-    if (dtrain__on_host(device, value)) {
-        dtrain__init_block(p, seed, first, count, value);
-        return DTRAIN_OK;
-    }
-    if (p->init == DTRAIN_INIT_ZERO)
-        return device->ops->zero(device, value, (size_t)count * sizeof(float));
-    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        dtrain__init_block(p, seed, first + at, some, staging);
-        DTRAIN__TRY(device->ops->copy(device, value + at, staging, (size_t)some * sizeof(float),
-                                      DTRAIN_COPY_HOST_TO_DEVICE));
-    }
-    return DTRAIN_OK;
-}
-
-/* Rank 0's values of what the host owns. */
-DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
-                                                       const dtrain_param *params, size_t count,
-                                                       const dtrain__entry *entries)
-{
-    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_param *p = &params[i];
-        if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
-        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
-    }
-    return DTRAIN_OK;
-}
-
-/* A step of the hash takes eight bytes and is a bijection, so one changed word always changes the
- * result; the shift brings the upper half down, where a product alone would never carry it. */
-static uint64_t dtrain__hash_floats(uint64_t hash, const float *x, int64_t count)
-{
-    for (int64_t i = 0; i < count; i += 2) {
-        uint64_t word = 0;
-        memcpy(&word, x + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
-        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-        hash ^= hash >> 32;
-    }
-    return hash;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash)
-{
-    const dtrain_device_ops *ops = device->ops;
-    float staging[DTRAIN__STAGING_COUNT];
-    *hash = DTRAIN__FNV_BASIS;
-    if (dtrain__on_host(device, p->value)) {
-        *hash = dtrain__hash_floats(*hash, p->value, p->count);
-        return DTRAIN_OK;
-    }
-    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
-        DTRAIN__TRY(ops->copy(device, staging, p->value + at, (size_t)count * sizeof(float),
-                              DTRAIN_COPY_DEVICE_TO_HOST));
-        *hash = dtrain__hash_floats(*hash, staging, count);
-    }
-    return DTRAIN_OK;
-}
-
-/* Names at most eight parameters that ready has not seen in this step; returns how many there
- * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
-DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
-                                            dtrain__entry *entries, bool only_new, char *text,
-                                            size_t room)
-{
-    size_t count = 0, used = 0;
-    text[0] = 0;
-    for (size_t i = 0; i < param_count; i++) {
-        dtrain__entry *entry = &entries[i];
-        if (!entry->trainable || entry->seen || !params[i].count) continue;
-        if (only_new && entry->warned) continue;
-        entry->warned = true;
-        if (count++ < 8 && used < room)
-            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
-                                     params[i].name);
-    }
-    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
-    return count;
-}
-
-/* ================================================================================================
- * src/strategy/reduce.c
- * ==============================================================================================*/
-
-/* Strategies
- *
- * The books are the same for every kind: which gradients are marked, which buckets are complete.
- * The kinds differ in the layout (strategy/layout.c: where values, gradients and shards are) and in
- * three places: how a bucket is reduced, what publish does, and what gather does (gather.c).
- *
- *     ready(p)     mark p; copy its gradient into the bucket if the host owns it
- *                  launch complete buckets, in bucket order; give the communicator a turn
- *     finish()     fill what was not marked; launch the rest, in the same order; wait; copy back
- *
- *     reducing     whole          all-reduce in place
- *     a bucket     sharded        reduce-scatter to the shard (ZERO3: one reduce an owner)
- *                  several nodes  inside the node, then across nodes, then inside again
- *
- * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
- * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
- * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
- * but each kind of step has a communicator of its own, and there buckets go in their order.
- *
- * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
- * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
- * another: HYBRID_SHARD has its own bits.)
- *
- * What grad_written means: the storage's grad holds a part of this step's gradient. The tape sets
- * it at the first write, ready sets it for hosts with their own backward, finish clears it when the
- * gradient has been moved on. A gradient that was not written in the whole step counts as zero. */
-
-/* ---- Reducing a bucket
- *
- *     gradients --(reduce_dtype)--> wire -> collective -> result -> shard
- *
- * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
- * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
- * is added or copied from there. */
-
-/* Where the fp32 result of this backward is to be. */
-DTRAIN__PRIVATE float *dtrain__reduce_target(const dtrain_strategy *strategy,
-                                             const dtrain__bucket *bucket)
-{
-    if (bucket->work && (strategy->accumulated || strategy->layout.host_grads))
-        return bucket->grads + bucket->shard_first;
-    return bucket->grad_shard;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype)
-{
-    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
-    if (count == 0) return DTRAIN_OK;
-    return strategy->device->ops->convert(strategy->device, &args);
-}
-
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
-{
-    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
-}
-
-/* x (count elements of the bucket, from `first` on) as it travels: itself, or rounded. */
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              const float *x, int64_t first, int64_t count,
-                                              void **wire)
-{
-    *wire = (void *)(uintptr_t)x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x)
-{
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_DTYPE_F32);
-}
-
-DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strategy,
-                                                   const dtrain__bucket *bucket)
-{
-    return dtrain__works(strategy, (size_t)(bucket - strategy->layout.buckets), false);
-}
-
-/* Where two collectives make the mean: sums first, and one factor at the end. In fp16 a sum may be
- * too large where the mean is not: there each of them makes a mean. */
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy)
-{
-    const bool levels = dtrain__has_replicas(strategy) || strategy->layout.node_ranks > 1;
-    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
-}
-
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy)
-{
-    return dtrain__sums_first(strategy) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, float *x, int64_t count)
-{
-    const float factor = 1.0f / (float)strategy->layout.all;
-    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
-    if (count == 0 || !dtrain__sums_first(strategy)) return DTRAIN_OK;
-    return strategy->device->ops->axpby(strategy->device, &mean);
-}
-
-/* One rank: its mean is what it has. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_nothing(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket)
-{
-    (void)strategy;
-    (void)bucket;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads, 0, bucket->count, &wire));
-    return dtrain_all_reduce(strategy->comm, wire, wire, (size_t)bucket->count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype, DTRAIN_REDUCE_MEAN,
-                             dtrain__reduce_works(strategy, bucket));
-}
-
-static dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, 0, bucket->count, bucket->grads);
-}
-
-/* To this rank's shard; with ZERO3 to every owner's. Between nodes the mean is not made here. */
-static dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    const dtrain_reduce_op op = dtrain__level_op(strategy);
-    const size_t unit = dtrain_dtype_bytes(dtype);
-    dtrain_work **works = dtrain__reduce_works(strategy, bucket);
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads, 0, bucket->count, &wire));
-    char *own = dtrain__reduces_low(strategy) ? (char *)wire + (size_t)bucket->shard_first * unit
-                                              : (char *)dtrain__reduce_target(strategy, bucket);
-    if (!bucket->cuts)
-        return dtrain_reduce_scatter(strategy->shard_comm, wire, own, (size_t)bucket->shard_count,
-                                     dtype, op, works);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
-                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
-                                  r, &works[r]));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count,
-                             dtrain__reduce_target(strategy, bucket));
-}
-
-/* shard += result of a later micro-batch; in host memory also shard = result of the first. */
-static dtrain_result dtrain__accumulate_shard(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const float *result = dtrain__reduce_target(strategy, bucket);
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
-    if (strategy->layout.host_grads)
-        return dtrain__shard_to_host(strategy, bucket, result, strategy->accumulated);
-    return strategy->device->ops->add(strategy->device, &add);
-}
-
-/* HYBRID_SHARD: what the micro-batches have summed up, on the device, for the other nodes. A shard
- * in host memory comes back for it. */
-static dtrain_result dtrain__sum_for_replicas(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float **sum)
-{
-    dtrain_device *device = strategy->device;
-    *sum = bucket->grad_shard;
-    if (!strategy->layout.host_grads) return dtrain__accumulate_shard(strategy, bucket);
-    *sum = dtrain__reduce_target(strategy, bucket);
-    if (!strategy->accumulated) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__accumulate_shard(strategy, bucket));
-    for (uint32_t i = 0; i < 2; i++)
-        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    return device->ops->copy_async(device, *sum, bucket->grad_shard,
-                                   (size_t)bucket->shard_count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, NULL);
-}
-
-/* HYBRID_SHARD: x (shard_count) is one node's sum; all nodes' replaces it. */
-static dtrain_result dtrain__replicas_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                            float *x)
-{
-    void *wire;
-    DTRAIN__TRY(
-        dtrain__to_wire(strategy, bucket, x, bucket->shard_first, bucket->shard_count, &wire));
-    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
-                             (size_t)bucket->shard_count, (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy), dtrain__reduce_works(strategy, bucket));
-}
-
-static dtrain_result dtrain__replicas_finish(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                             float *x)
-{
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, x));
-    return dtrain__scale(strategy, x, bucket->shard_count);
-}
-
-/* Either every micro-batch's sum travels between nodes ... */
-static dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    return dtrain__replicas_start(strategy, bucket, dtrain__reduce_target(strategy, bucket));
-}
-
-static dtrain_result dtrain__replicas_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    return dtrain__replicas_finish(strategy, bucket, dtrain__reduce_target(strategy, bucket));
-}
-
-/* ... or what the shard has gathered up to the last. */
-static dtrain_result dtrain__shard_replicas_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    float *sum;
-    DTRAIN__TRY(dtrain__sum_for_replicas(strategy, bucket, &sum));
-    return dtrain__replicas_start(strategy, bucket, sum);
-}
-
-static dtrain_result dtrain__shard_replicas_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const bool on_host = strategy->layout.host_grads && bucket->work;
-    float *sum = on_host ? dtrain__reduce_target(strategy, bucket) : bucket->grad_shard;
-    DTRAIN__TRY(dtrain__replicas_finish(strategy, bucket, sum));
-    return on_host ? dtrain__shard_to_host(strategy, bucket, sum, false) : DTRAIN_OK;
-}
-
-static const dtrain__step dtrain__nothing = {dtrain__step_nothing, dtrain__step_nothing, false,
-                                             false};
-static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
-                                                   false, false};
-static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
-                                                       dtrain__reduce_scatter_end, false, false};
-static const dtrain__step dtrain__by_replicas = {dtrain__replicas_begin, dtrain__replicas_end,
-                                                 false, false};
-static const dtrain__step dtrain__by_shard_replicas = {dtrain__shard_replicas_begin,
-                                                       dtrain__shard_replicas_end, true, true};
-
-/* How buckets travel in the step that begins. */
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
-{
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
+    const dtrain__step *steps = dtrain__steps;
+    const dtrain_compression_desc *how = layout->compression;
+    const bool nodes = layout->node_ranks > 1;
+    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
     memset(strategy->ways, 0, sizeof strategy->ways);
-    for (int sharded = 0; sharded < 2; sharded++) {
-        const dtrain__step **way = strategy->ways[sharded];
-        if (strategy->layout.all == 1) way[0] = &dtrain__nothing;
-        else if (dtrain__choose_indirect(strategy, sharded, way)) continue;
-        else if (!sharded) way[0] = &dtrain__by_all_reduce;
-        else {
-            way[0] = &dtrain__by_reduce_scatter;
-            if (dtrain__has_replicas(strategy))
-                way[1] = every ? &dtrain__by_replicas : &dtrain__by_shard_replicas;
-        }
+    if (layout->all == 1) {
+        *whole = *sharded = &steps[DTRAIN__BY_NOTHING];
+        return;
     }
+    if (nodes) *whole++ = *sharded++ = &steps[DTRAIN__BY_NODE_SCATTER];
+    if (!how) *whole++ = &steps[DTRAIN__BY_ALL_REDUCE];
+    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
+        *whole++ = &steps[DTRAIN__BY_P];
+        *whole++ = &steps[DTRAIN__BY_Q];
+    } else if (dtrain__is_balanced(how)) {
+        *whole++ = &steps[DTRAIN__BY_TOPK_TRADE];
+        *whole++ = &steps[DTRAIN__BY_TOPK_PUBLISH];
+    } else *whole++ = &steps[DTRAIN__BY_TOPK_GATHER];
+    if (nodes) *whole++ = &steps[DTRAIN__BY_NODE_GATHER];
+    *sharded++ = &steps[DTRAIN__BY_REDUCE_SCATTER];
+    if (strategy->kind->replicas)
+        *sharded++ = &steps[strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY
+                                ? DTRAIN__BY_REPLICAS_AT_LAST
+                                : DTRAIN__BY_REPLICAS];
 }
+
+/* ---- 1. Ready ---------------------------------------------------------------------------------*/
+
+/* True while gradients only add up on this rank: nothing is marked then, nor communicated. */
+static bool dtrain__only_adds(const dtrain_strategy *strategy)
+{
+    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
+}
+
+/* Does a storage's grad hold a part of this step's gradient? The tape says so at its first write,
+ * ready for a host with its own backward; dtrain__rewind takes it back when the gradient has been
+ * moved on. A gradient of which nobody holds a part in the whole step counts as zero. */
+DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage)
+{
+    return storage->state.grad_written;
+}
+
+/* Copies a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
+ * there. */
+static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
+                                       bool back)
+{
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
+    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
+    const size_t bytes = (size_t)storage->count * sizeof(float);
+    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
+    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
+                              back ? place : storage->grad, bytes);
+}
+
+/* Constant time: three counters tell what became final, no list is searched. */
+static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
+{
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_param *storage = strategy->params[index].state.storage;
+    dtrain__entry *entry = &layout->entries[index];
+    dtrain__entry *place = &layout->entries[storage->state.index];
+    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
+    entry->marked = true;
+    strategy->marked_count++;
+    bucket->pending--;
+    if (--place->pending == 0) DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    return dtrain__progress(strategy);
+}
+
+/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+ * are not kept. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
+{
+    const char *const call = "dtrain_strategy_ready";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (index >= strategy->param_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
+                           index, strategy->param_count);
+    dtrain__entry *entry = &strategy->layout.entries[index];
+    dtrain_param *p = &strategy->params[index];
+    if (!entry->trainable)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: parameter %zu (\"%.100s\") is frozen", call,
+                           index, p->name);
+    if (entry->marked)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %zu (\"%.100s\") is marked twice in one backward; call "
+                           "dtrain_strategy_finish between two",
+                           call, index, p->name);
+    entry->seen = true;
+    p->state.storage->state.grad_written = true;
+    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_accumulate"));
+    if (more != strategy->more && strategy->marked_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_accumulate: %zu parameters of this backward are already marked; "
+            "call it before a backward, and dtrain_strategy_finish after each",
+            strategy->marked_count);
+    strategy->more = more;
+    return DTRAIN_OK;
+}
+
+/* ---- 2. Launch --------------------------------------------------------------------------------*/
+
+/* Launches complete buckets in their order, up to the first that waits for a gradient. Frozen
+ * buckets have no gradients. */
+DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
+{
+    for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
+        if (bucket->pending) break;
+        if (bucket->trainable && dtrain__steps_are_placed(strategy))
+            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
+        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
+        else bucket->stage = DTRAIN__REDUCED;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
 /* Step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
@@ -11081,65 +10253,60 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
+/* Begins the first step of a bucket's way. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     bucket->stage = 1;
-    return dtrain__step_of(strategy, bucket, 1)->begin(strategy, bucket);
+    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
+    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* The collectives of a step are done: what follows them. */
-static dtrain_result dtrain__reduce_next(dtrain_strategy *strategy, size_t b)
-{
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
-    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
-    DTRAIN__TRY(done->end(strategy, bucket));
-    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    if (next) return next->begin(strategy, bucket);
-    return done->sums_shard ? DTRAIN_OK : dtrain__accumulate_shard(strategy, bucket);
-}
-
-/* One step further, at whatever time its collectives take. */
+/* Waits for the collectives of a bucket's step, ends it and begins the next one. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
 {
-    if (strategy->layout.buckets[b].stage == DTRAIN__REDUCED) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, false)));
-    return dtrain__reduce_next(strategy, b);
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
+    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
+    if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
+    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
+    if (next) return next->begin(strategy, bucket);
+    return done->last_only ? DTRAIN_OK : dtrain__shard_add(strategy, bucket);
 }
 
-/* Does starting a bucket's further steps have to wait for a place in the program that is the same
- * on every rank? NCCL runs what was started in its order: if that depended on what happens to be
- * done, ranks would wait for each other in a circle. */
+/* Must a bucket's further steps start at a place in the program that is the same on every rank?
+ * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
+ * wait for each other in a circle. */
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
 {
     return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
 }
 
-/* Such a place: all buckets under way go one step further, in their order. */
+/* Takes all buckets under way one step further, in their order: called at such a place. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
 {
     for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
     return DTRAIN_OK;
 }
 
-/* One turn for the communicator per ready call: without a progress thread, buckets move only then.
+/* Gives the communicator a turn at every ready: without a progress thread, buckets move only then.
  * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
  * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
  * step when all of those have. */
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
-    dtrain__bucket *buckets = strategy->layout.buckets;
     uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
     bool done = true;
     if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
-        dtrain__bucket *bucket = &buckets[b];
+        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
         const bool chain = strategy->ways[bucket->sharded][1] != NULL;
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
-            DTRAIN__TRY(dtrain__test_works(strategy, dtrain__works(strategy, b, false), &done));
+            DTRAIN__TRY(dtrain__test_works(strategy, bucket->reduces, &done));
             if (!done) break;
             DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         }
@@ -11168,47 +10335,364 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/backward.c
- * ==============================================================================================*/
+/* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
 
-/* A backward. */
-
-/* Between a storage's own gradient and its place in the bucket; nothing to do when it lives
- * there. */
-static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
-                                       bool back)
+/* Do gradients travel rounded, in low_grads? */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
-    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
-    const size_t bytes = (size_t)storage->count * sizeof(float);
-    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
-                              back ? place : storage->grad, bytes);
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
-/* Empties the buffers of bucket b's gradients. What travels between nodes may be under way still
- * where it is the shard that travels. */
-static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype)
 {
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
-    const bool on_host = strategy->layout.host_grads;
-    if (!dtrain__has_replicas(strategy) || on_host || dtrain__reduces_low(strategy) ||
-        (every && strategy->accumulated)) {
-        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return on_host ? dtrain__stream_follow(strategy, NULL, strategy->offload.down) : DTRAIN_OK;
+    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
+    if (count == 0) return DTRAIN_OK;
+    return strategy->device->ops->convert(strategy->device, &args);
+}
+
+/* *wire = x (count elements of the bucket, from `first` on) as it travels. */
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* x (count elements of the bucket, from `first` on) = what has come. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                int64_t first, int64_t count, float *x)
+{
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
+                           x, DTRAIN_DTYPE_F32);
+}
+
+/* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
+ * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
+DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
+                                        const dtrain__bucket *bucket)
+{
+    const bool levels =
+        strategy->layout.node_ranks > 1 || (bucket->sharded && strategy->kind->replicas);
+    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
+}
+
+DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
+                                                  const dtrain__bucket *bucket)
+{
+    return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+}
+
+/* Applies the factor of sums: x (count elements of the bucket) becomes the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count)
+{
+    const float factor = 1.0f / (float)strategy->layout.all;
+    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
+    if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
+ * hop. */
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), wire, wire,
+                             (size_t)bucket->hop_count, (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
+{
+    float *hop = bucket->grads + bucket->hop_first;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->hop_first, bucket->hop_count, hop));
+    return dtrain__scale(strategy, bucket, hop, bucket->hop_count);
+}
+
+/* ---- 4. Finish --------------------------------------------------------------------------------*/
+
+/* Makes a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
+ * or another use has left counts, the rest is zero. */
+static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    dtrain__layout *layout = &strategy->layout;
+    const uint32_t index = (uint32_t)(bucket - layout->buckets);
+    if (bucket->pending == 0) return DTRAIN_OK;
+    if (dtrain__work_is_taken(strategy, bucket)) return dtrain__reduce_unvisited(strategy, bucket);
+    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->pending || entry->bucket != index) continue;
+        if (dtrain__holds_part(p)) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        else
+            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
+                                                    (size_t)p->count * sizeof(float)));
+        entry->pending = 0;
     }
-    for (size_t i = strategy->oldest; i <= b; i++) {
-        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
+    bucket->pending = 0;
+    return DTRAIN_OK;
+}
+
+/* Closes and launches buckets up to `end`, one by one: a buffer is zeroed for the next only when
+ * the one before it has been launched. */
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+{
+    while (strategy->launched < end) {
+        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy));
     }
     return DTRAIN_OK;
 }
 
+/* Names at most eight parameters that ready has not seen in this step; returns how many there
+ * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
+static size_t dtrain__list_missing(dtrain_strategy *strategy, bool only_new, char *text,
+                                   size_t room)
+{
+    size_t count = 0, used = 0;
+    text[0] = 0;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &strategy->layout.entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->trainable || entry->seen || !p->count) continue;
+        if (only_new && entry->warned) continue;
+        entry->warned = true;
+        if (count++ < 8 && used < room)
+            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
+                                     p->name);
+    }
+    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
+    return count;
+}
+
+/* All buckets have been launched: whatever this rank lacks, the others are not left waiting. */
+static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
+{
+    char names[640];
+    dtrain_result result = DTRAIN_OK;
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+    const size_t count = dtrain__list_missing(strategy, !strict, names, sizeof names);
+    if (count && !strict)
+        dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
+                   "dtrain_strategy_finish: no gradient from this backward, zero is used: %s",
+                   names);
+    if (!strict) return DTRAIN_OK;
+    if (count)
+        result = dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
+            "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+            names);
+    return dtrain__agree(strategy->comm, result);
+}
+
+/* Copies whole gradients back to the arrays of a host that has its own. */
+static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_param *p = strategy->shards[i].param;
+        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
+        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    }
+    return DTRAIN_OK;
+}
+
+/* Sets the state between two backwards, and between two steps. Work buffers have been emptied: the
+ * next backward overwrites them. Whole gradients go on until the step ends. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
+{
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        entry->marked = false;
+        if (step_done) entry->seen = false;
+        entry->pending = entry->uses;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].pending = layout->buckets[b].uses;
+        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
+    }
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
+    strategy->accumulated = !step_done;
+    if (step_done) dtrain__choose_ways(strategy);
+}
+
+/* The order matters: everything is launched before ranks exchange what is missing, and waited for
+ * before anything is reported. So a step that fails for a missing gradient has made the same
+ * collectives as one that succeeds, and the next step finds all ranks at the same place. Units
+ * fetched ahead and not used are waited for, because they read the shards that will be updated. */
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    dtrain_result missing = DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    const dtrain__layout *layout = &strategy->layout;
+    const bool last = !strategy->more;
+    dtrain_result result = dtrain__close_buckets(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && layout->grad_home->settle)
+        result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
+    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__rewind(strategy, last);
+    return missing;
+}
+
+/* Between finish and publish: what the optimizer updates on this rank. */
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count)
+{
+    if (shards) *shards = NULL;
+    if (count) *count = 0;
+    if (!strategy || !shards || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
+                           !strategy ? "strategy"
+                           : !shards ? "shards"
+                                     : "count");
+    *shards = strategy->shards;
+    *count = strategy->shard_count;
+    return DTRAIN_OK;
+}
+
+/* ---- 5. Publish -------------------------------------------------------------------------------*/
+
+/* Whole values that ranks have updated by slices are gathered here; values that are kept in shards
+ * are only forgotten, and the next gather brings them. */
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
+    if (!strategy->layout.shards.state) return DTRAIN_OK;
+    if (!strategy->layout.shards.params)
+        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
+    dtrain__forget_units(strategy);
+    return DTRAIN_OK;
+}
+
+/* ---- Handles ----------------------------------------------------------------------------------*/
+
+/* Every handle goes back, also after an error: waiting on a failed communicator returns at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
+                                                 dtrain_work **works)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
+        const dtrain_result one = dtrain_work_wait(works[i]);
+        works[i] = NULL;
+        if (result == DTRAIN_OK) result = one;
+    }
+    return result;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
+                                                 dtrain_work **works, bool *done)
+{
+    *done = true;
+    for (size_t i = 0; i < strategy->works_per_bucket && *done; i++)
+        if (works[i]) DTRAIN__TRY(dtrain_work_test(works[i], done));
+    return DTRAIN_OK;
+}
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call)
+{
+    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+}
+
+/* Fails all communicators, wherever other ranks may be waiting; returns the error that stands. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                                    const char *text)
+{
+    char kept[DTRAIN__ERROR_BYTES];
+    snprintf(kept, sizeof kept, "%s", text);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm *group = strategy->groups[i];
+        if (group) group->ops->fail(group, code, kept);
+    }
+    return strategy->comm->ops->fail(strategy->comm, code, kept);
+}
+
+/* Communicator and device do not recover, and some gradients are averaged while others are not:
+ * the error stands. The communicator fails with it, for the other ranks count on this one; when the
+ * error came from there, it is what fail returns. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
+{
+    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
+    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
+    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
+             dtrain__bare(dtrain_last_error()));
+    return strategy->failure;
+}
+
+/* ================================================================================================
+ * src/strategy/shards.c
+ * ==============================================================================================*/
+
+/* Sharded gradients
+ *
+ * A sharded bucket takes the road of strategy/strategy.c and ends in shards: what every rank
+ * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
+ * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
+ *
+ *     backward       unit 3        unit 2        unit 1        unit 0
+ *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
+ *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
+ *     shards                                     3             2 ...
+ *
+ * A unit claims its buffer before its first gradient and waits there for the unit before the last.
+ *
+ *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
+ *
+ * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
+ * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
+ * is added or put from there. */
+
+/* ---- The alternating buffers ------------------------------------------------------------------*/
+
+/* Empties the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
+ * has reduced it, if what travels between nodes is the shard. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+{
+    const dtrain__home *home = strategy->layout.grad_home;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated)) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
+    return DTRAIN_OK;
+}
+
 /* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. A unit without gradients leaves it to whose it is. */
+ * left there has been reduced. A unit without gradients needs no buffer. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
-    if (!strategy->layout.work || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
     if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
     uint32_t *working = &strategy->working[unit & 1];
     const uint32_t before = *working;
@@ -11219,86 +10703,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     return dtrain__vacate_work(strategy, bucket);
 }
 
-/* In bucket order, up to the first that still waits for a gradient. Frozen buckets have no
- * gradients. */
-static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
-{
-    for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
-        if (bucket->pending) break;
-        if (bucket->trainable && dtrain__steps_are_placed(strategy))
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
-        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
-        else bucket->stage = DTRAIN__REDUCED;
-    }
-    return DTRAIN_OK;
-}
-
-/* Constant time: three counters tell what became final, no list is searched. */
-static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
-{
-    dtrain__layout *layout = &strategy->layout;
-    dtrain_param *storage = strategy->params[index].storage;
-    dtrain__entry *entry = &layout->entries[index], *place = &layout->entries[storage->index];
-    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    if (bucket->work && bucket->unit != DTRAIN__NONE &&
-        strategy->working[bucket->unit & 1] != bucket->unit)
-        DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    entry->marked = true;
-    strategy->marked_count++;
-    bucket->pending--;
-    if (--place->pending == 0) DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
-    if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
-    return dtrain__progress(strategy);
-}
-
-/* True while gradients only add up on this rank. */
-static bool dtrain__only_adds(const dtrain_strategy *strategy)
-{
-    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
-}
-
-/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
- * are not kept. */
-DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_ready"));
-    if (index >= strategy->param_count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_ready: index %zu, there are %zu parameters", index,
-                           strategy->param_count);
-    dtrain__entry *entry = &strategy->layout.entries[index];
-    if (!entry->trainable)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_strategy_ready: parameter %zu (\"%.100s\") is frozen", index,
-                           strategy->params[index].name);
-    if (entry->marked)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_ready: parameter %zu (\"%.100s\") is marked twice in one "
-            "backward; call dtrain_strategy_finish between two",
-            index, strategy->params[index].name);
-    entry->seen = true;
-    strategy->params[index].storage->grad_written = true;
-    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_accumulate"));
-    if (more != strategy->more && strategy->marked_count)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_accumulate: %zu parameters of this backward are already marked; "
-            "call it before a backward, and dtrain_strategy_finish after each",
-            strategy->marked_count);
-    strategy->more = more;
-    return DTRAIN_OK;
-}
-
-/* ---- The end of a backward --------------------------------------------------------------------*/
-
 /* Does one of the alternating buffers hold gradients that have not been launched? */
 static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
 {
@@ -11307,14 +10711,23 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && strategy->params[i].grad_written) return true;
+        if (layout->entries[i].bucket == b && dtrain__holds_part(&strategy->params[i])) return true;
     return false;
 }
 
-/* A unit behind the one in which this backward has begun is not visited, and reduced all the same,
- * as zeros. Its own buffer holds gradients of the visited unit: it borrows the other, and gives it
- * back at once. */
-static dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy, dtrain__bucket *bucket)
+/* Does another unit make gradients where this bucket's would be made? */
+DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket)
+{
+    if (!bucket->work || bucket->unit == DTRAIN__NONE) return false;
+    const uint32_t turn = bucket->unit & 1;
+    return strategy->working[turn] != bucket->unit && dtrain__work_is_live(strategy, turn);
+}
+
+/* Reduces zeros for a unit that lies behind the one in which this backward has begun. Its own
+ * buffer is taken: it borrows the other, and gives it back at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
 {
     const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
     const uint32_t other = (bucket->unit & 1) ^ 1;
@@ -11339,199 +10752,109 @@ static dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy, dtrain_
     return result;
 }
 
-/* Gradients of a bucket that wait for a mark: what an earlier micro-batch or another use has left
- * counts, the rest is zero. */
-static dtrain_result dtrain__settle_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+/* ---- To the shard -----------------------------------------------------------------------------*/
+
+/* The place where the fp32 result of this backward is to be. */
+static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    dtrain__layout *layout = &strategy->layout;
-    const uint32_t index = (uint32_t)(bucket - layout->buckets);
-    if (bucket->pending == 0) return DTRAIN_OK;
-    if (bucket->work && bucket->unit != DTRAIN__NONE &&
-        strategy->working[bucket->unit & 1] != bucket->unit &&
-        dtrain__work_is_live(strategy, bucket->unit & 1))
-        return dtrain__reduce_unvisited(strategy, bucket);
-    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending || entry->bucket != index) continue;
-        if (p->grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
-        else
-            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
-                                                    (size_t)p->count * sizeof(float)));
-        entry->pending = 0;
-    }
-    bucket->pending = 0;
-    return DTRAIN_OK;
+    if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
+        return bucket->grads + bucket->shard_first;
+    return bucket->grad_shard;
 }
 
-/* Settles and launches buckets up to `end`, one by one: a buffer is zeroed for the next only when
- * the one before it has been launched. */
-DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+/* REDUCE_SCATTER: every rank's slice of a bucket to that rank, among those that exchange the hop.
+ * With ZERO3 slices have different lengths, and each owner gets a reduce. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
+                                                           dtrain__bucket *bucket)
 {
-    while (strategy->launched < end) {
-        DTRAIN__TRY(dtrain__settle_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
-        DTRAIN__TRY(dtrain__launch_buckets(strategy));
-    }
-    return DTRAIN_OK;
-}
-
-/* All buckets have been launched: whatever this rank lacks, the others are not left waiting. */
-static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
-{
-    char names[640];
-    dtrain_result result = DTRAIN_OK;
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    const size_t count =
-        dtrain__list_missing(strategy->params, strategy->param_count, strategy->layout.entries,
-                             !strict, names, sizeof names);
-    if (!strict) {
-        if (count)
-            dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                       "dtrain_strategy_finish: no gradient from this backward, zero is used: %s",
-                       names);
-        return DTRAIN_OK;
-    }
-    if (count)
-        result = dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
-            "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
-            names);
-    return dtrain__agree(strategy->comm, result);
-}
-
-/* Whole gradients go back to the arrays of a host that has its own. */
-static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_param *p = strategy->shards[i].param;
-        if (layout->buckets[layout->entries[p->index].bucket].sharded) continue;
-        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    const dtrain_reduce_op op = dtrain__level_op(strategy, bucket);
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    dtrain_work **works = bucket->reduces;
+    void *wire, *own = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts)
+        return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
+                                     (size_t)bucket->shard_count, dtype, op, works);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
+                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
+                                  r, &works[r]));
     }
     return DTRAIN_OK;
 }
 
-/* The order matters: everything is launched before ranks exchange what is missing, and waited for
- * before anything is reported. So a step that fails for a missing gradient has made the same
- * collectives as one that succeeds, and the next step finds all ranks at the same place. */
-DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+/* With replicas this is a node's sum, and the mean is made later. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
 {
-    dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
-    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
-    const size_t count = strategy->layout.bucket_count;
-    const bool last = !strategy->more;
-    dtrain_result result = dtrain__close_buckets(strategy, count);
-    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
-    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, count);
-    if (result == DTRAIN_OK) result = dtrain__shards_settle(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
-    /* units fetched ahead and not used: they read the shards that will be updated */
-    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
-    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
-    if (missing == DTRAIN_OK && last) strategy->sync_count++;
-    dtrain__strategy_rewind(strategy, last);
-    return missing;
+    float *target = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(
+        dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, target));
+    if (strategy->kind->replicas) return DTRAIN_OK;
+    return dtrain__scale(strategy, bucket, target, bucket->shard_count);
 }
 
-/* ---- Publishing -------------------------------------------------------------------------------*/
-
-/* Every rank's slice of a bucket to all: by nodes in two turns, first of the same slice of every
- * node, then of the slices inside a node. shard may be its place in values. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy, size_t b,
-                                                    const void *shard, void *values,
-                                                    dtrain_dtype dtype)
+/* The end of a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is
+ * also put there when the result is of the first. */
+DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const bool nodes = strategy->layout.node_ranks > 1;
-    char *to = (char *)values;
-    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
-                             shard, to, (size_t)bucket->shard_count, dtype,
-                             dtrain__works(strategy, b, true));
+    const float *result = dtrain__reduce_target(strategy, bucket);
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    if (bucket->grad_home->put)
+        return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
+    return strategy->device->ops->add(strategy->device, &add);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, size_t b,
-                                                    void *values, dtrain_dtype dtype)
+/* ---- Replicas
+ *
+ * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
+ * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
+
+static bool dtrain__sums_shard(const dtrain_strategy *strategy)
 {
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
-                             (size_t)bucket->hop_count, dtype, dtrain__works(strategy, b, true));
+    return strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
 }
 
-/* ZERO1 and SHARD_GRAD_OP: all are under way before one is waited for. */
-static dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+/* The place in device memory where this node's sum becomes that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    dtrain__layout *layout = &strategy->layout;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__bucket *bucket = &layout->buckets[b];
-        if (!bucket->sharded) continue;
-        DTRAIN__TRY(dtrain__gather_slices(strategy, b, bucket->value_shard, bucket->values,
-                                          DTRAIN_DTYPE_F32));
+    if (dtrain__sums_shard(strategy) && !bucket->grad_home->host) return bucket->grad_shard;
+    return dtrain__reduce_target(strategy, bucket);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
+{
+    const dtrain__home *home = bucket->grad_home;
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    void *wire;
+    if (dtrain__sums_shard(strategy) && strategy->accumulated) {
+        DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
+        if (home->get) DTRAIN__TRY(home->get(strategy, bucket, sum));
     }
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].sharded)
-            DTRAIN__TRY(
-                dtrain__gather_inside(strategy, b, layout->buckets[b].values, DTRAIN_DTYPE_F32));
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        DTRAIN__TRY(dtrain__wait_works(strategy, dtrain__works(strategy, b, true)));
-    return dtrain__copy_host_values(strategy, true);
+    DTRAIN__TRY(
+        dtrain__to_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, &wire));
+    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
+                             (size_t)bucket->shard_count, (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
-    if (!strategy->layout.shards) return DTRAIN_OK;
-    if (!strategy->layout.slots)
-        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
-    dtrain__forget_units(strategy);
-    return DTRAIN_OK;
-}
-
-/* ---- Queries ----------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
-                                                const dtrain_shard **shards, size_t *count)
-{
-    if (shards) *shards = NULL;
-    if (count) *count = 0;
-    if (!strategy || !shards || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
-                           !strategy ? "strategy"
-                           : !shards ? "shards"
-                                     : "count");
-    *shards = strategy->shards;
-    *count = strategy->shard_count;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
-{
-    return strategy ? strategy->comm : NULL;
-}
-
-/* The books of all its communicators together. */
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info)
-{
-    dtrain_comm_query(strategy->comm, info);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
-        dtrain_comm_info one;
-        if (!strategy->groups[i]) continue;
-        dtrain_comm_query(strategy->groups[i], &one);
-        info->operation_count += one.operation_count;
-        info->payload_bytes += one.payload_bytes;
-        info->wire_bytes += one.wire_bytes;
-        info->staged_bytes += one.staged_bytes;
-        info->inside_seconds += one.inside_seconds;
-        info->flight_seconds += one.flight_seconds;
-    }
+    const dtrain__home *home = bucket->grad_home;
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, sum));
+    DTRAIN__TRY(dtrain__scale(strategy, bucket, sum, bucket->shard_count));
+    if (!dtrain__sums_shard(strategy) || !home->put) return DTRAIN_OK;
+    return home->put(strategy, bucket, sum, false);
 }
 
 /* ================================================================================================
@@ -11562,18 +10885,6 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* A shard in host memory to its place in the slot, where *shard then is; behind those that used the
- * slot, and before the collective. */
-static dtrain_result dtrain__shard_to_slot(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           const float **shard)
-{
-    float *place = bucket->values + bucket->shard_first;
-    *shard = place;
-    return strategy->device->ops->copy_async(strategy->device, place, bucket->value_shard,
-                                             (size_t)bucket->shard_count * sizeof(float),
-                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
-}
-
 /* Starts bringing a bucket's values together, as dtype. */
 static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
@@ -11581,18 +10892,21 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_DTYPE_F32;
-    dtrain_work **works = dtrain__works(strategy, b, true);
+    dtrain_work **works = bucket->gathers;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
     const float *shard = bucket->value_shard;
     bucket->presence = DTRAIN__COMING;
-    if (layout->host_values) DTRAIN__TRY(dtrain__shard_to_slot(strategy, bucket, &shard));
+    if (bucket->value_home->bring) {
+        DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
+        shard = bucket->values + bucket->shard_first;
+    }
     if (low)
         DTRAIN__TRY(
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
     if (!bucket->cuts)
-        return dtrain__gather_slices(strategy, b, low ? (const void *)own : (const void *)shard,
-                                     whole, dtype);
+        return dtrain__gather_slices(strategy, bucket,
+                                     low ? (const void *)own : (const void *)shard, whole, dtype);
     if (!low && bucket->shard_count && shard == bucket->value_shard)
         DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
                                                 (size_t)bucket->shard_count * unit,
@@ -11609,10 +10923,10 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
 /* Waits until a bucket's values have come together, as dtype. */
 static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
-    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, b, whole, dtype));
-    return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, whole, dtype));
+    return dtrain__wait_works(strategy, bucket->gathers);
 }
 
 static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
@@ -11634,12 +10948,13 @@ static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here
     const dtrain__bucket *bucket = &layout->buckets[b];
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *storage = &layout->entries[p->storage->index];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket != b) continue;
         p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
+/* Takes a bucket's values away, after waiting for them if they are still coming. */
 static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
@@ -11649,7 +10964,7 @@ static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
     return DTRAIN_OK;
 }
 
-/* Whoever else is in the unit's slot has to go. */
+/* Makes a unit's slot free for it: the unit that is there is evicted. */
 static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
 {
     const uint32_t before = strategy->slots[unit & 1];
@@ -11659,6 +10974,7 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit
     return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
+/* Starts to gather a bucket that is not there. */
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
@@ -11668,6 +10984,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
+/* Waits for a bucket's values and shows them. */
 static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
@@ -11677,7 +10994,7 @@ static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
     return DTRAIN_OK;
 }
 
-/* After publish: what was gathered is not what the shards hold any more. */
+/* Forgets what was gathered, because the shards have been updated since. */
 DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
 {
     for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
@@ -11689,6 +11006,7 @@ DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
 }
 
+/* Waits for all units that are on their way. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
     for (size_t b = 0; b < strategy->layout.bucket_count; b++)
@@ -11698,7 +11016,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 
 /* ---- Hooks ------------------------------------------------------------------------------------*/
 
-/* Hosts walk from one neighbour to the next: looking there first makes it constant time. */
+/* Finds the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+ * it constant time. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -11742,6 +11061,7 @@ static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__
     return dtrain__need(strategy, unit->frozen);
 }
 
+/* Fetches the unit that the pass will come to after `at`. */
 static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     const uint32_t next = backward ? at - 1 : at + 1;
@@ -11752,19 +11072,20 @@ static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, 
     return dtrain__fetch(strategy, unit->frozen);
 }
 
-/* In backward all units behind this one are finished: their gradients are closed, in the same order
- * on every rank. */
+/* Gathers the unit `id`. In backward all units behind it are finished: their gradients are closed
+ * first, in the same order on every rank. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
 {
     dtrain__layout *layout = &strategy->layout;
     const uint32_t at = dtrain__find_unit(strategy, id), last = strategy->position;
     const bool backward = strategy->marked_count > 0 || (last != DTRAIN__NONE && at < last && at);
     DTRAIN__TRY(dtrain__check_order(strategy, at, id));
-    if (layout->work && strategy->marked_count && layout->units[at].trainable != DTRAIN__NONE)
+    if (layout->shards.grads && strategy->marked_count &&
+        layout->units[at].trainable != DTRAIN__NONE)
         DTRAIN__TRY(dtrain__close_buckets(strategy, layout->units[at].trainable));
     DTRAIN__TRY(dtrain__claim_work(strategy, at));
     strategy->position = at;
-    if (!layout->slots) return DTRAIN_OK;
+    if (!layout->shards.params) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     return dtrain__fetch_next(strategy, at, backward);
@@ -11773,7 +11094,7 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    if (!strategy->layout.slots && !strategy->layout.work) return DTRAIN_OK;
+    if (!strategy->layout.shards.params && !strategy->layout.shards.grads) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
 }
 
@@ -11782,7 +11103,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    if (!strategy->layout.slots) return DTRAIN_OK;
+    if (!strategy->layout.shards.params) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -11793,23 +11114,62 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
+/* Returns a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype)
 {
-    if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
+    if (!strategy || !strategy->layout.shards.params ||
+        strategy->desc.param_dtype != (uint32_t)dtype)
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
     const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
     if (bucket->presence != DTRAIN__HERE) return NULL;
     return bucket->low_values + entry->offset;
 }
 
+/* ---- Whole values, updated by slices ----------------------------------------------------------*/
+
+/* Copies values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+ * own. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
+            continue;
+        float *place = layout->buckets[entry->bucket].values + entry->offset;
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
+                                       to_host ? place : p->value,
+                                       (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Brings updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+ * buckets are under way before one is waited for. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+{
+    dtrain__bucket *const first = strategy->layout.buckets;
+    dtrain__bucket *const end = first + strategy->layout.bucket_count;
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded)
+            DTRAIN__TRY(
+                dtrain__gather_slices(strategy, b, b->value_shard, b->values, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded)
+            DTRAIN__TRY(dtrain__gather_inside(strategy, b, b->values, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
+    return dtrain__copy_host_values(strategy, true);
+}
+
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* A bucket's values as the shards have them. Where units travel rounded, what lies in a slot is not
- * that: it is brought in fp32, and forgotten afterwards. */
+/* Gathers a bucket's values as the shards have them. Where units travel rounded, a slot does not
+ * hold those: they are brought in fp32, and forgotten afterwards. */
 static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -11824,74 +11184,16 @@ static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
     return dtrain__gather_end(strategy, b);
 }
 
-/* Storage i with its value whole, wherever it has to be brought from. */
-static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
+/* *whole = storage i with its value whole, gathered if it has to be. */
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[i];
     *whole = strategy->params[i];
-    if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
+    if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
     whole->value = layout->buckets[entry->bucket].values + entry->offset;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
-{
-    dtrain_param whole;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
-    if (index >= strategy->param_count || !host)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
-            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
-    const size_t storage = strategy->params[index].storage->index;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    return dtrain_device_copy(strategy->device, host, whole.value,
-                              (size_t)whole.count * sizeof(float));
-}
-
-/* The hash of everything differs somewhere: parameter by parameter, up to the first. */
-static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param whole;
-        uint64_t hash;
-        int usual, odd;
-        bool common;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
-        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
-        if (common) continue;
-        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
-            dtrain_comm_world_rank(strategy->comm, usual));
-    }
-    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
-{
-    uint64_t all = DTRAIN__FNV_BASIS;
-    bool common;
-    if (hash) *hash = 0;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param whole;
-        uint64_t one;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
-        all = dtrain__fnv1a(all, &one, sizeof one);
-    }
-    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
-    if (!common) return dtrain__name_drift(strategy);
-    if (hash) *hash = all;
     return DTRAIN_OK;
 }
 
@@ -11899,134 +11201,178 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  * src/strategy/hierarchy.c
  * ==============================================================================================*/
 
-/* Two levels. */
+/* Two levels of ranks
+ *
+ * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
+ * that each rank exchanges only its slice, the hop, with its like in the other nodes:
+ *
+ *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
+ *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
+ *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
+ *     NODE_GATHER       both slices               |  both slices                 inside a node
+ *
+ * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
+ * HYBRID_SHARD the levels are those of shards and of replicas: strategy/shards.c. */
 
-/* grads of the hop = their sum over this node. */
+/* The ranks that exchange a bucket: between nodes those with the same slice. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket)
+{
+    if (strategy->layout.node_ranks > 1) return strategy->groups[DTRAIN__ACROSS];
+    return bucket->sharded ? strategy->shard_comm : strategy->comm;
+}
+
+/* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
     return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
                                  bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
-                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy),
-                                 dtrain__reduce_works(strategy, bucket));
+                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
+                                 bucket->reduces);
 }
 
-/* Whole buckets: the hop = its mean over everybody. */
-DTRAIN__PRIVATE dtrain_result dtrain__across_begin(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket)
-{
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
-    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
-                             (size_t)bucket->hop_count, (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy), dtrain__reduce_works(strategy, bucket));
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__across_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    float *hop = bucket->grads + bucket->hop_first;
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->hop_first, bucket->hop_count, hop));
-    return dtrain__scale(strategy, hop, bucket->hop_count);
-}
-
-/* Sharded buckets: this rank's part of it. */
-DTRAIN__PRIVATE dtrain_result dtrain__across_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    void *wire, *own = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
-    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
-    return dtrain_reduce_scatter(strategy->groups[DTRAIN__ACROSS], wire, own,
-                                 (size_t)bucket->shard_count, dtype, dtrain__level_op(strategy),
-                                 dtrain__reduce_works(strategy, bucket));
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__across_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    float *target = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, target));
-    return dtrain__scale(strategy, target, bucket->shard_count);
-}
-
+/* NODE_GATHER: all slices of this node to all its ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
                                                         dtrain__bucket *bucket)
 {
     return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
                              bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
-                             dtrain__reduce_works(strategy, bucket));
+                             bucket->reduces);
 }
 
-/* Who exchanges what is compressed. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy)
+/* Starts to bring every rank's slice of a bucket to all. With nodes it takes two turns: this one
+ * gathers the parts of this rank's hop from the other nodes. shard may be its place in values. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, const void *shard,
+                                                    void *values, dtrain_dtype dtype)
 {
-    return strategy->layout.node_ranks > 1 ? strategy->groups[DTRAIN__ACROSS] : strategy->comm;
+    const bool nodes = strategy->layout.node_ranks > 1;
+    char *to = (char *)values;
+    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
+    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
+                             shard, to, (size_t)bucket->shard_count, dtype, bucket->gathers);
 }
 
-/* ---- Dense portions ---------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 bool back)
+/* Waits for the first turn and starts the second: the hops of a node to all its ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, void *values,
+                                                    dtrain_dtype dtype)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__sparse *sparse = bucket->sparse;
-    const uint32_t dtype = strategy->desc.reduce_dtype;
-    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &layout->portions[i];
-        float *grad = bucket->grads + portion->first;
-        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
-        if (!portion->dense) continue;
-        if (dtype == DTRAIN_DTYPE_F32)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
-                                           back ? (float *)(void *)packed : grad,
-                                           (size_t)portion->count * unit));
-        else if (back)
-            DTRAIN__TRY(
-                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
-        else
-            DTRAIN__TRY(
-                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
-        if (back) DTRAIN__TRY(dtrain__scale(strategy, grad, portion->count));
+    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
+                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+}
+
+/* ---- Who is on which level --------------------------------------------------------------------*/
+
+/* Resolves node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
+ * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
+static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
+{
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const char *const call = "dtrain_strategy_create";
+    const int ranks = dtrain_comm_size(strategy->comm);
+    if (desc->node_size == 0) {
+        if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
+                "nodes, but all ranks are on one; set node_size, or use "
+                "DTRAIN_STRATEGY_FULL_SHARD",
+                call);
+        desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
     }
+    if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: node_size %u does not divide %d ranks; every node must have as "
+                           "many",
+                           call, desc->node_size, ranks);
     return DTRAIN_OK;
 }
 
-/* Dense elements and, behind them, `more` others that are packed already. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work)
+/* Drops what is lossy when there is one node alone: with hierarchical it is for the way between
+ * nodes. */
+DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_reduce_op op = dtrain__level_op(strategy);
-    if (sparse->dense_count + more == 0) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
-    return dtrain_all_reduce(dtrain__hop_comm(strategy), sparse->dense, sparse->dense,
-                             (size_t)(sparse->dense_count + more),
-                             (dtrain_dtype)strategy->desc.reduce_dtype, op, work);
+    if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
+    desc->reduce_dtype = DTRAIN_DTYPE_F32;
+    desc->compression = NULL;
+}
+
+/* Makes a communicator of the same ranks again, for steps of another kind. */
+static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm *from, int to)
+{
+    return dtrain_comm_split(from, 0, dtrain_comm_rank(from), &strategy->groups[to]);
+}
+
+/* Splits the ranks in two levels. Each kind of step that starts when another happens to be done has
+ * a communicator of its own: in one, ranks could start them in different orders. */
+static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    const bool sharded = strategy->kind->shards.state;
+    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    const bool replicas = strategy->kind->replicas;
+    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
+    const bool rounds =
+        desc->compression && (desc->compression->kind == DTRAIN_COMPRESSION_POWERSGD ||
+                              dtrain__is_balanced(desc->compression));
+    dtrain_comm **groups = strategy->groups;
+    if (replicas || (size > 1 && size < ranks)) {
+        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
+        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &groups[DTRAIN__ACROSS]));
+    }
+    if (!replicas && groups[DTRAIN__NODE]) {
+        if (!sharded || desc->whole_below)
+            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__BACK));
+        if (sharded) {
+            DTRAIN__TRY(
+                dtrain__split_again(strategy, groups[DTRAIN__ACROSS], DTRAIN__FETCH_ACROSS));
+            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__FETCH));
+        }
+    }
+    if (rounds && ranks > 1)
+        DTRAIN__TRY(dtrain__split_again(
+            strategy, groups[DTRAIN__ACROSS] ? groups[DTRAIN__ACROSS] : strategy->comm,
+            DTRAIN__SECOND));
+    return DTRAIN_OK;
+}
+
+/* Decides who shares one copy of the model, and makes the communicators. */
+DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
+{
+    const int ranks = dtrain_comm_size(strategy->comm);
+    const bool replicas = strategy->kind->replicas;
+    const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
+    if (strategy->desc.hierarchical || replicas)
+        DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
+    dtrain__resolve_levels(&strategy->desc, ranks);
+    DTRAIN__TRY(dtrain__split_groups(strategy));
+    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
+    else if (strategy->kind->shards.state && (ranks > 1 || (strategy->desc.offload & shards)))
+        strategy->shard_comm = strategy->comm;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
  * src/strategy/compression.c
  * ==============================================================================================*/
 
-/* Gradient compression, hierarchy
+/* Gradient compression
  *
- * Here are the ways of a bucket strategy/reduce.c that are not one collective, as lists of steps:
+ * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
  *
- *     hierarchical      whole      NODE scatter,  ACROSS all-reduce,   NODE gather
- *                       sharded    NODE scatter,  ACROSS scatter
- *     top-k             ALL_GATHER   sparse gather
- *                       BALANCED     sparse trade,  sparse publish
- *     PowerSGD          P all-reduce,  Q all-reduce
+ *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/topk.c
+ *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
+ *     PowerSGD                 P,  Q                         strategy/powersgd.c
  *
- * With hierarchical, top-k takes the place of the middle step. The part of a bucket that this rank
- * then exchanges, its hop, is a slice; without nodes it is the bucket. The part of one parameter in
- * the hop is a portion, and each is compressed by itself, so that without nodes what is sent does
- * not depend on how parameters are put into buckets:
+ * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
+ * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
+ * each portion is compressed by itself, so that without nodes what is sent does not depend on how
+ * parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     hop of ranks 0 and 2         | a               | b    |
@@ -12050,107 +11396,44 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtr
  *
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
-/* ---- Checks -----------------------------------------------------------------------------------*/
-
-static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
-
-static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    if (desc->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
-                           (unsigned)desc->sparse_exchange);
-    if (!dtrain__is_share(desc->topk_ratio))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: topk_ratio is %g; expected a share above 0, at most 1", call,
-                           (double)desc->topk_ratio);
-    if (desc->warmup_steps &&
-        (!dtrain__is_share(desc->warmup_ratio) || desc->warmup_ratio < desc->topk_ratio))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: warmup_ratio is %g; a warm-up begins at topk_ratio (%g) or above, "
-                           "at most at 1",
-                           call, (double)desc->warmup_ratio, (double)desc->topk_ratio);
-    if (!(desc->topk_momentum >= 0 && desc->topk_momentum < 1))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: topk_momentum is %g; expected 0 (off) or below 1", call,
-                           (double)desc->topk_momentum);
-    if (desc->topk_momentum > 0 && desc->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum gathers velocity in the residual, and "
-                           "no_error_feedback is set",
-                           call);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    if (desc->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: powersgd_rank is %u; expected 1 to %d", call,
-                           (unsigned)desc->powersgd_rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    if (desc->hierarchical)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
-                           "matrices; use DTRAIN_COMPRESSION_TOPK or reduce_dtype with it",
-                           call);
-    if (desc->reduce_dtype != DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
-                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
-    if (desc->compression > DTRAIN_COMPRESSION_POWERSGD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
-                           (unsigned)desc->compression);
-    if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
-                           "compression is not DTRAIN_COMPRESSION_TOPK",
-                           call);
-    if (!desc->compression && desc->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: no_error_feedback is set, and there is no compression", call);
-    if (desc->dense_below < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dense_below is %lld", call,
-                           (long long)desc->dense_below);
-    if (topk) return dtrain__check_topk(desc);
-    return desc->compression ? dtrain__check_powersgd(desc) : DTRAIN_OK;
-}
-
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
 {
-    return desc->compression == DTRAIN_COMPRESSION_TOPK &&
-           desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    return how->kind == DTRAIN_COMPRESSION_TOPK &&
+           how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
-/* In the step after `step` others; those without compression come first. */
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step)
+/* The number of steps at the beginning that are not compressed. */
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
 {
-    const double end = (double)desc->topk_ratio, begin = (double)desc->warmup_ratio;
-    const uint64_t i = step - desc->dense_steps;
-    if (i >= desc->warmup_steps) return end;
-    return begin * pow(end / begin, (double)i / (double)desc->warmup_steps);
+    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-static double dtrain__largest_ratio(const dtrain_strategy_desc *desc)
+/* The share that is sent in the step after `step` others. It falls geometrically from warmup_ratio
+ * to topk_ratio once the steps without compression are over. */
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step)
 {
-    return (double)(desc->warmup_steps ? desc->warmup_ratio : desc->topk_ratio);
+    const double end = (double)how->topk_ratio, begin = (double)how->warmup_ratio;
+    const uint64_t i = step - dtrain__dense_steps(how);
+    if (i >= how->warmup_steps) return end;
+    return begin * pow(end / begin, (double)i / (double)how->warmup_steps);
 }
 
+/* The largest share of all steps, which memory is made for. */
+static double dtrain__largest_ratio(const dtrain_compression_desc *how)
+{
+    return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
+}
+
+/* The number of elements that are selected of count. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Elements of a block. */
+/* Counts the elements of a block. */
 static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
                                  double ratio)
 {
@@ -12160,11 +11443,13 @@ static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__spa
     return count;
 }
 
+/* 32-bit words of the values of a block. */
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
     return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
+/* 32-bit words of a block: values, then indices. */
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
 {
     return dtrain__value_words(layout, selected) + selected;
@@ -12176,7 +11461,8 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
-    return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
+    return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
+                                                    : 8 / (item * layout->hop_ranks);
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -12189,16 +11475,16 @@ DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const 
     layout->portions = NULL;
 }
 
-/* Fills in what is compressed of it and how; otherwise it is dense. */
+/* Decides how a portion is compressed, or that it is dense. */
 static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)desc->powersgd_rank, regions = layout->hop_ranks;
+    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
     portion->dense = true;
     portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
+    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return;
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
         portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
@@ -12206,12 +11492,13 @@ static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *
     }
     if (portion->count > INT32_MAX) return; /* indices have 32 bits */
     portion->dense = false;
-    if (!dtrain__is_balanced(desc)) return;
+    if (!dtrain__is_balanced(how)) return;
     portion->region = (portion->count + regions - 1) / regions;
     const int64_t last = portion->count - (regions - 1) * portion->region;
-    portion->dense = last < dtrain__quota(dtrain__largest_ratio(desc), portion->region);
+    portion->dense = last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
+/* Appends the part of a parameter that lies in this rank's hop, if there is one. */
 static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
 {
     const dtrain_param *p = &layout->params[index];
@@ -12231,15 +11518,17 @@ static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucke
     if (portion->dense) {
         sparse->dense_count += portion->count;
     } else if (portion->rows) {
-        sparse->p_count += portion->rows * (int64_t)layout->desc->powersgd_rank;
-        sparse->q_count += portion->columns * (int64_t)layout->desc->powersgd_rank;
+        sparse->p_count += portion->rows * (int64_t)layout->compression->powersgd_rank;
+        sparse->q_count += portion->columns * (int64_t)layout->compression->powersgd_rank;
     } else {
-        const int64_t most = dtrain__quota(dtrain__largest_ratio(layout->desc), portion->count);
+        const int64_t most =
+            dtrain__quota(dtrain__largest_ratio(layout->compression), portion->count);
         sparse->largest = dtrain__max(sparse->largest, most);
     }
     layout->portion_count++;
 }
 
+/* Cuts all buckets of a layout into portions. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
@@ -12248,7 +11537,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
                                                      "compressed buckets");
     if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
-    const double largest = dtrain__largest_ratio(layout->desc);
+    const double largest = dtrain__largest_ratio(layout->compression);
     const double masked = dtrain__masked_share(layout);
     const double sparse_share = largest < masked ? largest : masked;
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -12256,7 +11545,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
         dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
         sparse->first = layout->portion_count;
         for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-            if (layout->params[i].storage == &layout->params[i] && layout->entries[i].bucket == b)
+            if (layout->params[i].state.storage == &layout->params[i] &&
+                layout->entries[i].bucket == b)
                 dtrain__layout_portion(layout, bucket, i);
         sparse->end = layout->portion_count;
         sparse->room = dtrain__selection(layout, sparse, sparse_share);
@@ -12264,21 +11554,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
+/* The memory of one bucket. */
 static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     dtrain__sparse *sparse = bucket->sparse;
-    const bool low = desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
-    const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
+    const bool masked = dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
     const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
     const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
-    if (!desc->no_error_feedback) {
+    if (!how->no_error_feedback) {
         sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
         layout->state_bytes += (uint64_t)kept * 4;
     }
-    if (desc->topk_momentum > 0) {
+    if (how->topk_momentum > 0) {
         sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
         layout->state_bytes += (uint64_t)kept * 4;
     }
@@ -12288,12 +11579,13 @@ static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *buc
     sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
     layout->state_bytes += (uint64_t)sparse->q_count * 4;
     if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    if (dtrain__is_balanced(desc))
+    if (dtrain__is_balanced(how))
         sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
     sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
     sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
 }
 
+/* The memory of all buckets, and the places of PowerSGD's factors in it. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
     layout->state_bytes = 0;
@@ -12306,44 +11598,89 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
             if (portion->dense || !portion->rows) continue;
             portion->p = dtrain__after(sparse->dense, p_at);
             portion->q = dtrain__after(sparse->q, q_at);
-            p_at += portion->rows * (int64_t)layout->desc->powersgd_rank;
-            q_at += portion->columns * (int64_t)layout->desc->powersgd_rank;
+            p_at += portion->rows * (int64_t)layout->compression->powersgd_rank;
+            q_at += portion->columns * (int64_t)layout->compression->powersgd_rank;
         }
     }
 }
 
+/* Bytes that this rank sends for a bucket when compression is in full force. */
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
         return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
                             DTRAIN_DTYPE_F32, ranks) +
                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    const uint64_t dense =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
-    const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
-    if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
+    const uint64_t dense = dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count,
+                                        layout->desc->reduce_dtype, ranks);
+    const int64_t selected = dtrain__selection(layout, sparse, (double)how->topk_ratio);
+    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
         return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                     DTRAIN_DTYPE_F32, ranks);
     const uint64_t once =
         dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
                      DTRAIN_DTYPE_F32, ranks);
-    return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
+    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
+}
+
+/* ---- Dense portions ---------------------------------------------------------------------------*/
+
+/* Packs the dense portions of a bucket together as they travel, or back. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 bool back)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &layout->portions[i];
+        float *grad = bucket->grads + portion->first;
+        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
+        if (!portion->dense) continue;
+        if (dtype == DTRAIN_DTYPE_F32)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
+                                           back ? (float *)(void *)packed : grad,
+                                           (size_t)portion->count * unit));
+        else if (back)
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
+        else
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
+        if (back) DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, portion->count));
+    }
+    return DTRAIN_OK;
+}
+
+/* Starts the all-reduce of the dense elements and, behind them, `more` others that are packed
+ * already. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->dense, sparse->dense,
+                             (size_t)(sparse->dense_count + more),
+                             (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), work);
 }
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Random directions, the same on every rank. */
+/* Starts a portion's Q with random directions, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
-    const int64_t count = portion->columns * (int64_t)strategy->desc.powersgd_rank;
+    const int64_t count = portion->columns * (int64_t)strategy->layout.compression->powersgd_rank;
     float *seed = sparse->q_seed + (portion->q - sparse->q);
-    dtrain_orthogonalize_args args = {portion->columns, (int64_t)strategy->desc.powersgd_rank,
-                                      seed};
+    dtrain_orthogonalize_args args = {portion->columns,
+                                      (int64_t)strategy->layout.compression->powersgd_rank, seed};
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
@@ -12353,10 +11690,11 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
 }
 
+/* Lists what compression keeps, for dtrain_strategy_compression, and starts it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (!layout->compresses) return DTRAIN_OK;
+    if (!layout->compression) return DTRAIN_OK;
     strategy->states = (dtrain_compression_state *)dtrain__alloc(
         &strategy->allocator, strategy->param_count, sizeof *strategy->states,
         "states of compression");
@@ -12402,13 +11740,20 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
  * src/strategy/topk.c
  * ==============================================================================================*/
 
-/* Top-k: selecting. */
+/* Top-k
+ *
+ * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
+ * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
+ *
+ *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
+ *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
+ *                  select of the sum        all-gather         add all regions' blocks */
 
-/* Quotas and places in the blocks of this step. */
+/* Decides how much of each portion is selected in this step, and where it stands in a block. */
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const double ratio = dtrain__ratio_of(&strategy->desc, strategy->sync_count);
+    const double ratio = dtrain__ratio_of(layout->compression, strategy->sync_count);
     dtrain__sparse *sparse = bucket->sparse;
     sparse->masked = ratio >= dtrain__masked_share(layout);
     sparse->selected = 0;
@@ -12428,7 +11773,7 @@ typedef struct dtrain__picks {
     int32_t *indices;
 } dtrain__picks;
 
-/* Of portion, in the block at `words`. */
+/* Finds the place of a portion's selection in the block at `words`. */
 static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                       const dtrain__portion *portion, uint32_t *words)
 {
@@ -12449,7 +11794,7 @@ static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, i
     return strategy->device->ops->scatter_add(strategy->device, &args);
 }
 
-/* Values become what travels; what rounding takes away goes back to the residual. */
+/* Rounds selected values to what travels; what rounding takes away goes back to the residual. */
 static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t count, int64_t k,
                                          const dtrain__picks *picks, float *residual)
 {
@@ -12461,7 +11806,8 @@ static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t coun
     return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
-/* The quota of elements [offset, offset + count) of a portion, gradient and residual together. */
+/* Selects the quota of elements [offset, offset + count) of a portion, from gradient and residual
+ * together. */
 static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                     const dtrain__portion *portion, int64_t offset, int64_t count,
                                     bool with_velocity, const dtrain__picks *picks)
@@ -12477,7 +11823,7 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     args.values = picks->values;
     args.indices = picks->indices;
     args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    args.momentum = strategy->desc.topk_momentum;
+    args.momentum = strategy->layout.compression->topk_momentum;
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     return dtrain__round_picks(strategy, count, portion->quota, picks, args.residual);
 }
@@ -12495,14 +11841,14 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
                                        (size_t)portion->count * sizeof(float));
 }
 
-/* What a selected value counts in the mean. */
-static float dtrain__term(const dtrain_strategy *strategy)
+/* The factor of a selected value in the mean. */
+static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    return 1.0f / (float)(dtrain__sums_first(strategy) ? layout->all : layout->hop_ranks);
+    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
 }
 
-/* Masked: the hop keeps what is selected, times 1/N, and is summed up whole. */
+/* Sends a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -12516,15 +11862,15 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
         DTRAIN__TRY(dtrain__select(strategy, bucket, portion, 0, portion->count, true, &picks));
         DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, portion));
         DTRAIN__TRY(dtrain__scatter(strategy, portion->count, portion->quota,
-                                    dtrain__term(strategy), &picks,
+                                    dtrain__term(strategy, bucket), &picks,
                                     bucket->grads + portion->first));
     }
-    return dtrain_all_reduce(dtrain__hop_comm(strategy), hop, hop, (size_t)bucket->hop_count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
-                             dtrain__reduce_works(strategy, bucket));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
+                             (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                             bucket->reduces);
 }
 
-/* ---- Top-k: exchanging ------------------------------------------------------------------------*/
+/* ---- Exchanging ------------------------------------------------------------------------*/
 
 /* Selects of region r of every portion, or of all of it, into a block. */
 static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
@@ -12561,6 +11907,7 @@ static dtrain_result dtrain__add_block(dtrain_strategy *strategy, dtrain__bucket
     return DTRAIN_OK;
 }
 
+/* Clears the gradients that selections will be added to. */
 static dtrain_result dtrain__zero_portions(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -12570,7 +11917,7 @@ static dtrain_result dtrain__zero_portions(dtrain_strategy *strategy, dtrain__bu
     return DTRAIN_OK;
 }
 
-/* All ranks' blocks, in rank order, become the mean; those of regions lie side by side. */
+/* Adds all ranks' blocks up to the mean, in rank order; blocks of regions lie side by side. */
 static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                         bool regions, uint32_t *blocks)
 {
@@ -12578,38 +11925,38 @@ static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucke
     const int64_t words = dtrain__block_words(layout, bucket->sparse->selected);
     DTRAIN__TRY(dtrain__zero_portions(strategy, bucket));
     for (int r = 0; r < layout->hop_ranks; r++)
-        DTRAIN__TRY(dtrain__add_block(strategy, bucket, regions ? r : 0, dtrain__term(strategy),
-                                      blocks + r * words));
+        DTRAIN__TRY(dtrain__add_block(strategy, bucket, regions ? r : 0,
+                                      dtrain__term(strategy, bucket), blocks + r * words));
     return DTRAIN_OK;
 }
 
-/* This rank's block is in its place among all. */
+/* Gathers all ranks' blocks; this rank's is in its place among them. */
 static dtrain_result dtrain__gather_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                            dtrain_comm *comm, uint32_t *blocks)
 {
     const size_t words = (size_t)dtrain__block_words(&strategy->layout, bucket->sparse->selected);
     if (words == 0) return DTRAIN_OK;
     return dtrain_all_gather(comm, blocks + (size_t)strategy->layout.hop_rank * words, blocks,
-                             words, DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
+                             words, DTRAIN_DTYPE_I32, bucket->reduces);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy,
-                                                          dtrain__bucket *bucket)
+/* ALL_GATHER: everybody's selection to everybody. */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_gather_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
     dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__dense_start(strategy, bucket, 0, &dtrain__reduce_works(strategy, bucket)[1]));
+    DTRAIN__TRY(dtrain__dense_start(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
     const int64_t words = dtrain__block_words(layout, sparse->selected);
     DTRAIN__TRY(
         dtrain__select_block(strategy, bucket, 0, true, sparse->in + layout->hop_rank * words));
-    return dtrain__gather_blocks(strategy, bucket, dtrain__hop_comm(strategy), sparse->in);
+    return dtrain__gather_blocks(strategy, bucket, dtrain__hop_comm(strategy, bucket), sparse->in);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_gather_end(dtrain_strategy *strategy,
+                                                      dtrain__bucket *bucket)
 {
     if (!bucket->sparse->masked)
         DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, false, bucket->sparse->in));
@@ -12617,26 +11964,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strateg
 }
 
 /* BALANCED: the largest of every region to its owner ... */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
     dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__dense_start(strategy, bucket, 0, &dtrain__reduce_works(strategy, bucket)[1]));
+    DTRAIN__TRY(dtrain__dense_start(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
     const int64_t words = dtrain__block_words(layout, sparse->selected);
     for (int r = 0; r < layout->hop_ranks; r++)
         DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
     if (words == 0) return DTRAIN_OK;
-    return dtrain_all_to_all(dtrain__hop_comm(strategy), sparse->out, sparse->in, (size_t)words,
-                             DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
+    return dtrain_all_to_all(dtrain__hop_comm(strategy, bucket), sparse->out, sparse->in,
+                             (size_t)words, DTRAIN_DTYPE_I32, bucket->reduces);
 }
 
 /* ... who adds them up, in rank order, where its region of the gradients was ... */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
@@ -12652,8 +11998,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy
 
 /* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
  * the owner's new residual. */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
@@ -12664,8 +12010,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *stra
     return dtrain__gather_blocks(strategy, bucket, strategy->groups[DTRAIN__SECOND], sparse->out);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
 {
     if (bucket->sparse->masked) return DTRAIN_OK;
     return dtrain__add_blocks(strategy, bucket, true, bucket->sparse->out);
@@ -12687,9 +12033,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strate
 
 #define DTRAIN__TRACE 1e-20f
 
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, const float *a, int64_t lda,
-                                              const float *b, int64_t ldb, float *c, int64_t ldc)
+/* c (m, n) = a b, with leading dimensions. */
+static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
+                                     int64_t n, int64_t k, const float *a, int64_t lda,
+                                     const float *b, int64_t ldb, float *c, int64_t ldc)
 {
     dtrain_gemm_args args;
     memset(&args, 0, sizeof args);
@@ -12708,18 +12055,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
-/* M (rows, columns), where it lies. */
+/* M (rows, columns) is the residual, to which the gradient is added, or without error feedback the
+ * gradient itself. */
 static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
 {
     if (!bucket->sparse->residual) return bucket->grads + portion->first;
     return bucket->sparse->residual + portion->first - bucket->hop_first;
 }
 
+/* P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
                                sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
     if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
@@ -12734,28 +12083,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
         DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
                                     portion->columns, portion->q, rank, portion->p, rank));
     }
-    return dtrain__dense_start(strategy, bucket, sparse->p_count,
-                               dtrain__reduce_works(strategy, bucket));
+    return dtrain__dense_start(strategy, bucket, sparse->p_count, bucket->reduces);
 }
 
+/* Orthonormalises the columns of the mean P. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
     DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, true));
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
-        dtrain_orthogonalize_args args = {portion->rows, (int64_t)strategy->desc.powersgd_rank,
-                                          portion->p};
+        dtrain_orthogonalize_args args = {
+            portion->rows, (int64_t)strategy->layout.compression->powersgd_rank, portion->p};
         if (portion->dense) continue;
         DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
     }
     return DTRAIN_OK;
 }
 
+/* Q = M^T P. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         if (portion->dense) continue;
@@ -12766,13 +12116,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
     if (sparse->q_count == 0) return DTRAIN_OK;
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
                              (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
-                             dtrain__reduce_works(strategy, bucket));
+                             bucket->reduces);
 }
 
+/* The gradient is what P and the mean Q say; what they leave of M is the residual. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);
@@ -12787,65 +12138,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
 }
 
 /* ================================================================================================
- * src/strategy/ways.c
- * ==============================================================================================*/
-
-/* Ways. */
-
-static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin,
-                                                     dtrain__step_nothing, false, false};
-static const dtrain__step dtrain__by_across = {dtrain__across_begin, dtrain__across_end, false,
-                                               false};
-static const dtrain__step dtrain__by_across_scatter = {dtrain__across_scatter_begin,
-                                                       dtrain__across_scatter_end, false, false};
-static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, dtrain__step_nothing,
-                                                    false, false};
-static const dtrain__step dtrain__by_sparse_gather = {dtrain__sparse_gather_begin,
-                                                      dtrain__sparse_gather_end, false, false};
-static const dtrain__step dtrain__by_sparse_trade = {dtrain__sparse_trade_begin,
-                                                     dtrain__sparse_trade_end, false, false};
-static const dtrain__step dtrain__by_sparse_publish = {dtrain__sparse_publish_begin,
-                                                       dtrain__sparse_publish_end, false, false};
-static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false, false};
-static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false, false};
-
-DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
-                                             const dtrain__step **way)
-{
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    const bool nodes = strategy->layout.node_ranks > 1;
-    const bool compresses =
-        strategy->layout.compresses && !sharded && strategy->sync_count >= desc->dense_steps;
-    if (!nodes && !compresses) return false;
-    if (nodes) *way++ = &dtrain__by_node_scatter;
-    if (sharded) *way++ = &dtrain__by_across_scatter;
-    else if (!compresses) *way++ = &dtrain__by_across;
-    else if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
-        *way++ = &dtrain__by_p;
-        *way++ = &dtrain__by_q;
-    } else if (dtrain__is_balanced(desc)) {
-        *way++ = &dtrain__by_sparse_trade;
-        *way++ = &dtrain__by_sparse_publish;
-    } else *way++ = &dtrain__by_sparse_gather;
-    if (nodes && !sharded) *way++ = &dtrain__by_node_gather;
-    return true;
-}
-
-/* ================================================================================================
  * src/strategy/offload.c
  * ==============================================================================================*/
 
 /* Offload
  *
+ * A shard that is kept in host memory has another home (dtrain__home) than device memory; all that
+ * the roads of gradients and values know of it is the calls of that table.
+ *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
- *     down                            | shard of 2 -> host   | shard of 1 -> host ...
+ *     down                            | put shard of 2       | put shard of 1 ...
  *     CPU                             (add it, in later micro-batches)          | norm | update
+ *     up                                                                        | new values
  *
  * A copy to the host is queued behind what compute has queued, and compute waits for it before the
- * buffer it reads is made anew. A shard of a later micro-batch comes to one of two landings and is
- * added when that landing is wanted again, or at the end of the backward. */
+ * buffer it reads is made anew (vacate). The shard of a later micro-batch arrives in one of two
+ * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
+ * the backward (settle). */
 
-/* Work queued on `later` from now on comes after all that is queued on `earlier` so far. */
+/* Orders two streams: work queued on `later` from now on comes after all that is queued on
+ * `earlier` so far. */
 DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                                     dtrain_stream *earlier)
 {
@@ -12873,6 +12185,88 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
     }
 }
 
+/* ---- The home of a shard in host memory -------------------------------------------------------*/
+
+/* Adds what has arrived in a landing to the shard that it is of. */
+static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain__bucket *bucket = offload->landed[i];
+    if (!bucket) return DTRAIN_OK;
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    offload->landed[i] = NULL;
+    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    return offload->cpu->ops->add(offload->cpu, &add);
+}
+
+/* grad_shard = or += result (device memory), soon. */
+static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const float *result, bool add)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    const uint32_t i = offload->turn;
+    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
+    if (bytes == 0) return DTRAIN_OK;
+    if (add) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    float *to = add ? strategy->layout.landing[i] : bucket->grad_shard;
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
+                                        offload->down));
+    if (!add) return DTRAIN_OK;
+    offload->landed[i] = bucket;
+    offload->turn = 1 - i;
+    return device->ops->event_record(device, offload->arrived[i], offload->down);
+}
+
+/* For the other replicas: what the micro-batches have summed up comes back to the device. */
+static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
+{
+    for (uint32_t i = 0; i < 2; i++)
+        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
+                                             (size_t)bucket->shard_count * sizeof(float),
+                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
+}
+
+/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
+static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    DTRAIN__TRY(dtrain__host_vacate(strategy));
+    if (strategy->more) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
+    return dtrain__event_await(strategy, offload->arrived[0]);
+}
+
+/* A value shard to its place among the gathered values; behind those that used the slot, and before
+ * the collective. */
+static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return strategy->device->ops->copy_async(
+        strategy->device, bucket->values + bucket->shard_first, bucket->value_shard,
+        (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+static const dtrain__home dtrain__homes[] = {
+    {false, NULL, NULL, NULL, NULL, NULL},
+    {true, dtrain__host_put, dtrain__host_get, dtrain__host_vacate, dtrain__host_settle,
+     dtrain__host_bring},
+};
+
+DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain__homes[host]; }
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+/* Makes the CPU device, streams and events, if anything is offloaded. */
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -12908,74 +12302,984 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Adds what has arrived in a landing to the shard that it is of. */
-DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+/* Page-locked memory of an optimizer that works there: states, master copies of values that are on
+ * the device, and two stages for gradients that are; *stage: elements of one. */
+DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+                                                 int64_t *stage)
 {
-    dtrain__offload *offload = &strategy->offload;
-    dtrain__bucket *bucket = offload->landed[i];
-    if (!bucket) return DTRAIN_OK;
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
-                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    offload->landed[i] = NULL;
-    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
-    return offload->cpu->ops->add(offload->cpu, &add);
+    uint64_t bytes = 0;
+    *stage = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        int64_t offset, count;
+        if (!dtrain__piece(layout, i, &offset, &count)) continue;
+        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+        const bool master = !(bucket->sharded && bucket->value_home->host);
+        const int64_t some = dtrain__min(dtrain__padded(count), DTRAIN__PIECE);
+        bytes += (uint64_t)dtrain__padded(count) * sizeof(float) * (states + (master ? 1 : 0));
+        if (!(bucket->grad_home->host)) *stage = dtrain__max(*stage, some);
+    }
+    return bytes + 2 * (uint64_t)*stage * sizeof(float);
 }
 
-/* shard (shard_count, host memory) = or += result (device memory), soon. */
-DTRAIN__PRIVATE dtrain_result dtrain__shard_to_host(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const float *result,
-                                                    bool accumulate)
+/* ================================================================================================
+ * src/strategy/layout.c
+ * ==============================================================================================*/
+
+/* The layout
+ *
+ * It says which parameters travel together, and who keeps what of them: a pure function of what all
+ * ranks have in common. They need not exchange it, and a plan can make one without ranks.
+ *
+ * The row of the kind decides the rest:                                  state  grads  params
+ *     DDP: buckets by size, last parameter first, everything whole       -      -      -
+ *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
+ *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
+ *     made in one of two buffers that take turns ("work"), and what
+ *     is reduced of them is kept apart, in shards
+ *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
+ *     buffers that take turns ("slots"); unit u uses number u % 2, so
+ *     that its addresses are the same whenever it is there
+ *     ZERO3: slices end where tensors end                                owner  owner  owner
+ *
+ *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
+ *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
+ *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
+ *
+ * Buckets are launched in their order: units from the last to the first, then what several units
+ * share, then what is whole. Frozen parameters of sharded units have buckets of their own, which
+ * are gathered and never reduced. */
+
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    const uint32_t i = offload->turn;
-    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
-    if (bytes == 0) return DTRAIN_OK;
-    if (accumulate) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    float *to = accumulate ? strategy->layout.landing[i] : bucket->grad_shard;
-    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
-    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
-                                        offload->down));
-    if (!accumulate) return DTRAIN_OK;
-    offload->landed[i] = bucket;
-    offload->turn = 1 - i;
-    return device->ops->event_record(device, offload->arrived[i], offload->down);
+    return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
+                     sizeof(float));
 }
 
-/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
-DTRAIN__PRIVATE dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
+/* Place of a unit in the order; a new one gets the next place. */
+static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    if (!strategy->layout.host_grads) return DTRAIN_OK;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
-    if (strategy->more) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
-    return dtrain__event_await(strategy, offload->arrived[0]);
+    for (size_t i = layout->unit_count; i-- > 0;)
+        if (layout->units[i].id == id) return (uint32_t)i;
+    dtrain__unit *unit = &layout->units[layout->unit_count];
+    unit->id = id;
+    unit->trainable = unit->frozen = DTRAIN__NONE;
+    unit->kept = layout->desc->keep_after_forward;
+    for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
+        if (layout->desc->kept_units[i] == id) unit->kept = true;
+    return (uint32_t)layout->unit_count++;
+}
+
+/* Fills in the unit of each storage, NONE for one that several use, and who is trainable. */
+static void dtrain__lay_units(dtrain__layout *layout)
+{
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
+        const uint32_t unit = dtrain__unit_index(layout, p->unit);
+        entry->trainable = dtrain__is_trainable(p);
+        entry->bucket = DTRAIN__NONE;
+        if (p->state.storage == p) entry->unit = unit;
+        else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
+        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below;
+    }
+}
+
+/* The largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
+ * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). order (count) and
+ * load (ranks) are scratch. */
+static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t *load)
+{
+    size_t count = 0;
+    memset(load, 0, (size_t)layout->ranks * sizeof *load);
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        size_t at = count;
+        if (p->state.storage != p || layout->entries[i].whole) continue;
+        for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
+            order[at] = order[at - 1];
+        order[at] = (uint32_t)i;
+        count++;
+    }
+    for (size_t k = 0; k < count; k++) {
+        int least = 0;
+        for (int r = 1; r < layout->ranks; r++)
+            if (load[r] < load[least]) least = r;
+        layout->owners[order[k]] = (uint32_t)least;
+        load[least] += dtrain__padded(layout->params[order[k]].count);
+    }
+}
+
+/* Opens an empty bucket. first_run: the first rank that owns something of it. */
+static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
+                                          bool sharded, int first_run)
+{
+    dtrain__bucket *bucket = &layout->buckets[layout->bucket_count];
+    memset(bucket, 0, sizeof *bucket);
+    bucket->unit = unit;
+    bucket->trainable = trainable;
+    bucket->sharded = sharded;
+    bucket->first_param = DTRAIN__NONE;
+    if (sharded && layout->cuts)
+        bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
+    for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
+    layout->bucket_count++;
+    return bucket;
+}
+
+static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, size_t index)
+{
+    dtrain__entry *entry = &layout->entries[index];
+    entry->bucket = (uint32_t)(bucket - layout->buckets);
+    entry->offset = bucket->count;
+    bucket->count += dtrain__padded(layout->params[index].count);
+}
+
+/* Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
+ * nodes have summed up it keeps, where buckets are sharded, part m:
+ *
+ *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
+ *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
+static void dtrain__bucket_hop(const dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const int64_t nodes = layout->hop_ranks, local = layout->all_rank % layout->node_ranks;
+    bucket->hop_first = 0;
+    bucket->hop_count = bucket->count;
+    if (layout->node_ranks == 1) return;
+    bucket->hop_count =
+        bucket->sharded
+            ? bucket->shard_count * nodes
+            : dtrain__padded((bucket->count + layout->node_ranks - 1) / layout->node_ranks);
+    bucket->hop_first = bucket->hop_count * local;
+    if (bucket->sharded)
+        bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
+    else bucket->count = bucket->shard_count = bucket->hop_count * layout->node_ranks;
+}
+
+/* Closes a bucket and decides who keeps what: slices of equal length, or cuts where owners
+ * change. */
+static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const int64_t ranks = layout->ranks;
+    bucket->shard_first = 0;
+    bucket->shard_count = bucket->count;
+    if (bucket->sharded && bucket->cuts) {
+        bucket->shard_first = bucket->cuts[layout->rank];
+        bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
+    } else if (bucket->sharded) {
+        bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
+        bucket->count = bucket->shard_count * ranks;
+        bucket->shard_first = bucket->shard_count * layout->rank;
+    }
+    dtrain__bucket_hop(layout, bucket);
+}
+
+/* Makes the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
+ * use); NONE if there are none. */
+static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
+{
+    const int runs = layout->owners ? layout->ranks : 1;
+    dtrain__bucket *bucket = NULL;
+    for (int r = 0; r < runs; r++) {
+        if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
+        for (size_t i = 0; i < layout->count; i++) {
+            const dtrain__entry *entry = &layout->entries[i];
+            if (layout->params[i].state.storage != &layout->params[i] || entry->whole) continue;
+            if (entry->unit != unit || entry->trainable != trainable) continue;
+            if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
+            if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
+            dtrain__bucket_add(layout, bucket, i);
+        }
+    }
+    if (!bucket) return DTRAIN__NONE;
+    if (bucket->cuts) bucket->cuts[runs] = bucket->count;
+    dtrain__bucket_cut(layout, bucket);
+    return (uint32_t)(bucket - layout->buckets);
+}
+
+/* Makes the buckets of kinds that shard gradients: every unit is one, and another for what is
+ * frozen in it. */
+static void dtrain__lay_unit_buckets(dtrain__layout *layout)
+{
+    for (size_t u = layout->unit_count; u-- > 0;) {
+        dtrain__unit *unit = &layout->units[u];
+        unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
+        if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
+    }
+    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
+    if (layout->shards.params)
+        layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+}
+
+/* Fills buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
+ * does. A tied
+ * gradient is final when its last use, the first entry of the group, is done: it travels at that
+ * entry's place. */
+static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
+{
+    const size_t first = layout->bucket_count;
+    dtrain__bucket *last = NULL;
+    for (size_t i = layout->count; i-- > 0;) {
+        const dtrain__entry *entry = &layout->entries[i];
+        if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
+        if (entry->whole == sharded) continue;
+        const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
+                                                             : layout->desc->bucket_bytes;
+        const size_t limit = cap / sizeof(float);
+        const int64_t length = dtrain__padded(layout->params[i].count);
+        if (!last || (last->count && (size_t)(last->count + length) > limit)) {
+            if (last) dtrain__bucket_cut(layout, last);
+            last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded, 0);
+        }
+        dtrain__bucket_add(layout, last, i);
+    }
+    if (last) dtrain__bucket_cut(layout, last);
+}
+
+/* Fills entries, buckets and units, all zeroed by the caller. */
+static void dtrain__lay_out(dtrain__layout *layout)
+{
+    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
+    dtrain__lay_units(layout);
+    if (layout->owners) /* cuts are scratch until they are filled */
+        dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
+                           layout->cuts);
+    if (layout->kind->shards.grads) dtrain__lay_unit_buckets(layout);
+    else dtrain__lay_size_buckets(layout, true);
+    dtrain__lay_size_buckets(layout, false);
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
+        entry->bucket = storage->bucket;
+        if (entry->bucket == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
+        bucket->last_param = (uint32_t)i;
+        if (!entry->trainable) continue;
+        storage->uses++;
+        bucket->uses++;
+    }
+}
+
+/* Fills in who is on which level. */
+static void dtrain__layout_grid(dtrain__layout *layout)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const int size = desc->hierarchical ? (int)desc->node_size : 0;
+    const bool nodes = size > 1 && size < layout->all;
+    layout->node_ranks = nodes ? size : 1;
+    layout->hop_ranks = nodes ? layout->all / size : layout->all;
+    layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
+    layout->compression = layout->all > 1 ? desc->compression : NULL;
+}
+
+/* Decides what is sharded, of what the kind shards: nothing on one rank, unless its shard is in
+ * host memory, and no gradients while they only add up. */
+static void dtrain__layout_classes(dtrain__layout *layout)
+{
+    const dtrain__classes *kind = &layout->kind->shards;
+    const dtrain_strategy_desc *desc = layout->desc;
+    const bool many = layout->ranks > 1;
+    dtrain__classes *shards = &layout->shards;
+    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
+    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
+    shards->params = kind->params && (many || layout->value_home->host);
+    shards->grads = kind->grads && (many || layout->grad_home->host) &&
+                    desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    shards->state = kind->state && (many || shards->params || shards->grads);
+}
+
+/* Makes the tables of a layout; dtrain__layout_free frees what there is of them, also after an
+ * error. Memory follows in dtrain__lay_memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank)
+{
+    const size_t cuts = (size_t)ranks + 1;
+    memset(layout, 0, sizeof *layout);
+    layout->params = params;
+    layout->count = count;
+    layout->desc = desc;
+    layout->kind = dtrain__row_of(desc->kind);
+    layout->ranks = ranks;
+    layout->rank = rank;
+    layout->all = all;
+    layout->all_rank = all_rank;
+    dtrain__layout_grid(layout);
+    dtrain__layout_classes(layout);
+    layout->entries =
+        (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
+    layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
+    layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
+    if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
+    if (layout->shards.state && layout->kind->owners) {
+        layout->owners =
+            (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
+        layout->cuts = (int64_t *)dtrain__alloc(a, count, cuts * sizeof *layout->cuts, "cuts");
+        if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
+    }
+    dtrain__lay_out(layout);
+    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    const size_t cuts = (size_t)layout->ranks + 1;
+    dtrain__layout_portions_free(layout, a);
+    dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
+    dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
+    dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
+    dtrain__free(a, layout->buckets, layout->count, sizeof *layout->buckets);
+    dtrain__free(a, layout->entries, layout->count, sizeof *layout->entries);
+}
+
+/* Does every rank have all of a tensor's value? */
+DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
+                                            const dtrain__entry *entry)
+{
+    return entry->bucket == DTRAIN__NONE || !layout->buckets[entry->bucket].sharded;
+}
+
+/* ---- Memory of a layout
+ *
+ * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
+ * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
+
+DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
+                                    size_t unit_bytes)
+{
+    char *memory = layout->memory[block];
+    void *piece = memory ? memory + layout->bytes[block] : NULL;
+    layout->bytes[block] += dtrain__round_up((size_t)count * unit_bytes, DTRAIN__CACHE_LINE);
+    return piece;
+}
+
+DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
+static uint16_t *dtrain__low_after(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
+
+static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
+{
+    return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
+}
+
+/* The buffers that take turns, one pair of each sort. */
+typedef struct dtrain__turns {
+    float *values[2], *grads[2];
+    uint16_t *low_values[2], *low_grads[2];
+} dtrain__turns;
+
+/* Two buffers of each sort, for the largest unit. */
+static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
+{
+    const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    int64_t values = 0, grads = 0;
+    dtrain__turns turns;
+    memset(&turns, 0, sizeof turns);
+    for (size_t u = 0; u < layout->unit_count; u++) {
+        const dtrain__unit *unit = &layout->units[u];
+        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
+        if (layout->shards.params && !unit->kept && both > values) values = both;
+        if (layout->shards.grads && trainable > grads) grads = trainable;
+    }
+    for (int i = 0; i < 2; i++) {
+        turns.values[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 4);
+        turns.grads[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 4);
+        if (low_values)
+            turns.low_values[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 2);
+        if (low_grads)
+            turns.low_grads[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 2);
+    }
+    return turns;
+}
+
+/* A bucket's values: whole and in place, or a shard and somewhere to gather it. */
+static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
+                               const dtrain__turns *turns)
+{
+    const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    bucket->value_home = dtrain__home_of(false);
+    if (!bucket->sharded) return;
+    if (!layout->shards.params) {
+        bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
+        bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
+        return;
+    }
+    bucket->value_home = layout->value_home;
+    bucket->value_shard = (float *)dtrain__carve(
+        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
+    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
+        bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
+        if (low)
+            bucket->low_values =
+                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
+        return;
+    }
+    const dtrain__unit *unit = &layout->units[bucket->unit];
+    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
+    bucket->slotted = true;
+    bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
+    bucket->low_values = dtrain__low_after(turns->low_values[bucket->unit & 1], first);
+}
+
+/* A bucket's gradients: where they are made, and where what is reduced of them is kept. */
+static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
+                              const dtrain__turns *turns)
+{
+    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool work = layout->shards.grads && bucket->sharded;
+    bucket->grad_home = work ? layout->grad_home : dtrain__home_of(false);
+    if (!bucket->trainable) return;
+    if (work && bucket->unit != DTRAIN__NONE) {
+        bucket->grads = turns->grads[bucket->unit & 1];
+        bucket->low_grads = turns->low_grads[bucket->unit & 1];
+    } else {
+        const int block = work ? DTRAIN__BUFFERS : DTRAIN__GRADS;
+        bucket->grads = (float *)dtrain__carve(layout, block, bucket->count, 4);
+        if (low)
+            bucket->low_grads =
+                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
+    }
+    bucket->work = work;
+    bucket->grad_shard =
+        work
+            ? (float *)dtrain__carve(layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS,
+                                     bucket->shard_count, 4)
+            : dtrain__after(bucket->grads, bucket->shard_first);
+}
+
+/* Two places in host memory, for the longest shard that is put there. */
+static void dtrain__lay_landings(dtrain__layout *layout)
+{
+    int64_t longest = 0;
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].grad_home->host)
+            longest = dtrain__max(longest, layout->buckets[b].shard_count);
+    for (int i = 0; i < 2; i++)
+        layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
+}
+
+/* Lays out all memory. Whole values that the library owns lie in registration order behind those of
+ * buckets. */
+DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
+{
+    for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
+    const dtrain__turns turns = dtrain__lay_turns(layout);
+    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__lay_values(layout, &layout->buckets[b], &turns);
+        dtrain__lay_grads(layout, &layout->buckets[b], &turns);
+    }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        dtrain__entry *entry = &layout->entries[i];
+        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
+        if (!p->value || entry->lends_value)
+            entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
+    }
+    dtrain__lay_landings(layout);
+    if (layout->compression) dtrain__lay_compression(layout);
+}
+
+/* The part of storage i that this rank updates; false if there is none. */
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count)
+{
+    const dtrain_param *p = &layout->params[i];
+    const dtrain__entry *entry = &layout->entries[i];
+    *offset = 0;
+    *count = p->count;
+    if (p->state.storage != p || !entry->trainable) return false;
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (!bucket->sharded) return true;
+    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
+    const int64_t high =
+        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
+    *offset = low - entry->offset;
+    *count = high - low;
+    return *count > 0;
+}
+
+/* Counts what this rank holds on the device, whoever allocated it. */
+DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
+                                          uint64_t *grads)
+{
+    *values = *grads = 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        const uint64_t whole = (uint64_t)bucket->count * 4,
+                       shard = (uint64_t)bucket->shard_count * 4;
+        if (bucket->sharded && !bucket->value_home->host)
+            *values += layout->shards.params ? shard : whole;
+        if (bucket->trainable && !bucket->grad_home->host) *grads += bucket->work ? shard : whole;
+    }
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_param *p = &layout->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        if (p->state.storage != p) continue;
+        const bool hosts = p->value && !entry->lends_value;
+        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
+        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
+    }
+}
+
+/* ================================================================================================
+ * src/strategy/params.c
+ * ==============================================================================================*/
+
+/* Parameters, units, buckets
+ *
+ * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
+ * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
+ * text per parameter, compared by hash).
+ *
+ *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
+ *     storage   0        1        2        0               head is an alias of wte
+ *
+ *     gradient region, one allocation, cut in buckets in launch order:
+ *         | b1 ... pad | w1 ........ pad |  | wte .................... pad |
+ *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
+ *
+ * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
+ * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
+ * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
+ * zero under the mean, so it costs bytes but never bits. */
+
+/* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
+DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
+{
+    return !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
+}
+
+DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
+{
+    int dims = 0;
+    while (dims < 4 && p->shape[dims]) dims++;
+    return dims;
+}
+
+/* ---- Hashes -----------------------------------------------------------------------------------*/
+
+/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
+{
+    const unsigned char *at = (const unsigned char *)bytes;
+    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* ---- Checking what the host registered --------------------------------------------------------*/
+
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
+                                                 const char *format, ...)
+{
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
+                       p->name ? p->name : "", text);
+}
+
+/* Makes count and shape agree; the host may have left either to the other. */
+static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
+{
+    const int dims = dtrain__param_dims(p);
+    size_t product = 1, bytes;
+    if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
+    for (int d = 0; d < 4; d++) {
+        if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
+            return dtrain__param_fail(p, index,
+                                      "shape (%lld, %lld, %lld, %lld) must be positive sizes "
+                                      "followed by zeros",
+                                      (long long)p->shape[0], (long long)p->shape[1],
+                                      (long long)p->shape[2], (long long)p->shape[3]);
+        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
+            return dtrain__param_fail(p, index, "the product of its shape overflows");
+    }
+    if (dims == 0) p->shape[0] = p->count;
+    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
+    if (dims && (size_t)p->count != product)
+        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                                  (long long)p->count, product);
+    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
+                                  (long long)p->count);
+    return DTRAIN_OK;
+}
+
+/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
+ * pass. An alias without a shape takes its target's. */
+static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
+{
+    dtrain_param *p = &params[index];
+    const uintptr_t distance = (uintptr_t)p->alias_of - (uintptr_t)params;
+    if (distance % sizeof *p || distance / sizeof *p >= index)
+        return dtrain__param_fail(p, index,
+                                  "alias_of must point to an earlier entry of the same array");
+    dtrain_param *storage = p->alias_of->state.storage;
+    if (p->count == 0 && p->shape[0] == 0) {
+        p->count = storage->count;
+        memcpy(p->shape, storage->shape, sizeof p->shape);
+    }
+    if (p->count != storage->count)
+        return dtrain__param_fail(
+            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
+            (long long)p->count, storage->name, (long long)storage->count);
+    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
+        return dtrain__param_fail(p, index,
+                                  "an alias shares value and grad of its target: leave its "
+                                  "own pointers NULL");
+    p->state.storage = storage;
+    return DTRAIN_OK;
+}
+
+/* Quadratic, once, over 64-bit hashes: a thousand parameters take a millisecond. */
+static dtrain_result dtrain__check_names(const dtrain_param *params, size_t count, uint64_t *hashes)
+{
+    for (size_t i = 0; i < count; i++) {
+        hashes[i] = dtrain__fnv1a(DTRAIN__FNV_BASIS, params[i].name, strlen(params[i].name));
+        for (size_t k = 0; k < i; k++)
+            if (hashes[k] == hashes[i] && strcmp(params[k].name, params[i].name) == 0)
+                return dtrain__param_fail(&params[i], i, "parameter %zu has the same name", k);
+    }
+    return DTRAIN_OK;
+}
+
+/* Checks the array and fills in its shapes, counts and states. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
+                                                     const dtrain_allocator *a)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        dtrain_param *p = &params[i];
+        if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
+        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
+            return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
+                                      (unsigned)p->flags);
+        if (p->init > DTRAIN_INIT_UNIFORM)
+            return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
+        DTRAIN__TRY(dtrain__resolve_shape(p, i));
+        memset(&p->state, 0, sizeof p->state);
+        p->state.storage = p;
+        p->state.index = (uint32_t)i;
+        if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
+        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
+        if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
+            return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
+    }
+    uint64_t *hashes = (uint64_t *)dtrain__alloc(a, count, sizeof *hashes, "name hashes");
+    if (!hashes) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = dtrain__check_names(params, count, hashes);
+    dtrain__free(a, hashes, count, sizeof *hashes);
+    return result;
+}
+
+/* ---- Ranks agree
+ *
+ * A call that fails on one rank only would leave the others waiting in its next collective. Calls
+ * that do local work in between therefore bring its outcome here: all ranks leave with success, or
+ * all with an error, and the communicator is as good as before. */
+
+typedef struct dtrain__verdict {
+    int32_t code;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__verdict;
+
+DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
+{
+    dtrain__verdict verdict;
+    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
+    if (dtrain_comm_size(comm) == 1) return mine;
+    memset(&verdict, 0, sizeof verdict);
+    verdict.code = (int32_t)mine;
+    snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    if (first == INT32_MAX) return DTRAIN_OK;
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
+    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
+    return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
+                       dtrain_comm_world_rank(comm, (int)first), verdict.text);
+}
+
+/* Do all ranks have the same value? One small all-reduce tells, without memory for all of them:
+ * since ~ reverses the order, the maximum of the complements is the complement of the minimum. */
+DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
+{
+    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
+    *common = true;
+    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    *common = pair[0] == ~pair[1];
+    return DTRAIN_OK;
+}
+
+/* Finds, of values that differ, the first rank that has what most have (a tie goes to the lower
+ * rank), and the first that has something else. gathered (size) is scratch. */
+DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
+                                               int *usual, int *odd)
+{
+    const int size = dtrain_comm_size(comm);
+    const int64_t mine = (int64_t)value;
+    int most = 0;
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
+    *usual = *odd = 0;
+    for (int i = 0; i < size; i++) {
+        int same = 0;
+        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
+        if (same > most) *usual = i;
+        if (same > most) most = same;
+    }
+    while (*odd < size - 1 && gathered[*odd] == gathered[*usual]) ++*odd;
+    return DTRAIN_OK;
+}
+
+/* ---- All ranks must have registered the same --------------------------------------------------*/
+
+#define DTRAIN__LINE_BYTES 768
+
+typedef struct dtrain__registration {
+    const dtrain_param *params;
+    size_t count;
+    const char *settings; /* of the strategy */
+} dtrain__registration;
+
+/* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
+static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
+{
+    const size_t room = DTRAIN__LINE_BYTES;
+    char origin[64];
+    memset(text, 0, room);
+    if (line == 0 || line > mine->count) {
+        if (line == 0) snprintf(text, room, "%s", mine->settings);
+        else snprintf(text, room, "only %zu parameters", mine->count);
+        return;
+    }
+    const dtrain_param *p = &mine->params[line - 1];
+    if (p->alias_of)
+        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
+    else if (p->value) snprintf(origin, sizeof origin, "values from the host");
+    else
+        snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
+                 (double)p->init_scale);
+    snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
+             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
+}
+
+/* The line's text may have cut a long name: the whole name is hashed too. */
+static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size_t line)
+{
+    char text[DTRAIN__LINE_BYTES];
+    dtrain__registration_line(mine, line, text);
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    if (line == 0 || line > mine->count) return hash;
+    const char *name = mine->params[line - 1].name; /* the line may have cut it */
+    return dtrain__fnv1a(hash, name, strlen(name));
+}
+
+/* Fails on all ranks with the line of the usual rank and that of the odd one. */
+static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
+                                                  const dtrain__registration *mine, size_t line,
+                                                  int64_t *gathered)
+{
+    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the desc";
+    int usual, odd;
+    dtrain__registration_line(mine, line, usual_text);
+    dtrain__registration_line(mine, line, odd_text);
+    DTRAIN__TRY(
+        dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, usual, NULL));
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, odd, NULL));
+    if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
+    return dtrain_fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
+        "the same on every rank",
+        what, dtrain_comm_world_rank(comm, usual), usual_text, dtrain_comm_world_rank(comm, odd),
+        odd_text);
+}
+
+/* One hash of everything when all is well; otherwise line by line, up to the first that
+ * differs. The outcome of each step is the same on all ranks, so they stay in step, and no
+ * memory is needed. */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
+                                                           const dtrain_param *params, size_t count,
+                                                           const char *settings, int64_t *gathered)
+{
+    const dtrain__registration mine = {params, count, settings};
+    int64_t lines = (int64_t)count + 1;
+    uint64_t all = DTRAIN__FNV_BASIS;
+    bool common;
+    for (size_t line = 0; line <= count; line++) {
+        const uint64_t hash = dtrain__registration_hash(&mine, line);
+        all = dtrain__fnv1a(all, &hash, sizeof hash);
+    }
+    DTRAIN__TRY(dtrain__is_common(comm, all, &common));
+    if (common) return DTRAIN_OK;
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    for (size_t line = 0; line < (size_t)lines; line++) {
+        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(&mine, line), &common));
+        if (!common) return dtrain__registration_differs(comm, &mine, line, gathered);
+    }
+    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
+                       "dtrain_strategy_create: registrations differ, but no line does");
+}
+
+/* ================================================================================================
+ * src/strategy/values.c
+ * ==============================================================================================*/
+
+/* Values of parameters: their first ones, and their hash. */
+
+/* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
+ * element) only: the same on every rank, for any slicing. */
+static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
+                               float *out)
+{
+    const float scale = p->init_scale;
+    switch (p->init) {
+    case DTRAIN_INIT_NORMAL:
+        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
+        break;
+    case DTRAIN_INIT_UNIFORM:
+        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
+                                    out);
+        break;
+    default:
+        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+        break;
+    }
+}
+
+#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
+
+/* value (count) = elements [first, first + count) of parameter p. */
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value)
+{
+    float staging[DTRAIN__STAGING_COUNT];
+    if (dtrain__on_host(device, value)) {
+        dtrain__init_block(p, seed, first, count, value);
+        return DTRAIN_OK;
+    }
+    if (p->init == DTRAIN_INIT_ZERO)
+        return device->ops->zero(device, value, (size_t)count * sizeof(float));
+    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
+        dtrain__init_block(p, seed, first + at, some, staging);
+        DTRAIN__TRY(device->ops->copy(device, value + at, staging, (size_t)some * sizeof(float),
+                                      DTRAIN_COPY_HOST_TO_DEVICE));
+    }
+    return DTRAIN_OK;
+}
+
+/* A step of the hash takes eight bytes and is a bijection, so one changed word always changes the
+ * result; the shift brings the upper half down, where a product alone would never carry it. */
+static uint64_t dtrain__hash_floats(uint64_t hash, const float *x, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += 2) {
+        uint64_t word = 0;
+        memcpy(&word, x + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash)
+{
+    const dtrain_device_ops *ops = device->ops;
+    float staging[DTRAIN__STAGING_COUNT];
+    *hash = DTRAIN__FNV_BASIS;
+    if (dtrain__on_host(device, p->value)) {
+        *hash = dtrain__hash_floats(*hash, p->value, p->count);
+        return DTRAIN_OK;
+    }
+    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+        DTRAIN__TRY(ops->copy(device, staging, p->value + at, (size_t)count * sizeof(float),
+                              DTRAIN_COPY_DEVICE_TO_HOST));
+        *hash = dtrain__hash_floats(*hash, staging, count);
+    }
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
  * src/strategy/settings.c
  * ==============================================================================================*/
 
-/* Settings. */
+/* Settings: zeros become defaults, and what does not go together is refused
+ *
+ * A field that a kind cannot honour is an error that names both, never a silent downgrade. Fields
+ * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
 
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void)
+/* ---- Defaults ---------------------------------------------------------------------------------*/
+
+static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
+
+/* *compression is memory for a copy of the desc's. */
+static void dtrain__resolve_zeros(dtrain_strategy_desc *desc, dtrain_compression_desc *compression)
 {
-    dtrain_strategy_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_STRATEGY_DDP;
-    desc.reshard_after_forward = true;
-    desc.optimizer_states = 2;
-    desc.first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
-    desc.bucket_bytes = DTRAIN__BUCKET_BYTES;
-    desc.powersgd_rank = 1;
-    desc.topk_ratio = 0.01f;
-    desc.warmup_ratio = 0.25f;
-    desc.dense_below = 1024;
-    desc.dense_steps = 10;
-    return desc;
+    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
+    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
+    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
+    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
+    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
+    if (!desc->first_bucket_bytes)
+        desc->first_bucket_bytes = desc->bucket_bytes < DTRAIN__FIRST_BUCKET_BYTES
+                                       ? desc->bucket_bytes
+                                       : DTRAIN__FIRST_BUCKET_BYTES;
+    if (!desc->compression) return;
+    *compression = *desc->compression;
+    desc->compression = compression;
+    compression->powersgd_rank = dtrain__or(compression->powersgd_rank, 1);
+    if (compression->topk_ratio == 0) compression->topk_ratio = 0.01f;
+    if (compression->warmup_ratio == 0) compression->warmup_ratio = 0.25f;
+    if (!compression->dense_below) compression->dense_below = 1024;
+    if (!compression->dense_steps) compression->dense_steps = 10;
+}
+
+/* The default of a desc whose kind is known. */
+DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
+                                                  const dtrain__kind_row *kind)
+{
+    if (desc->accumulation) return;
+    desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
+                         : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
+                                              : DTRAIN_ACCUMULATION_LAST;
+}
+
+/* ---- Fields alone -----------------------------------------------------------------------------*/
+
+typedef struct dtrain__bound {
+    bool wrong;
+    const char *field;
+    double value;
+    const char *expected;
+} dtrain__bound;
+
+static dtrain_result dtrain__check_bounds(const dtrain__bound *bounds, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_strategy_create: %s is %.9g; expected %s", bounds[i].field,
+                               bounds[i].value, bounds[i].expected);
+    return DTRAIN_OK;
 }
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
@@ -12983,208 +13287,188 @@ static bool dtrain__is_float_dtype(uint32_t dtype)
     return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16;
 }
 
-/* Fields that stand by themselves. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
+static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
+
+static dtrain_result dtrain__check_compression(const dtrain_compression_desc *how)
+{
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
+    const bool momentum = how->topk_momentum >= 0 && how->topk_momentum < 1;
+    const bool rises = !dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio;
+    const dtrain__bound bounds[] = {
+        {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
+         "a dtrain_compression"},
+        {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
+         (double)how->sparse_exchange, "a dtrain_sparse_exchange"},
+        {how->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS, "powersgd_rank",
+         (double)how->powersgd_rank, "at most DTRAIN_ORTHOGONALIZE_COLUMNS"},
+        {topk && !dtrain__is_share(how->topk_ratio), "topk_ratio", (double)how->topk_ratio,
+         "a share above 0, at most 1"},
+        {topk && how->warmup_steps && rises, "warmup_ratio", (double)how->warmup_ratio,
+         "at most 1, and a warm-up begins at topk_ratio or above"},
+        {topk && !momentum, "topk_momentum", (double)how->topk_momentum, "0 (off) or below 1"},
+        {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
+    };
+    DTRAIN__TRY(dtrain__check_bounds(bounds, sizeof bounds / sizeof bounds[0]));
+    if (!topk && (how->topk_momentum != 0 || how->sparse_exchange || how->warmup_steps))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_strategy_create: topk_momentum, sparse_exchange or warmup_steps "
+                           "is set, and the kind of compression is not DTRAIN_COMPRESSION_TOPK");
+    if (!how->kind && how->no_error_feedback)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_strategy_create: no_error_feedback is set, and there is no "
+                           "compression");
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
 {
     const char *const call = "dtrain_strategy_create";
-    if (desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_missing_gradient", call,
-                           (unsigned)desc->missing_gradient);
-    if (desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_accumulation", call,
-                           (unsigned)desc->accumulation);
+    const dtrain__bound bounds[] = {
+        {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
+        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
+         (double)desc->missing_gradient, "a dtrain_missing_gradient"},
+        {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
+         (double)desc->accumulation, "a dtrain_accumulation"},
+        {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
+        {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
+         (double)desc->kept_unit_count, "0, for kept_units is NULL"},
+    };
+    DTRAIN__TRY(dtrain__check_bounds(bounds, sizeof bounds / sizeof bounds[0]));
     if (!dtrain__is_float_dtype(desc->param_dtype) || !dtrain__is_float_dtype(desc->reduce_dtype))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: param_dtype is %s and reduce_dtype %s; expected f32, bf16 or f16",
                            call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
                            dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
-    if (desc->kept_unit_count && !desc->kept_units)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kept_unit_count is %u, kept_units is NULL",
-                           call, desc->kept_unit_count);
-    if (desc->whole_below < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: whole_below is %lld", call,
-                           (long long)desc->whole_below);
     if (desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: offload 0x%x has bits that mean nothing",
                            call, (unsigned)desc->offload);
-    if (desc->kind > DTRAIN_STRATEGY_AUTO)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: %u is not a dtrain_strategy_kind; DTRAIN_STRATEGY_DDP is %u", call,
-                           (unsigned)desc->kind, (unsigned)DTRAIN_STRATEGY_DDP);
-    return dtrain__check_compression(desc);
+    return desc->compression ? dtrain__check_compression(desc->compression) : DTRAIN_OK;
 }
 
-/* What is left to the default, in a desc whose kind is known. */
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__traits *traits)
+/* *desc = the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
+ * checked one by one. *compression must live as long as *desc. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression)
 {
-    if (desc->accumulation) return;
-    if (!traits->grads) desc->accumulation = DTRAIN_ACCUMULATION_LAST;
-    else if (traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
-        desc->accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
-    else desc->accumulation = DTRAIN_ACCUMULATION_EVERY;
-}
-
-/* What is in host memory is updated there, whatever the kind. */
-static dtrain_result dtrain__check_classes(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    if (desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
-                           "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add "
-                           "it",
-                           call);
+    memset(desc, 0, sizeof *desc);
+    if (given) *desc = *given;
+    dtrain__resolve_zeros(desc, compression);
+    DTRAIN__TRY(dtrain__check_fields(desc));
+    if (desc->compression && !desc->compression->kind) desc->compression = NULL;
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__check_offload(const dtrain_strategy_desc *desc,
-                                           const dtrain__traits *traits)
-{
-    const char *const call = "dtrain_strategy_create";
-    DTRAIN__TRY(dtrain__check_classes(desc));
-    if ((desc->offload & DTRAIN_OFFLOAD_PARAMS) && !traits->params)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "%s: DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
-            "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD",
-            call, traits->name);
-    if (!(desc->offload & DTRAIN_OFFLOAD_GRADS)) return DTRAIN_OK;
-    if (!traits->grads)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-                           "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it",
-                           call, traits->name);
-    if (desc->accumulation == DTRAIN_ACCUMULATION_LAST)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "%s: DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients "
-            "on the device; use DTRAIN_ACCUMULATION_EVERY",
-            call);
-    return DTRAIN_OK;
-}
+/* ---- Fields together --------------------------------------------------------------------------*/
 
-/* Fields that not every kind can honour: a clear error, never a silent downgrade. */
+/* A sentence names the field, then, where it says %s, the kind. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__traits *traits)
+                                                        const dtrain__kind_row *kind)
 {
-    const char *const call = "dtrain_strategy_create";
-    if (desc->accumulation == DTRAIN_ACCUMULATION_EVERY && traits->state && !traits->grads)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: %s keeps whole gradients, so reducing them in every micro-batch "
-                           "would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
-                           "DTRAIN_STRATEGY_SHARD_GRAD_OP",
-                           call, traits->name);
-    if (desc->accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY &&
-        traits->kind != DTRAIN_STRATEGY_HYBRID_SHARD)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "%s: DTRAIN_ACCUMULATION_SHARD_EVERY needs two levels of ranks, which %s "
-            "does not have; use DTRAIN_STRATEGY_HYBRID_SHARD",
-            call, traits->name);
-    if (desc->param_dtype != DTRAIN_DTYPE_F32 && !traits->params)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: param_dtype %s: %s keeps parameters whole, in fp32; autocast of "
-                           "the tape rounds them where they are used",
-                           call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype), traits->name);
-    if (desc->compression && traits->state)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: compression: %s reduces gradients to shards, and what one rank "
-                           "selects of them is not what another needs; use DTRAIN_STRATEGY_DDP, or "
-                           "reduce_dtype",
-                           call, traits->name);
-    if (desc->compression && desc->accumulation == DTRAIN_ACCUMULATION_EVERY)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: compression sends what micro-batches have added up; with "
-                           "DTRAIN_ACCUMULATION_EVERY it would send the same again and again; use "
-                           "DTRAIN_ACCUMULATION_LAST",
-                           call);
-    if (desc->hierarchical && (traits->owners || traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: hierarchical: %s", call,
-                           traits->owners
-                               ? "DTRAIN_STRATEGY_ZERO3 sends whole tensors to their owners, "
-                                 "wherever they are; use DTRAIN_STRATEGY_FULL_SHARD"
-                               : "DTRAIN_STRATEGY_HYBRID_SHARD goes node by node by itself; "
-                                 "leave it out");
-    if (desc->node_size && traits->kind != DTRAIN_STRATEGY_HYBRID_SHARD && !desc->hierarchical)
-        return dtrain_fail(
-            DTRAIN_ERROR_UNSUPPORTED,
-            "%s: node_size is %u, which means something to DTRAIN_STRATEGY_HYBRID_SHARD and "
-            "to hierarchical only, not to %s",
-            call, desc->node_size, traits->name);
-    if ((!desc->reshard_after_forward || desc->kept_unit_count) && !traits->params)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: reshard_after_forward is false or units are to be kept, but %s "
-                           "never shards parameters",
-                           call, traits->name);
-    if (desc->whole_below && !traits->state)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: whole_below is %lld, but %s shards nothing", call,
-                           (long long)desc->whole_below, traits->name);
-    return dtrain__check_offload(desc, traits);
+    const dtrain_compression_desc *how = desc->compression;
+    const dtrain__classes *shards = &kind->shards;
+    const bool last = desc->accumulation == DTRAIN_ACCUMULATION_LAST;
+    const bool every = desc->accumulation == DTRAIN_ACCUMULATION_EVERY;
+    const bool powersgd = how && how->kind == DTRAIN_COMPRESSION_POWERSGD;
+    const bool host_grads = (desc->offload & DTRAIN_OFFLOAD_GRADS) != 0;
+    const bool host_params = (desc->offload & DTRAIN_OFFLOAD_PARAMS) != 0;
+    const struct {
+        bool wrong;
+        const char *why;
+    } rules[] = {
+        {every && shards->state && !shards->grads,
+         "DTRAIN_ACCUMULATION_EVERY: %s keeps whole gradients, so reducing them in every "
+         "micro-batch would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
+         "DTRAIN_STRATEGY_SHARD_GRAD_OP"},
+        {desc->accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY && !kind->replicas,
+         "DTRAIN_ACCUMULATION_SHARD_EVERY needs two levels of ranks, which %s does not have; use "
+         "DTRAIN_STRATEGY_HYBRID_SHARD"},
+        {desc->param_dtype != DTRAIN_DTYPE_F32 && !shards->params,
+         "param_dtype: %s keeps parameters whole, in fp32; autocast of the tape rounds them where "
+         "they are used"},
+        {how && shards->state,
+         "compression: %s reduces gradients to shards, and what one rank selects of them is not "
+         "what another needs; use DTRAIN_STRATEGY_DDP, or reduce_dtype"},
+        {how && every,
+         "compression sends what micro-batches have added up; with DTRAIN_ACCUMULATION_EVERY it "
+         "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
+        {how && how->topk_momentum > 0 && how->no_error_feedback,
+         "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
+        {powersgd && desc->hierarchical,
+         "hierarchical cuts buckets in slices, and PowerSGD needs whole matrices; use "
+         "DTRAIN_COMPRESSION_TOPK or reduce_dtype with it"},
+        {powersgd && desc->reduce_dtype != DTRAIN_DTYPE_F32,
+         "reduce_dtype: PowerSGD's factors travel as fp32"},
+        {desc->hierarchical && kind->owners,
+         "hierarchical: %s sends whole tensors to their owners, wherever they are; use "
+         "DTRAIN_STRATEGY_FULL_SHARD"},
+        {desc->hierarchical && kind->replicas,
+         "hierarchical: %s goes node by node by itself; leave it out"},
+        {desc->node_size && !kind->replicas && !desc->hierarchical,
+         "node_size means something to DTRAIN_STRATEGY_HYBRID_SHARD and to hierarchical only, not "
+         "to %s"},
+        {(desc->keep_after_forward || desc->kept_unit_count) && !shards->params,
+         "keep_after_forward or kept_units is set, but %s never shards parameters"},
+        {desc->whole_below && !shards->state, "whole_below is set, but %s shards nothing"},
+        {desc->offload && !(desc->offload & DTRAIN_OFFLOAD_OPTIMIZER),
+         "offload has DTRAIN_OFFLOAD_GRADS or DTRAIN_OFFLOAD_PARAMS without "
+         "DTRAIN_OFFLOAD_OPTIMIZER: what is in host memory is updated there; add it"},
+        {host_params && !shards->params,
+         "DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
+         "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD"},
+        {host_grads && !shards->grads,
+         "DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
+         "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it"},
+        {host_grads && last,
+         "DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients on the device; use "
+         "DTRAIN_ACCUMULATION_EVERY"},
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
+        char why[400];
+        if (!rules[i].wrong) continue;
+        snprintf(why, sizeof why, rules[i].why, kind->name);
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_strategy_create: %s", why);
+    }
+    return DTRAIN_OK;
 }
 
-/* Zeros become defaults. */
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc)
-{
-    if (desc->kind == DTRAIN_STRATEGY_DEFAULT) desc->kind = DTRAIN_STRATEGY_DDP;
-    if (!desc->param_dtype) desc->param_dtype = DTRAIN_DTYPE_F32;
-    if (!desc->reduce_dtype) desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    if (!desc->powersgd_rank) desc->powersgd_rank = 1;
-    if (!desc->first_bucket_bytes) desc->first_bucket_bytes = DTRAIN__FIRST_BUCKET_BYTES;
-    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
-}
+/* ---- All ranks have the same ------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
-                                                       const dtrain_strategy_desc *given)
-{
-    strategy->desc = given ? *given : dtrain_strategy_defaults();
-    strategy->desc.comm = strategy->comm;
-    dtrain__resolve_zeros(&strategy->desc);
-    DTRAIN__TRY(dtrain__check_fields(&strategy->desc));
-    if (strategy->desc.offload && strategy->device->ops->host_memory)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
-                           "device is the host's: what a GPU would be relieved of is on the CPU "
-                           "already; use 0",
-                           (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    return dtrain__check_classes(&strategy->desc);
-}
-
-/* Settings that decide which collectives a step makes and in which order, or what values it starts
+/* Compares what decides which collectives a step makes and in which order, or what values it starts
  * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
  * unit that is fetched ahead comes before the gradients of the one after it. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
-    const dtrain__traits *traits = dtrain__traits_of(desc->kind);
+    const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    const bool ahead = (!traits || traits->params) && !desc->no_overlap;
+    dtrain_compression_desc how;
+    const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
-    dtrain__registration mine;
-    memset(&mine, 0, sizeof mine);
-    mine.params = strategy->params;
-    mine.count = strategy->param_count;
+    char text[720];
+    memset(&how, 0, sizeof how);
+    if (desc->compression) how = *desc->compression;
     snprintf(
-        mine.settings, sizeof mine.settings,
+        text, sizeof text,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
-        "offload %u, node_size %u, reshard_after_forward %d, kept units %08x, whole_below "
+        "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        traits ? traits->name : "DTRAIN_STRATEGY_AUTO", (unsigned)desc->missing_gradient,
-        (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->accumulation,
+        dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
-        (unsigned)desc->node_size, desc->reshard_after_forward,
+        (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[desc->compression],
-        (unsigned)desc->sparse_exchange, (unsigned)desc->powersgd_rank, desc->hierarchical,
-        desc->no_error_feedback, (double)desc->topk_ratio, (double)desc->topk_momentum,
-        (double)desc->warmup_ratio, (long long)desc->dense_below,
-        (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps);
-    return dtrain__registration_compare(strategy->comm, &mine, strategy->gathered);
+        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
+        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
+        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
+        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
+        (unsigned long long)how.warmup_steps);
+    return dtrain__registration_compare(strategy->comm, strategy->params, strategy->param_count,
+                                        text, strategy->gathered);
 }
 
 /* ================================================================================================
@@ -13199,6 +13483,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy
  * 4. local: lay out, allocate, initialise                       -> agree
  * 5. broadcast rank 0's values of parameters the host owns; publish */
 
+/* 1. Checks what the host gave, and completes the parameters' shapes. */
 static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
                                                const dtrain_strategy_desc *desc)
 {
@@ -13209,172 +13494,23 @@ static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
     if (count > UINT32_MAX - 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_create: %zu parameters are too many", count);
-    DTRAIN__TRY(dtrain__strategy_resolve(strategy, desc));
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
+    strategy->desc.comm = strategy->comm;
+    if (strategy->desc.offload && strategy->device->ops->host_memory)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
+                           "device is the host's: what a GPU would be relieved of is on the CPU "
+                           "already; use 0",
+                           (unsigned)strategy->desc.offload, strategy->device->ops->name);
     strategy->gathered =
         (int64_t *)dtrain__alloc(&strategy->allocator, (size_t)dtrain_comm_size(strategy->comm),
                                  sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
-    uint64_t *hashes =
-        (uint64_t *)dtrain__alloc(&strategy->allocator, count, sizeof *hashes, "name hashes");
-    if (!hashes) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain__resolve_params(strategy->params, count, hashes);
-    dtrain__free(&strategy->allocator, hashes, count, sizeof *hashes);
-    return result;
+    return dtrain__resolve_params(strategy->params, count, &strategy->allocator);
 }
 
-/* Consecutive ranks are one node. With hierarchical one node alone, or nodes of one rank, are no
- * mistake: a program that is started on fewer machines goes on, on one level. */
-static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
-{
-    dtrain_strategy_desc *desc = &strategy->desc;
-    const char *const call = "dtrain_strategy_create";
-    const int ranks = dtrain_comm_size(strategy->comm);
-    if (desc->node_size == 0) {
-        if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
-                "nodes, but all ranks are on one; set node_size, or use "
-                "DTRAIN_STRATEGY_FULL_SHARD",
-                call);
-        desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
-    }
-    if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: node_size %u does not divide %d ranks; every node must have as "
-                           "many",
-                           call, desc->node_size, ranks);
-    return DTRAIN_OK;
-}
-
-/* With hierarchical, what is lossy is for the way between nodes: one node has none. */
-DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
-{
-    if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
-    desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    desc->compression = DTRAIN_COMPRESSION_NONE;
-}
-
-/* The same ranks as in groups[from], for steps of another kind. */
-static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm *from, int to)
-{
-    return dtrain_comm_split(from, 0, dtrain_comm_rank(from), &strategy->groups[to]);
-}
-
-/* HYBRID_SHARD: every node has a copy. */
-DTRAIN__PRIVATE bool dtrain__has_replicas(const dtrain_strategy *strategy)
-{
-    return strategy->traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD;
-}
-
-/* Two levels, and rounds that follow one another. */
-static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
-{
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    const dtrain__traits *traits = strategy->traits;
-    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
-    const bool replicas = dtrain__has_replicas(strategy);
-    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool rounds =
-        desc->compression == DTRAIN_COMPRESSION_POWERSGD ||
-        (desc->compression && desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
-    dtrain_comm **groups = strategy->groups;
-    if (replicas || (size > 1 && size < ranks)) {
-        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
-        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &groups[DTRAIN__ACROSS]));
-    }
-    if (!replicas && groups[DTRAIN__NODE]) {
-        if (!traits->state || desc->whole_below)
-            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__BACK));
-        if (traits->state) {
-            DTRAIN__TRY(
-                dtrain__split_again(strategy, groups[DTRAIN__ACROSS], DTRAIN__FETCH_ACROSS));
-            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__FETCH));
-        }
-    }
-    if (rounds && ranks > 1)
-        DTRAIN__TRY(dtrain__split_again(
-            strategy, groups[DTRAIN__ACROSS] ? groups[DTRAIN__ACROSS] : strategy->comm,
-            DTRAIN__SECOND));
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__strategy_split(dtrain_strategy *strategy)
-{
-    const int ranks = dtrain_comm_size(strategy->comm);
-    const bool replicas = dtrain__has_replicas(strategy);
-    const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
-    if (strategy->desc.hierarchical || replicas)
-        DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
-    dtrain__resolve_levels(&strategy->desc, ranks);
-    DTRAIN__TRY(dtrain__split_groups(strategy));
-    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
-    else if (strategy->traits->state && (ranks > 1 || (strategy->desc.offload & shards)))
-        strategy->shard_comm = strategy->comm;
-    return DTRAIN_OK;
-}
-
-/* Who is on which level. */
-static void dtrain__layout_grid(dtrain__layout *layout)
-{
-    const dtrain_strategy_desc *desc = layout->desc;
-    const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size < layout->all;
-    layout->node_ranks = nodes ? size : 1;
-    layout->hop_ranks = nodes ? layout->all / size : layout->all;
-    layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
-    layout->compresses = desc->compression && layout->all > 1;
-}
-
-/* The tables of a layout, zeroed; what there is of them is freed by _free also after an error. */
-DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank)
-{
-    const size_t cuts = (size_t)ranks + 1;
-    memset(layout, 0, sizeof *layout);
-    layout->params = params;
-    layout->count = count;
-    layout->desc = desc;
-    layout->traits = dtrain__traits_of(desc->kind);
-    layout->ranks = ranks;
-    layout->rank = rank;
-    layout->all = all;
-    layout->all_rank = all_rank;
-    dtrain__layout_grid(layout);
-    layout->host_values = layout->traits->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
-    layout->host_grads = layout->traits->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
-    layout->slots = layout->traits->params && (ranks > 1 || layout->host_values);
-    layout->work = layout->traits->grads && (ranks > 1 || layout->host_grads) &&
-                   desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    layout->shards = layout->traits->state && (ranks > 1 || layout->slots || layout->work);
-    layout->entries =
-        (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
-    layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
-    layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
-    if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
-    if (layout->shards && layout->traits->owners) {
-        layout->owners =
-            (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
-        layout->cuts = (int64_t *)dtrain__alloc(a, count, cuts * sizeof *layout->cuts, "cuts");
-        if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
-    }
-    dtrain__lay_out(layout);
-    return layout->compresses ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    const size_t cuts = (size_t)layout->ranks + 1;
-    dtrain__layout_portions_free(layout, a);
-    dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
-    dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
-    dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
-    dtrain__free(a, layout->buckets, layout->count, sizeof *layout->buckets);
-    dtrain__free(a, layout->entries, layout->count, sizeof *layout->entries);
-}
-
+/* Makes the layout and the tables beside it. A bucket has one handle for each collective that is
+ * under way at once: ZERO3 starts one an owner, compression a dense and a sparse one. */
 static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -13384,39 +13520,20 @@ static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
         &strategy->layout, a, strategy->params, count, &strategy->desc,
         shared ? dtrain_comm_size(shared) : 1, shared ? dtrain_comm_rank(shared) : 0,
         dtrain_comm_size(strategy->comm), dtrain_comm_rank(strategy->comm)));
-    strategy->works_per_bucket = strategy->layout.owners       ? (size_t)strategy->layout.ranks
-                                 : strategy->layout.compresses ? 2
-                                                               : 1;
+    strategy->works_per_bucket = strategy->layout.owners        ? (size_t)strategy->layout.ranks
+                                 : strategy->layout.compression ? 2
+                                                                : 1;
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
     strategy->works = (dtrain_work **)dtrain__alloc(
         a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
-    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    strategy->counted = (bool *)dtrain__alloc(a, count, sizeof *strategy->counted, "shards");
-    return strategy->works && strategy->shards && strategy->counted ? DTRAIN_OK
-                                                                    : DTRAIN_ERROR_MEMORY;
-}
-
-/* The state between two backwards, and between two steps. Work buffers have been emptied: the next
- * backward overwrites them. Whole gradients go on until the step ends. */
-DTRAIN__PRIVATE void dtrain__strategy_rewind(dtrain_strategy *strategy, bool step_done)
-{
-    dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        entry->marked = false;
-        if (step_done) entry->seen = false;
-        entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].grad_written = false;
+    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        bucket->reduces = strategy->works + 2 * b * strategy->works_per_bucket;
+        bucket->gathers = bucket->reduces + strategy->works_per_bucket;
     }
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        layout->buckets[b].pending = layout->buckets[b].uses;
-        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
-    }
-    strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
-    strategy->accumulated = !step_done;
-    if (step_done) dtrain__choose_ways(strategy);
+    return DTRAIN_OK;
 }
 
 /* Points params at memory of the library; aliases follow their storage. Values of gathered units
@@ -13425,7 +13542,7 @@ static void dtrain__lend(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->storage;
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
@@ -13433,7 +13550,7 @@ static void dtrain__lend(dtrain_strategy *strategy)
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
             else if (dtrain__value_is_whole(layout, entry)) p->value = entry->place;
-            else if (!layout->slots) p->value = bucket->values + entry->offset;
+            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {
             entry->lends_grad = true;
@@ -13442,6 +13559,7 @@ static void dtrain__lend(dtrain_strategy *strategy)
     }
 }
 
+/* Lists what this rank updates. */
 static void dtrain__list_shards(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -13453,8 +13571,7 @@ static void dtrain__list_shards(dtrain_strategy *strategy)
         if (!dtrain__piece(layout, i, &offset, &count)) continue;
         const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
         const int64_t at = entry->offset + offset - bucket->shard_first;
-        dtrain_shard *shard = &strategy->shards[strategy->shard_count];
-        strategy->counted[strategy->shard_count++] = bucket->sharded || layout->rank == 0;
+        dtrain_shard *shard = &strategy->shards[strategy->shard_count++];
         shard->param = p;
         shard->offset = offset;
         shard->count = count;
@@ -13463,8 +13580,9 @@ static void dtrain__list_shards(dtrain_strategy *strategy)
     }
 }
 
-/* A line more than is needed: also an empty tensor, or the only tensor of a model, gets an address
- * of its own. What other ranks read is memory of the communicator; padding is zero. */
+/* Allocates the blocks of the layout and points everything at them. Each block has a cache line
+ * more than it needs, so that an empty tensor, or a model of one, gets an address of its own too.
+ * Blocks that other ranks read are memory of the communicator; padding is zero. */
 static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -13475,7 +13593,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
         const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
-        else if (block == DTRAIN__VALUES && !layout->shards)
+        else if (block == DTRAIN__VALUES && !layout->shards.state)
             DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
         else DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
@@ -13488,7 +13606,7 @@ static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
     dtrain__lend(strategy);
     dtrain__list_shards(strategy);
     DTRAIN__TRY(dtrain__compression_open(strategy));
-    dtrain__strategy_rewind(strategy, true);
+    dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
@@ -13509,29 +13627,29 @@ static dtrain_result dtrain__check_kept_units(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Kinds that shard parameters have nowhere to put a host's whole array. */
+/* Refuses a host's own whole array where parameters are sharded: there is no place for it. */
 static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count && layout->slots; i++) {
+    for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->value && !dtrain__value_is_whole(layout, &layout->entries[i]))
             return dtrain__param_fail(p, i,
                                       "its value is the host's, but %s shards parameters and has "
                                       "to own them: leave value NULL and give it an init",
-                                      strategy->traits->name);
+                                      strategy->kind->name);
     }
     return DTRAIN_OK;
 }
 
-/* Of storage i: everything, or this rank's part of a sharded bucket. */
+/* Initialises storage i: all of it, or this rank's part of a sharded bucket. */
 static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain_param *p = &strategy->params[i];
     const dtrain__entry *entry = &layout->entries[i];
     const uint64_t seed = strategy->desc.init_seed;
-    if (p->storage != p || !entry->lends_value) return DTRAIN_OK;
+    if (p->state.storage != p || !entry->lends_value) return DTRAIN_OK;
     if (dtrain__value_is_whole(layout, entry))
         return dtrain__init_param(strategy->device, p, seed, 0, p->count, p->value);
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
@@ -13543,6 +13661,7 @@ static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
                               bucket->value_shard + (low - bucket->shard_first));
 }
 
+/* 4. Everything local that can fail, so that ranks agree on it once. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__strategy_tables(strategy));
@@ -13555,19 +13674,15 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* ZERO1 and SHARD_GRAD_OP with arrays of the host: between them and the flat buckets. */
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+/* Sends rank 0's values of what the host owns. */
+static dtrain_result dtrain__broadcast_values(dtrain_strategy *strategy)
 {
-    const dtrain__layout *layout = &strategy->layout;
+    if (strategy->layout.all == 1) return DTRAIN_OK;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
-            continue;
-        float *place = layout->buckets[entry->bucket].values + entry->offset;
-        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
-                                       to_host ? place : p->value,
-                                       (size_t)p->count * sizeof(float)));
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
+        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
+                                     0, NULL));
     }
     return DTRAIN_OK;
 }
@@ -13592,17 +13707,17 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return dtrain__strategy_register(strategy, desc);
 }
 
+/* 2 to 5, after all ranks have agreed that the arguments are good. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__strategy_compare(strategy));
+    DTRAIN__TRY(dtrain__compare_settings(strategy));
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
-    strategy->traits = dtrain__traits_of(strategy->desc.kind);
-    dtrain__resolve_accumulation(&strategy->desc, strategy->traits);
-    DTRAIN__TRY(dtrain__check_combination(&strategy->desc, strategy->traits));
-    DTRAIN__TRY(dtrain__strategy_split(strategy));
+    strategy->kind = dtrain__row_of(strategy->desc.kind);
+    dtrain__resolve_accumulation(&strategy->desc, strategy->kind);
+    DTRAIN__TRY(dtrain__check_combination(&strategy->desc, strategy->kind));
+    DTRAIN__TRY(dtrain__split_levels(strategy));
     DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
-    DTRAIN__TRY(dtrain__broadcast_values(strategy->comm, strategy->params, strategy->param_count,
-                                         strategy->layout.entries));
+    DTRAIN__TRY(dtrain__broadcast_values(strategy));
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     strategy->desc.kept_units = NULL; /* the caller's, and read */
     strategy->desc.kept_unit_count = 0;
@@ -13626,51 +13741,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     return result;
 }
 
-/* ---- Handles ----------------------------------------------------------------------------------*/
-
-/* Of bucket b's reduces (gather false) or gathers, works_per_bucket of them. */
-DTRAIN__PRIVATE dtrain_work **dtrain__works(const dtrain_strategy *strategy, size_t b, bool gather)
-{
-    const size_t per = strategy->works_per_bucket;
-    return strategy->works + (2 * b + (gather ? 1 : 0)) * per;
-}
-
-/* Every handle goes back, also after an error: waiting on a failed communicator returns at once. */
-DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works)
-{
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
-        const dtrain_result one = dtrain_work_wait(works[i]);
-        works[i] = NULL;
-        if (result == DTRAIN_OK) result = one;
-    }
-    return result;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works, bool *done)
-{
-    *done = true;
-    for (size_t i = 0; i < strategy->works_per_bucket && *done; i++)
-        if (works[i]) DTRAIN__TRY(dtrain_work_test(works[i], done));
-    return DTRAIN_OK;
-}
-
 /* ---- Life -------------------------------------------------------------------------------------*/
-
-/* Fails all its communicators, wherever other ranks may be waiting; returns what stands. */
-static dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
-                                           const char *text)
-{
-    char kept[DTRAIN__ERROR_BYTES];
-    snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
-        dtrain_comm *group = strategy->groups[i];
-        if (group) group->ops->fail(group, code, kept);
-    }
-    return strategy->comm->ops->fail(strategy->comm, code, kept);
-}
 
 /* Gradients in flight are also read and written by other ranks, and those expect the rest of the
  * step: the communicator fails, which they hear of at once. Why this rank gave up is more
@@ -13682,15 +13753,15 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     size_t flights = 0;
     for (size_t b = 0; b < strategy->layout.bucket_count; b++)
         for (size_t i = 0; i < strategy->works_per_bucket; i++)
-            flights += dtrain__works(strategy, b, false)[i] != NULL;
+            flights += strategy->layout.buckets[b].reduces[i] != NULL;
     memcpy(text, dtrain_last_error(), sizeof text);
     if (flights)
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
                               "dtrain_strategy_destroy: called between ready and finish, with "
                               "gradients in flight");
     for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__wait_works(strategy, dtrain__works(strategy, b, false));
-        dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+        dtrain__wait_works(strategy, strategy->layout.buckets[b].reduces);
+        dtrain__wait_works(strategy, strategy->layout.buckets[b].gathers);
     }
     if (text[0]) dtrain__set_last_error(text);
 }
@@ -13703,7 +13774,7 @@ static void dtrain__strategy_free_blocks(dtrain_strategy *strategy)
         const size_t bytes = strategy->block_bytes[block];
         if (!layout->memory[block]) continue;
         if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
-        else if (block == DTRAIN__VALUES && !layout->shards)
+        else if (block == DTRAIN__VALUES && !layout->shards.state)
             device->ops->free(device, layout->memory[block], bytes);
         else dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
     }
@@ -13725,7 +13796,6 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
-    dtrain__free(&a, strategy->counted, count, sizeof *strategy->counted);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
@@ -13735,32 +13805,15 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
-                                                      const char *call)
-{
-    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
-    if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-}
-
-/* Communicator and device do not recover, and some gradients are averaged while others are not:
- * the error stands. The communicator fails with it, for the other ranks count on this one; when the
- * error came from there, it is what fail returns. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
-{
-    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
-    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
-    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
-             dtrain__bare(dtrain_last_error()));
-    return strategy->failure;
-}
-
 /* ================================================================================================
- * src/strategy/plan.c
+ * src/strategy/query.c
  * ==============================================================================================*/
 
-/* What a step sends. */
+/* Queries: what a strategy is, what a step of it sends, and the values of its parameters */
 
+/* ---- What a step sends ------------------------------------------------------------------------*/
+
+/* Bytes that this rank sends in one collective of count elements. */
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks)
 {
     dtrain_collective what;
@@ -13771,7 +13824,8 @@ DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dty
     return dtrain__wire_bytes(&what, ranks);
 }
 
-/* Once every owner's run, or once everything, by nodes in two turns. */
+/* Bytes that this rank sends when a bucket is reduced to shards, or gathered from them: one
+ * collective an owner, or one of everything, or with nodes one in each level. */
 static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                     bool reduce, uint32_t dtype)
 {
@@ -13788,11 +13842,12 @@ static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__
     return bytes;
 }
 
+/* The same of a whole bucket's way. */
 static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
 {
     uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
                                       DTRAIN_DTYPE_F32, layout->node_ranks);
-    if (layout->compresses) return bytes + dtrain__compressed_wire(layout, bucket);
+    if (layout->compression) return bytes + dtrain__compressed_wire(layout, bucket);
     return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                 layout->desc->reduce_dtype, layout->hop_ranks);
 }
@@ -13808,13 +13863,12 @@ static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
     return true;
 }
 
-/* By the ring formula, in a step of one micro-batch. ranks: of the whole world. */
-static uint64_t dtrain__step_bytes(const dtrain__layout *layout, int ranks)
+/* Bytes that this rank sends in a step of one micro-batch, by the ring formula. */
+DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
 {
     const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
-    const int replicas = ranks / layout->ranks;
     uint64_t bytes = 0;
-    if (ranks == 1) return 0;
+    if (layout->all == 1) return 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) {
@@ -13822,12 +13876,12 @@ static uint64_t dtrain__step_bytes(const dtrain__layout *layout, int ranks)
             continue;
         }
         if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
-        if (bucket->trainable && layout->traits->kind == DTRAIN_STRATEGY_HYBRID_SHARD)
-            bytes +=
-                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads, replicas);
+        if (bucket->trainable && layout->kind->replicas)
+            bytes += dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads,
+                                  layout->all / layout->ranks);
         const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
         bytes += gather;
-        if (layout->slots && !dtrain__stays(layout, bucket->unit)) bytes += gather;
+        if (layout->shards.params && !dtrain__stays(layout, bucket->unit)) bytes += gather;
     }
     return bytes;
 }
@@ -13838,18 +13892,17 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     memset(info, 0, sizeof *info);
     if (!strategy) return;
     const dtrain__layout *layout = &strategy->layout;
-    const int ranks = dtrain_comm_size(strategy->comm);
     info->desc = strategy->desc;
-    info->name = strategy->traits->name;
+    info->name = strategy->kind->name;
     info->param_count = strategy->param_count;
     info->bucket_count = layout->bucket_count;
     info->unit_count = layout->unit_count;
     info->shard_ranks = layout->ranks;
-    info->replicas = ranks / layout->ranks;
+    info->replicas = layout->all / layout->ranks;
     info->sync_count = strategy->sync_count;
     info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
     info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->step_bytes = dtrain__step_bytes(layout, ranks);
+    info->step_bytes = dtrain__step_bytes(layout);
     info->state_bytes = layout->state_bytes;
     dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
     for (size_t b = 0; b < layout->bucket_count; b++)
@@ -13857,32 +13910,108 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
             info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->storage != p) continue;
+        if (p->state.storage != p) continue;
         info->total_elements += (uint64_t)p->count;
         if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
     }
     memcpy(info->reason, strategy->reason, sizeof info->reason);
 }
 
-/* ---- Planning ---------------------------------------------------------------------------------*/
-
-/* Page-locked memory of an optimizer that works there: states, master copies of values that are on
- * the device, and two stages for gradients that are; *stage: elements of one. */
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage)
+DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
 {
-    uint64_t bytes = 0;
-    *stage = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        int64_t offset, count;
-        if (!dtrain__piece(layout, i, &offset, &count)) continue;
-        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-        const bool master = !(layout->host_values && bucket->sharded);
-        const int64_t some = dtrain__min(dtrain__padded(count), DTRAIN__PIECE);
-        bytes += (uint64_t)dtrain__padded(count) * sizeof(float) * (states + (master ? 1 : 0));
-        if (!(layout->host_grads && bucket->work)) *stage = dtrain__max(*stage, some);
+    return strategy ? strategy->comm : NULL;
+}
+
+/* Adds up the counters of all communicators of a strategy. */
+DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
+                                                dtrain_comm_info *info)
+{
+    dtrain_comm_query(strategy->comm, info);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm_info one;
+        if (!strategy->groups[i]) continue;
+        dtrain_comm_query(strategy->groups[i], &one);
+        info->operation_count += one.operation_count;
+        info->payload_bytes += one.payload_bytes;
+        info->wire_bytes += one.wire_bytes;
+        info->staged_bytes += one.staged_bytes;
+        info->inside_seconds += one.inside_seconds;
+        info->flight_seconds += one.flight_seconds;
     }
-    return bytes + 2 * (uint64_t)*stage * sizeof(float);
+}
+
+/* ---- Values -----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+{
+    dtrain_param whole;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
+    if (index >= strategy->param_count || !host)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
+            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+    const size_t storage = strategy->params[index].state.storage->state.index;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
+    return dtrain_device_copy(strategy->device, host, whole.value,
+                              (size_t)whole.count * sizeof(float));
+}
+
+/* Fails with the first parameter whose values are not the same on all ranks. */
+static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
+        uint64_t hash;
+        int usual, odd;
+        bool common;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
+        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
+        if (common) continue;
+        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
+        return dtrain_fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
+            dtrain_comm_world_rank(strategy->comm, usual));
+    }
+    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
+                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    uint64_t all = DTRAIN__FNV_BASIS;
+    bool common;
+    if (hash) *hash = 0;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
+        uint64_t one;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
+        all = dtrain__fnv1a(all, &one, sizeof one);
+    }
+    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
+    if (!common) return dtrain__name_drift(strategy);
+    if (hash) *hash = all;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/plan.c
+ * ==============================================================================================*/
+
+/* Planning: the memory of a rank, from the layout that it would have */
+
+DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
+
+static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc)
+{
+    return desc->optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc->optimizer_states;
 }
 
 /* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
@@ -13894,44 +14023,53 @@ static uint64_t dtrain__layout_state(const dtrain__layout *layout)
         if (dtrain__piece(layout, i, &offset, &count))
             bytes += (uint64_t)dtrain__padded(count) * sizeof(float);
     }
-    return bytes * layout->desc->optimizer_states;
+    return bytes * dtrain__planned_states(layout->desc);
 }
 
-/* Of one kind, for the rank that holds most; params are resolved. */
-static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
-                                       size_t count, dtrain_strategy_desc desc, uint32_t kind,
-                                       int ranks, dtrain_memory *memory, uint64_t *step_bytes)
+/* The layout of one rank, its bytes counted and nothing allocated. */
+static dtrain_result dtrain__plan_rank(const dtrain_allocator *a, const dtrain_param *params,
+                                       size_t count, const dtrain_strategy_desc *desc, int ranks,
+                                       int rank, int all, dtrain_memory *memory,
+                                       uint64_t *step_bytes)
 {
-    desc.kind = kind;
-    const dtrain__traits *traits = dtrain__traits_of(kind);
-    const int shard_ranks = !traits->state ? 1
-                            : kind == DTRAIN_STRATEGY_HYBRID_SHARD && desc.node_size
-                                ? (int)desc.node_size
-                                : ranks;
-    dtrain__resolve_accumulation(&desc, traits);
+    dtrain__layout layout;
+    int64_t stage;
+    dtrain_result result =
+        dtrain__layout_make(&layout, a, params, count, desc, ranks, rank, all, rank);
+    memset(memory, 0, sizeof *memory);
+    if (result == DTRAIN_OK) {
+        dtrain__lay_memory(&layout);
+        dtrain__layout_bytes(&layout, &memory->params, &memory->grads);
+        memory->buffers = layout.bytes[DTRAIN__BUFFERS];
+        memory->host = layout.bytes[DTRAIN__HOST];
+        if (desc->offload)
+            memory->host += dtrain__offloaded_state(&layout, dtrain__planned_states(desc), &stage);
+        else memory->optimizer = dtrain__layout_state(&layout);
+        memory->total = memory->params + memory->grads + memory->buffers + memory->optimizer;
+        *step_bytes = dtrain__step_bytes(&layout);
+    }
+    dtrain__layout_free(&layout, a);
+    return result;
+}
+
+/* The memory of the rank that holds most, and what it sends in a step. params and *given, whose
+ * kind is known, are resolved. */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory, uint64_t *step_bytes)
+{
+    dtrain_strategy_desc desc = *given;
+    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    const int nodes = kind->replicas && desc.node_size ? ranks / (int)desc.node_size : 1;
+    const int shard_ranks = kind->shards.state ? ranks / nodes : 1;
+    dtrain__resolve_accumulation(&desc, kind);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    if (step_bytes) *step_bytes = 0;
-    for (int rank = 0; rank < (traits->owners ? shard_ranks : 1); rank++) {
-        dtrain__layout layout;
+    for (int rank = 0; rank < (kind->owners ? shard_ranks : 1); rank++) {
         dtrain_memory one;
-        dtrain_result result =
-            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank, ranks, rank);
-        memset(&one, 0, sizeof one);
-        if (result == DTRAIN_OK) {
-            int64_t stage;
-            dtrain__lay_memory(&layout);
-            dtrain__layout_bytes(&layout, &one.params, &one.grads);
-            one.buffers = layout.bytes[DTRAIN__BUFFERS];
-            one.host = layout.bytes[DTRAIN__HOST];
-            if (desc.offload)
-                one.host += dtrain__offloaded_state(&layout, desc.optimizer_states, &stage);
-            else one.optimizer = dtrain__layout_state(&layout);
-            one.total = one.params + one.grads + one.buffers + one.optimizer;
-            if (step_bytes) *step_bytes = dtrain__step_bytes(&layout, ranks);
-        }
-        dtrain__layout_free(&layout, a);
-        DTRAIN__TRY(result);
+        DTRAIN__TRY(
+            dtrain__plan_rank(a, params, count, &desc, shard_ranks, rank, ranks, &one, step_bytes));
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
         if (one.total >= memory->total) *memory = one;
         memory->host = host;
@@ -13949,34 +14087,37 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
                            call, rank_count);
-    dtrain_strategy_desc resolved = *desc;
-    dtrain__resolve_zeros(&resolved);
-    const dtrain__traits *traits = dtrain__traits_of(resolved.kind);
-    if (!traits)
+    dtrain_strategy_desc resolved;
+    dtrain_compression_desc compression;
+    uint64_t step_bytes;
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &resolved, &compression));
+    const dtrain__kind_row *kind = dtrain__row_of(resolved.kind);
+    if (!kind)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
                            call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__check_fields(&resolved));
-    DTRAIN__TRY(dtrain__check_combination(&resolved, traits));
+    DTRAIN__TRY(dtrain__check_combination(&resolved, kind));
     if (desc->node_size && rank_count % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, rank_count);
-    uint64_t *hashes = (uint64_t *)dtrain__alloc(&a, param_count, sizeof *hashes, "name hashes");
-    if (!hashes) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__resolve_params(params, param_count, hashes);
-    dtrain__free(&a, hashes, param_count, sizeof *hashes);
-    if (result == DTRAIN_OK)
-        result = dtrain__plan_kind(&a, params, param_count, resolved, resolved.kind, rank_count,
-                                   memory, NULL);
-    return result;
+    DTRAIN__TRY(dtrain__resolve_params(params, param_count, &a));
+    return dtrain__plan_kind(&a, params, param_count, &resolved, rank_count, memory, &step_bytes);
 }
 
-/* ---- AUTO -------------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/strategy/auto.c
+ * ==============================================================================================*/
 
-/* What a plan does not count: whole pages, stages of further communicators, a trainer's scalars. */
+/* AUTO: the kind that sends least of those that fit the memory
+ *
+ * The candidates are planned one by one, from little communication and much memory to the opposite;
+ * the rank that has least memory decides for all. */
+
+/* Bytes that a plan does not count: whole pages, stages of further communicators, a trainer's
+ * scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* What this rank may use from here on. Of memory that nobody has limited a sixteenth stays free:
- * for scratch of kernels and for others on the machine. */
+/* Finds what this rank may still allocate. A sixteenth of memory that nobody has limited stays
+ * free: for scratch of kernels and for others on the machine. */
 static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, uint64_t *left)
 {
     dtrain_device *device = world->device;
@@ -13997,8 +14138,8 @@ static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, ui
     return DTRAIN_OK;
 }
 
-/* That, less what is used beside the strategy; negative when that alone is too much. The rank that
- * has least decides for all: the choice must be one. */
+/* *left = the memory that a strategy may use: what this rank may allocate, less other_bytes, which
+ * may be more than that. All ranks take the least of theirs, so that they make the same choice. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
@@ -14009,8 +14150,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
             (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
     return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
 }
-
-DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
 static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_t least,
                                         int64_t left)
@@ -14030,21 +14169,20 @@ static const uint32_t dtrain__auto_order[] = {
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 enum { DTRAIN__AUTO_KINDS = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
-/* Makes desc that of AUTO's i-th candidate; false: these ranks or the rest of desc exclude it. */
+/* Makes desc that of the i-th candidate; false when these ranks or other fields exclude it. */
 static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t i,
                                    dtrain_strategy_desc *desc)
 {
-    const uint32_t kind = dtrain__auto_order[i];
+    const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
     const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
-    if (ranks == 1 ? kind != alone : kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD && (nodes == 1 || nodes * node_size != ranks))
-        return false;
-    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) desc->node_size = (uint32_t)node_size;
-    desc->kind = kind;
-    return dtrain__check_combination(desc, dtrain__traits_of(kind)) == DTRAIN_OK;
+    if (ranks == 1 ? kind->kind != alone : kind->kind == DTRAIN_STRATEGY_DDP) return false;
+    if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
+    if (kind->replicas) desc->node_size = (uint32_t)node_size;
+    desc->kind = kind->kind;
+    return dtrain__check_combination(desc, kind) == DTRAIN_OK;
 }
 
 static dtrain_result dtrain__auto_excluded(int ranks)
@@ -14056,7 +14194,8 @@ static dtrain_result dtrain__auto_excluded(int ranks)
                        ranks);
 }
 
-/* Of a strategy that is not there yet; of AUTO's candidates, the least that one of them needs. */
+/* *bytes = what a rank of a strategy would hold that is not there yet; with AUTO the least that one
+ * of the candidates needs. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
                                                      size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
@@ -14068,7 +14207,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
         dtrain_strategy_desc desc = *given;
         dtrain_memory memory;
         if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
-        if (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD && !desc.node_size)
+        const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+        if (kind && kind->replicas && !desc.node_size)
             desc.node_size = (uint32_t)dtrain_world_local_size(world);
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
         if (memory.total < *bytes) *bytes = memory.total;
@@ -14076,8 +14216,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
     return *bytes == UINT64_MAX ? dtrain__auto_excluded(ranks) : DTRAIN_OK;
 }
 
-/* The first that fits of those that send least. What the candidate before it was short of is the
- * reason. */
+/* Resolves AUTO: takes the first candidate that fits. The reason names what the candidate before it
+ * would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->comm);
@@ -14088,16 +14228,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;
     for (size_t i = 0; i < DTRAIN__AUTO_KINDS; i++) {
-        const uint32_t kind = dtrain__auto_order[i];
         dtrain_strategy_desc desc = strategy->desc;
         dtrain_memory memory;
         uint64_t step_bytes;
         if (!dtrain__auto_candidate(strategy->world, ranks, i, &desc)) continue;
         DTRAIN__TRY(
             dtrain__agree(strategy->comm, dtrain__plan_kind(&strategy->allocator, strategy->params,
-                                                            strategy->param_count, desc, kind,
-                                                            ranks, &memory, &step_bytes)));
-        const char *name = dtrain__traits_of(kind)->name;
+                                                            strategy->param_count, &desc, ranks,
+                                                            &memory, &step_bytes)));
+        const char *name = dtrain__row_of(desc.kind)->name;
         if (memory.total < least) least = memory.total;
         if (memory.total > limit) {
             snprintf(before, sizeof before, "; %s would need %.1f MiB", name,
@@ -14110,7 +14249,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
                  name, dtrain__mib(memory.total), dtrain__mib(memory.params),
                  dtrain__mib(memory.grads), dtrain__mib(memory.optimizer),
                  dtrain__mib(memory.buffers), dtrain__mib(limit), dtrain__mib(step_bytes), before);
-        strategy->desc.kind = kind;
+        strategy->desc.kind = desc.kind;
         strategy->desc.node_size = desc.node_size;
         return DTRAIN_OK;
     }
@@ -14613,7 +14752,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtr
 /* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
 DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p)
 {
-    if (p->storage) return p->storage;
+    if (p->state.storage) return p->state.storage;
     while (p->alias_of) p = p->alias_of;
     return p;
 }
@@ -14636,8 +14775,8 @@ DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_
     *accumulate = false;
     if (!node->param[i] || !dtrain__param_trainable(tape, node->param[i])) return NULL;
     dtrain_param *storage = dtrain__param_storage(node->param[i]);
-    *accumulate = storage->grad_written;
-    if (!tape->planning) storage->grad_written = true;
+    *accumulate = storage->state.grad_written;
+    if (!tape->planning) storage->state.grad_written = true;
     return storage->grad;
 }
 
@@ -15080,13 +15219,13 @@ static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
             dtrain_tensor *x = node->in[i];
             if (x && x->needs_grad && x->producer) x->producer->reached = true;
             /* a backward that failed half-way leaves a count behind */
-            if (node->param[i] && !tape->planning) node->param[i]->pending_uses = 0;
+            if (node->param[i] && !tape->planning) node->param[i]->state.pending_uses = 0;
         }
     }
     if (tape->planning) return;
     for (node = tape->last; node; node = node->previous)
         for (int i = 0; i < 2; i++)
-            if (node->reached && node->param[i]) node->param[i]->pending_uses++;
+            if (node->reached && node->param[i]) node->param[i]->state.pending_uses++;
 }
 
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
@@ -15097,9 +15236,10 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     dtrain__gradient_drop(node->out);
     for (int i = 0; i < 2 && !tape->planning; i++) {
         dtrain_param *p = node->param[i];
-        if (!p || --p->pending_uses > 0 || !tape->strategy || !dtrain__param_trainable(tape, p))
+        if (!p || --p->state.pending_uses > 0 || !tape->strategy ||
+            !dtrain__param_trainable(tape, p))
             continue;
-        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->index));
+        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->state.index));
     }
     return DTRAIN_OK;
 }
@@ -15336,7 +15476,7 @@ static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtra
 {
     const dtrain_param *storage = dtrain__param_storage(p);
     const char *name = dtrain__param_name(p);
-    const bool foreign = tape->strategy && !p->storage;
+    const bool foreign = tape->strategy && !p->state.storage;
     if (storage->value && !foreign) return true;
     if (foreign || !tape->strategy)
         dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
@@ -16125,29 +16265,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
                                                     const dtrain_step_scalars *now,
                                                     const dtrain_step_scalars *device_scalars);
 
-/* Offloaded gradients are shards in page-locked memory; what is whole stays on the device. */
-static bool dtrain__grad_on_host(const dtrain_strategy *strategy, const dtrain_shard *shard)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    return layout->host_grads && layout->buckets[layout->entries[shard->param->index].bucket].work;
-}
-
-/* Of the shards in host memory, or of the others: on the device that is nearer to them, where total
- * (1) is. */
+/* Adds the squares of the shards that are in host memory, or of the others: on the device that is
+ * nearer to them, where total (1) is. Each of those that share a copy of the model has all of what
+ * is whole: one of them counts it. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
+    const dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_shard *shard = &strategy->shards[i];
+        const dtrain__bucket *bucket =
+            &layout->buckets[layout->entries[shard->param->state.index].bucket];
         dtrain_sum_args args;
-        if (dtrain__grad_on_host(strategy, &strategy->shards[i]) != on_host) continue;
+        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (!bucket->sharded && layout->rank) continue;
         memset(&args, 0, sizeof args);
-        args.count = strategy->shards[i].count;
+        args.count = shard->count;
         args.squares = true;
         args.accumulate = true;
         args.scale = 1;
-        args.x = strategy->shards[i].grad;
+        args.x = shard->grad;
         args.total = total;
-        if (args.count && strategy->counted[i]) DTRAIN__TRY(device->ops->sum(device, &args));
+        DTRAIN__TRY(device->ops->sum(device, &args));
     }
     return DTRAIN_OK;
 }
@@ -16186,7 +16325,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, doubl
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
                                   DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.host_grads) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
+    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
     *norm = sqrt(total);
     return DTRAIN_OK;
@@ -18180,7 +18319,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     memset(&plan, 0, sizeof plan);
     plan.world = world;
     plan.desc = desc;
-    plan.strategy = desc->strategy ? *desc->strategy : dtrain_strategy_defaults();
+    if (desc->strategy) plan.strategy = *desc->strategy;
     plan.comm = plan.strategy.comm ? plan.strategy.comm : dtrain_world_comm(world);
     dtrain_result mine =
         dtrain__strategy_needs(world, desc->params, desc->param_count, &plan.strategy,

@@ -121,17 +121,23 @@ enum { METHODS = sizeof methods / sizeof *methods };
 
 static dtrain_strategy_desc strategy_desc(const method *m)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.no_overlap = !m->overlap;
     desc.bucket_bytes = m->bucket_bytes;
     desc.first_bucket_bytes = m->bucket_bytes < ONE_BUCKET ? MIB : m->bucket_bytes;
-    desc.compression = m->compression;
-    desc.sparse_exchange = m->exchange;
     desc.reduce_dtype = m->reduce_dtype;
     desc.hierarchical = m->hierarchical;
+    return desc;
+}
+
+static dtrain_compression_desc compression_desc(const method *m)
+{
+    dtrain_compression_desc desc = {0};
+    desc.kind = m->compression;
+    desc.sparse_exchange = m->exchange;
     desc.powersgd_rank = POWERSGD_RANK;
-    desc.dense_steps = 0;
-    if (m->ratio > 0) desc.topk_ratio = m->ratio;
+    desc.dense_steps = DTRAIN_DENSE_STEPS_NONE;
+    desc.topk_ratio = m->ratio;
     return desc;
 }
 
@@ -523,7 +529,9 @@ static dtrain_result run_exchanges(job *j, int which)
 
 static dtrain_result run_method(job *j, int which)
 {
-    const dtrain_strategy_desc desc = strategy_desc(&methods[which]);
+    const dtrain_compression_desc compression = compression_desc(&methods[which]);
+    dtrain_strategy_desc desc = strategy_desc(&methods[which]);
+    desc.compression = &compression;
     bool all_correct[MAX_WORLD];
     j->correct = true;
     memset(j->sums, 0, sizeof j->sums);

@@ -153,7 +153,7 @@ static int update(dtrain_strategy *strategy, float *velocity)
 static int train(dtrain_world *world, uint32_t kind, float *losses, uint64_t *hash)
 {
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_param params[2 * LAYERS];
     char names[2 * LAYERS][32];
     dtrain_strategy *strategy;

@@ -204,7 +204,7 @@ static int train(dtrain_world *world, void *user)
     window.token_count = all - part;
     CHECK(dtrain_loader_create(world, &window, &held_out.loader));
 
-    dtrain_strategy_desc where = dtrain_strategy_defaults();
+    dtrain_strategy_desc where = {0};
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     where.kind = s->kind;
     adamw.beta2 = 0.99f;

@@ -27,29 +27,28 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Offloaded gradients are shards in page-locked memory; what is whole stays on the device. */
-static bool dtrain__grad_on_host(const dtrain_strategy *strategy, const dtrain_shard *shard)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    return layout->host_grads && layout->buckets[layout->entries[shard->param->index].bucket].work;
-}
-
-/* Of the shards in host memory, or of the others: on the device that is nearer to them, where total
- * (1) is. */
+/* Adds the squares of the shards that are in host memory, or of the others: on the device that is
+ * nearer to them, where total (1) is. Each of those that share a copy of the model has all of what
+ * is whole: one of them counts it. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
+    const dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_shard *shard = &strategy->shards[i];
+        const dtrain__bucket *bucket =
+            &layout->buckets[layout->entries[shard->param->state.index].bucket];
         dtrain_sum_args args;
-        if (dtrain__grad_on_host(strategy, &strategy->shards[i]) != on_host) continue;
+        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (!bucket->sharded && layout->rank) continue;
         memset(&args, 0, sizeof args);
-        args.count = strategy->shards[i].count;
+        args.count = shard->count;
         args.squares = true;
         args.accumulate = true;
         args.scale = 1;
-        args.x = strategy->shards[i].grad;
+        args.x = shard->grad;
         args.total = total;
-        if (args.count && strategy->counted[i]) DTRAIN__TRY(device->ops->sum(device, &args));
+        DTRAIN__TRY(device->ops->sum(device, &args));
     }
     return DTRAIN_OK;
 }
@@ -88,7 +87,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, doubl
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
                                   DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.host_grads) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
+    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
     *norm = sqrt(total);
     return DTRAIN_OK;

@@ -1,17 +1,15 @@
-/* Gradient compression, hierarchy
+/* Gradient compression
  *
- * Here are the ways of a bucket strategy/reduce.c that are not one collective, as lists of steps:
+ * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
  *
- *     hierarchical      whole      NODE scatter,  ACROSS all-reduce,   NODE gather
- *                       sharded    NODE scatter,  ACROSS scatter
- *     top-k             ALL_GATHER   sparse gather
- *                       BALANCED     sparse trade,  sparse publish
- *     PowerSGD          P all-reduce,  Q all-reduce
+ *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/topk.c
+ *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
+ *     PowerSGD                 P,  Q                         strategy/powersgd.c
  *
- * With hierarchical, top-k takes the place of the middle step. The part of a bucket that this rank
- * then exchanges, its hop, is a slice; without nodes it is the bucket. The part of one parameter in
- * the hop is a portion, and each is compressed by itself, so that without nodes what is sent does
- * not depend on how parameters are put into buckets:
+ * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
+ * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
+ * each portion is compressed by itself, so that without nodes what is sent does not depend on how
+ * parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     hop of ranks 0 and 2         | a               | b    |
@@ -36,122 +34,51 @@
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
 #include "comm/comm.h"
-#include "strategy/compression.h"
 #include "strategy/compression_internal.h"
 #include "strategy/layout_internal.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
 #include "device/backend.h"
-#include "device/device.h"
-
-/* ---- Checks -----------------------------------------------------------------------------------*/
-
-static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
-
-static dtrain_result dtrain__check_topk(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    if (desc->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_sparse_exchange", call,
-                           (unsigned)desc->sparse_exchange);
-    if (!dtrain__is_share(desc->topk_ratio))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: topk_ratio is %g; expected a share above 0, at most 1", call,
-                           (double)desc->topk_ratio);
-    if (desc->warmup_steps &&
-        (!dtrain__is_share(desc->warmup_ratio) || desc->warmup_ratio < desc->topk_ratio))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: warmup_ratio is %g; a warm-up begins at topk_ratio (%g) or above, "
-                           "at most at 1",
-                           call, (double)desc->warmup_ratio, (double)desc->topk_ratio);
-    if (!(desc->topk_momentum >= 0 && desc->topk_momentum < 1))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: topk_momentum is %g; expected 0 (off) or below 1", call,
-                           (double)desc->topk_momentum);
-    if (desc->topk_momentum > 0 && desc->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum gathers velocity in the residual, and "
-                           "no_error_feedback is set",
-                           call);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__check_powersgd(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    if (desc->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: powersgd_rank is %u; expected 1 to %d", call,
-                           (unsigned)desc->powersgd_rank, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    if (desc->hierarchical)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: hierarchical cuts buckets in slices, and PowerSGD needs whole "
-                           "matrices; use DTRAIN_COMPRESSION_TOPK or reduce_dtype with it",
-                           call);
-    if (desc->reduce_dtype != DTRAIN_DTYPE_F32)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: reduce_dtype %s: PowerSGD's factors travel as fp32", call,
-                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
-    if (desc->compression > DTRAIN_COMPRESSION_POWERSGD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u is not a dtrain_compression", call,
-                           (unsigned)desc->compression);
-    if (!topk && (desc->topk_momentum != 0 || desc->sparse_exchange || desc->warmup_steps))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: topk_momentum, sparse_exchange or warmup_steps is set, and "
-                           "compression is not DTRAIN_COMPRESSION_TOPK",
-                           call);
-    if (!desc->compression && desc->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: no_error_feedback is set, and there is no compression", call);
-    if (desc->dense_below < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dense_below is %lld", call,
-                           (long long)desc->dense_below);
-    if (topk) return dtrain__check_topk(desc);
-    return desc->compression ? dtrain__check_powersgd(desc) : DTRAIN_OK;
-}
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc)
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
 {
-    return desc->compression == DTRAIN_COMPRESSION_TOPK &&
-           desc->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    return how->kind == DTRAIN_COMPRESSION_TOPK &&
+           how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
-/* In the step after `step` others; those without compression come first. */
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step)
+/* The number of steps at the beginning that are not compressed. */
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
 {
-    const double end = (double)desc->topk_ratio, begin = (double)desc->warmup_ratio;
-    const uint64_t i = step - desc->dense_steps;
-    if (i >= desc->warmup_steps) return end;
-    return begin * pow(end / begin, (double)i / (double)desc->warmup_steps);
+    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-static double dtrain__largest_ratio(const dtrain_strategy_desc *desc)
+/* The share that is sent in the step after `step` others. It falls geometrically from warmup_ratio
+ * to topk_ratio once the steps without compression are over. */
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step)
 {
-    return (double)(desc->warmup_steps ? desc->warmup_ratio : desc->topk_ratio);
+    const double end = (double)how->topk_ratio, begin = (double)how->warmup_ratio;
+    const uint64_t i = step - dtrain__dense_steps(how);
+    if (i >= how->warmup_steps) return end;
+    return begin * pow(end / begin, (double)i / (double)how->warmup_steps);
 }
 
+/* The largest share of all steps, which memory is made for. */
+static double dtrain__largest_ratio(const dtrain_compression_desc *how)
+{
+    return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
+}
+
+/* The number of elements that are selected of count. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Elements of a block. */
+/* Counts the elements of a block. */
 static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
                                  double ratio)
 {
@@ -161,11 +88,13 @@ static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__spa
     return count;
 }
 
+/* 32-bit words of the values of a block. */
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
     return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
+/* 32-bit words of a block: values, then indices. */
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
 {
     return dtrain__value_words(layout, selected) + selected;
@@ -177,7 +106,8 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
-    return dtrain__is_balanced(layout->desc) ? 8 / (2 * item) : 8 / (item * layout->hop_ranks);
+    return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
+                                                    : 8 / (item * layout->hop_ranks);
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -190,16 +120,16 @@ DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const 
     layout->portions = NULL;
 }
 
-/* Fills in what is compressed of it and how; otherwise it is dense. */
+/* Decides how a portion is compressed, or that it is dense. */
 static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)desc->powersgd_rank, regions = layout->hop_ranks;
+    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
     portion->dense = true;
     portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < desc->dense_below) return;
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD) {
+    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return;
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
         portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
@@ -207,12 +137,13 @@ static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *
     }
     if (portion->count > INT32_MAX) return; /* indices have 32 bits */
     portion->dense = false;
-    if (!dtrain__is_balanced(desc)) return;
+    if (!dtrain__is_balanced(how)) return;
     portion->region = (portion->count + regions - 1) / regions;
     const int64_t last = portion->count - (regions - 1) * portion->region;
-    portion->dense = last < dtrain__quota(dtrain__largest_ratio(desc), portion->region);
+    portion->dense = last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
+/* Appends the part of a parameter that lies in this rank's hop, if there is one. */
 static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
 {
     const dtrain_param *p = &layout->params[index];
@@ -232,15 +163,17 @@ static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucke
     if (portion->dense) {
         sparse->dense_count += portion->count;
     } else if (portion->rows) {
-        sparse->p_count += portion->rows * (int64_t)layout->desc->powersgd_rank;
-        sparse->q_count += portion->columns * (int64_t)layout->desc->powersgd_rank;
+        sparse->p_count += portion->rows * (int64_t)layout->compression->powersgd_rank;
+        sparse->q_count += portion->columns * (int64_t)layout->compression->powersgd_rank;
     } else {
-        const int64_t most = dtrain__quota(dtrain__largest_ratio(layout->desc), portion->count);
+        const int64_t most =
+            dtrain__quota(dtrain__largest_ratio(layout->compression), portion->count);
         sparse->largest = dtrain__max(sparse->largest, most);
     }
     layout->portion_count++;
 }
 
+/* Cuts all buckets of a layout into portions. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
@@ -249,7 +182,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
                                                      "compressed buckets");
     if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
-    const double largest = dtrain__largest_ratio(layout->desc);
+    const double largest = dtrain__largest_ratio(layout->compression);
     const double masked = dtrain__masked_share(layout);
     const double sparse_share = largest < masked ? largest : masked;
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -257,7 +190,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
         dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
         sparse->first = layout->portion_count;
         for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-            if (layout->params[i].storage == &layout->params[i] && layout->entries[i].bucket == b)
+            if (layout->params[i].state.storage == &layout->params[i] &&
+                layout->entries[i].bucket == b)
                 dtrain__layout_portion(layout, bucket, i);
         sparse->end = layout->portion_count;
         sparse->room = dtrain__selection(layout, sparse, sparse_share);
@@ -265,21 +199,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
+/* The memory of one bucket. */
 static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     dtrain__sparse *sparse = bucket->sparse;
-    const bool low = desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool topk = desc->compression == DTRAIN_COMPRESSION_TOPK;
+    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
-    const bool masked = dtrain__largest_ratio(desc) >= dtrain__masked_share(layout);
+    const bool masked = dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
     const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
     const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
-    if (!desc->no_error_feedback) {
+    if (!how->no_error_feedback) {
         sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
         layout->state_bytes += (uint64_t)kept * 4;
     }
-    if (desc->topk_momentum > 0) {
+    if (how->topk_momentum > 0) {
         sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
         layout->state_bytes += (uint64_t)kept * 4;
     }
@@ -289,12 +224,13 @@ static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *buc
     sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
     layout->state_bytes += (uint64_t)sparse->q_count * 4;
     if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    if (dtrain__is_balanced(desc))
+    if (dtrain__is_balanced(how))
         sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
     sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
     sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
 }
 
+/* The memory of all buckets, and the places of PowerSGD's factors in it. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
     layout->state_bytes = 0;
@@ -307,44 +243,89 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
             if (portion->dense || !portion->rows) continue;
             portion->p = dtrain__after(sparse->dense, p_at);
             portion->q = dtrain__after(sparse->q, q_at);
-            p_at += portion->rows * (int64_t)layout->desc->powersgd_rank;
-            q_at += portion->columns * (int64_t)layout->desc->powersgd_rank;
+            p_at += portion->rows * (int64_t)layout->compression->powersgd_rank;
+            q_at += portion->columns * (int64_t)layout->compression->powersgd_rank;
         }
     }
 }
 
+/* Bytes that this rank sends for a bucket when compression is in full force. */
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket)
 {
-    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain_compression_desc *how = layout->compression;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
         return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
                             DTRAIN_DTYPE_F32, ranks) +
                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    const uint64_t dense =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count, desc->reduce_dtype, ranks);
-    const int64_t selected = dtrain__selection(layout, sparse, (double)desc->topk_ratio);
-    if ((double)desc->topk_ratio >= dtrain__masked_share(layout))
+    const uint64_t dense = dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count,
+                                        layout->desc->reduce_dtype, ranks);
+    const int64_t selected = dtrain__selection(layout, sparse, (double)how->topk_ratio);
+    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
         return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                     DTRAIN_DTYPE_F32, ranks);
     const uint64_t once =
         dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
                      DTRAIN_DTYPE_F32, ranks);
-    return dense + (dtrain__is_balanced(desc) ? 2 * once : once);
+    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
+}
+
+/* ---- Dense portions ---------------------------------------------------------------------------*/
+
+/* Packs the dense portions of a bucket together as they travel, or back. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 bool back)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const uint32_t dtype = strategy->desc.reduce_dtype;
+    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
+    for (size_t i = sparse->first; i < sparse->end; i++) {
+        const dtrain__portion *portion = &layout->portions[i];
+        float *grad = bucket->grads + portion->first;
+        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
+        if (!portion->dense) continue;
+        if (dtype == DTRAIN_DTYPE_F32)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
+                                           back ? (float *)(void *)packed : grad,
+                                           (size_t)portion->count * unit));
+        else if (back)
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
+        else
+            DTRAIN__TRY(
+                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
+        if (back) DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, portion->count));
+    }
+    return DTRAIN_OK;
+}
+
+/* Starts the all-reduce of the dense elements and, behind them, `more` others that are packed
+ * already. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->dense, sparse->dense,
+                             (size_t)(sparse->dense_count + more),
+                             (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), work);
 }
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Random directions, the same on every rank. */
+/* Starts a portion's Q with random directions, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
-    const int64_t count = portion->columns * (int64_t)strategy->desc.powersgd_rank;
+    const int64_t count = portion->columns * (int64_t)strategy->layout.compression->powersgd_rank;
     float *seed = sparse->q_seed + (portion->q - sparse->q);
-    dtrain_orthogonalize_args args = {portion->columns, (int64_t)strategy->desc.powersgd_rank,
-                                      seed};
+    dtrain_orthogonalize_args args = {portion->columns,
+                                      (int64_t)strategy->layout.compression->powersgd_rank, seed};
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
@@ -354,10 +335,11 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
 }
 
+/* Lists what compression keeps, for dtrain_strategy_compression, and starts it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (!layout->compresses) return DTRAIN_OK;
+    if (!layout->compression) return DTRAIN_OK;
     strategy->states = (dtrain_compression_state *)dtrain__alloc(
         &strategy->allocator, strategy->param_count, sizeof *strategy->states,
         "states of compression");

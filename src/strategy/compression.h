@@ -1,11 +1,11 @@
 /* Gradient compression, hierarchy
  *
- * How a bucket of gradients travels; fields of dtrain_strategy_desc. What is lossy is never chosen
- * by the library, AUTO included.
+ * A bucket of gradients travels as dtrain_compression_desc says, and reduce_dtype and hierarchical
+ * of dtrain_strategy_desc. What is lossy is never chosen by the library, AUTO included.
  *
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
- *     DTRAIN_COMPRESSION_TOPK         of every tensor the topk_ratio of largest magnitude: values and indices
- *     DTRAIN_COMPRESSION_POWERSGD     every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
+ *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -59,10 +59,29 @@ typedef enum dtrain_sparse_exchange {
     DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
 } dtrain_sparse_exchange;
 
-/* What compression keeps of a parameter from step to step, in memory of the device. Every rank has
- * residuals of its own; under hierarchical they are of the piece of the parameter that it sends,
- * and pieces are those of the buckets. To continue a run, copy them out and, after create, back in.
- * Q is the same on all ranks. */
+#define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_compression_desc {
+    uint32_t kind;            /* dtrain_compression; 0 = none */
+    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange; 0 = ALL_GATHER */
+    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
+    bool no_error_feedback;   /* what is not sent is lost; for experiments */
+    float topk_ratio;         /* share of a tensor's elements that are sent; 0 = 0.01 */
+    float topk_momentum;      /* momentum correction, then in place of the optimizer's; 0 = off */
+    float warmup_ratio;       /* share in the first step of the warm-up; 0 = 0.25 */
+    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
+                                 1 = 1-D ones alone */
+    uint64_t dense_steps;     /* steps without compression, at the beginning; 0 = 10, or
+                                 DTRAIN_DENSE_STEPS_NONE */
+    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
+                                 warm-up */
+} dtrain_compression_desc;
+
+/* The state that compression keeps of a parameter from step to step, in memory of the device. Every
+ * rank has residuals of its own; under hierarchical they are of the piece of the parameter that it
+ * sends, and pieces are those of the buckets. To continue a run, copy them out and, after create,
+ * back in. Q is the same on all ranks. */
 typedef struct dtrain_compression_state {
     const dtrain_param *param;
     int64_t offset, count; /* the piece: first element, elements */
@@ -72,8 +91,8 @@ typedef struct dtrain_compression_state {
     int64_t q_rows;
 } dtrain_compression_state;
 
-/* Local. Of every parameter that is compressed; count 0 without compression. Valid until the
- * strategy is destroyed. */
+/* Lists the states of all parameters that are compressed; count 0 without compression. Local. They
+ * are valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,
                                                      size_t *count);

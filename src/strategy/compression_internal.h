@@ -1,4 +1,5 @@
-/* What other files may use of strategy/ beside the public API. */
+/* Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
+ * them (dtrain__portion); see strategy/compression.c. */
 
 #pragma once
 
@@ -40,9 +41,9 @@ typedef struct dtrain__portion dtrain__portion;
 typedef struct dtrain__sparse dtrain__sparse;
 
 /* strategy/compression.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_compression(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_strategy_desc *desc, uint64_t step);
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
@@ -55,48 +56,7 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
-
-/* strategy/hierarchy.c */
-DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_begin(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__across_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                  bool back);
 DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   int64_t more, dtrain_work **work);
-
-/* strategy/topk.c */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy,
-                                                          dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket);
-
-/* strategy/powersgd.c */
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, const float *a, int64_t lda,
-                                              const float *b, int64_t ldb, float *c, int64_t ldc);
-DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
-
-/* strategy/ways.c */
-DTRAIN__PRIVATE bool dtrain__choose_indirect(const dtrain_strategy *strategy, bool sharded,
-                                             const dtrain__step **way);

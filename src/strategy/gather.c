@@ -19,34 +19,14 @@
  * checked on each rank, and a violation is an error instead of wrong weights. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "comm/backend.h"
 #include "comm/comm.h"
 #include "strategy/layout_internal.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
 #include "device/backend.h"
-#include "device/device.h"
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
-
-/* A shard in host memory to its place in the slot, where *shard then is; behind those that used the
- * slot, and before the collective. */
-static dtrain_result dtrain__shard_to_slot(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           const float **shard)
-{
-    float *place = bucket->values + bucket->shard_first;
-    *shard = place;
-    return strategy->device->ops->copy_async(strategy->device, place, bucket->value_shard,
-                                             (size_t)bucket->shard_count * sizeof(float),
-                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
-}
 
 /* Starts bringing a bucket's values together, as dtype. */
 static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
@@ -55,18 +35,21 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
     const bool low = dtype != DTRAIN_DTYPE_F32;
-    dtrain_work **works = dtrain__works(strategy, b, true);
+    dtrain_work **works = bucket->gathers;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
     const float *shard = bucket->value_shard;
     bucket->presence = DTRAIN__COMING;
-    if (layout->host_values) DTRAIN__TRY(dtrain__shard_to_slot(strategy, bucket, &shard));
+    if (bucket->value_home->bring) {
+        DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
+        shard = bucket->values + bucket->shard_first;
+    }
     if (low)
         DTRAIN__TRY(
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
     if (!bucket->cuts)
-        return dtrain__gather_slices(strategy, b, low ? (const void *)own : (const void *)shard,
-                                     whole, dtype);
+        return dtrain__gather_slices(strategy, bucket,
+                                     low ? (const void *)own : (const void *)shard, whole, dtype);
     if (!low && bucket->shard_count && shard == bucket->value_shard)
         DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
                                                 (size_t)bucket->shard_count * unit,
@@ -83,10 +66,10 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
 /* Waits until a bucket's values have come together, as dtype. */
 static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
 {
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
-    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, b, whole, dtype));
-    return dtrain__wait_works(strategy, dtrain__works(strategy, b, true));
+    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, whole, dtype));
+    return dtrain__wait_works(strategy, bucket->gathers);
 }
 
 static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
@@ -108,12 +91,13 @@ static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here
     const dtrain__bucket *bucket = &layout->buckets[b];
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *storage = &layout->entries[p->storage->index];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
         if (storage->bucket != b) continue;
         p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
+/* Takes a bucket's values away, after waiting for them if they are still coming. */
 static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
@@ -123,7 +107,7 @@ static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
     return DTRAIN_OK;
 }
 
-/* Whoever else is in the unit's slot has to go. */
+/* Makes a unit's slot free for it: the unit that is there is evicted. */
 static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
 {
     const uint32_t before = strategy->slots[unit & 1];
@@ -133,6 +117,7 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit
     return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
+/* Starts to gather a bucket that is not there. */
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
@@ -142,6 +127,7 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
+/* Waits for a bucket's values and shows them. */
 static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
@@ -151,7 +137,7 @@ static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
     return DTRAIN_OK;
 }
 
-/* After publish: what was gathered is not what the shards hold any more. */
+/* Forgets what was gathered, because the shards have been updated since. */
 DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
 {
     for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
@@ -163,6 +149,7 @@ DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
 }
 
+/* Waits for all units that are on their way. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
     for (size_t b = 0; b < strategy->layout.bucket_count; b++)
@@ -172,7 +159,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 
 /* ---- Hooks ------------------------------------------------------------------------------------*/
 
-/* Hosts walk from one neighbour to the next: looking there first makes it constant time. */
+/* Finds the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+ * it constant time. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -216,6 +204,7 @@ static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__
     return dtrain__need(strategy, unit->frozen);
 }
 
+/* Fetches the unit that the pass will come to after `at`. */
 static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, bool backward)
 {
     const uint32_t next = backward ? at - 1 : at + 1;
@@ -226,19 +215,20 @@ static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, 
     return dtrain__fetch(strategy, unit->frozen);
 }
 
-/* In backward all units behind this one are finished: their gradients are closed, in the same order
- * on every rank. */
+/* Gathers the unit `id`. In backward all units behind it are finished: their gradients are closed
+ * first, in the same order on every rank. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
 {
     dtrain__layout *layout = &strategy->layout;
     const uint32_t at = dtrain__find_unit(strategy, id), last = strategy->position;
     const bool backward = strategy->marked_count > 0 || (last != DTRAIN__NONE && at < last && at);
     DTRAIN__TRY(dtrain__check_order(strategy, at, id));
-    if (layout->work && strategy->marked_count && layout->units[at].trainable != DTRAIN__NONE)
+    if (layout->shards.grads && strategy->marked_count &&
+        layout->units[at].trainable != DTRAIN__NONE)
         DTRAIN__TRY(dtrain__close_buckets(strategy, layout->units[at].trainable));
     DTRAIN__TRY(dtrain__claim_work(strategy, at));
     strategy->position = at;
-    if (!layout->slots) return DTRAIN_OK;
+    if (!layout->shards.params) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     return dtrain__fetch_next(strategy, at, backward);
@@ -247,7 +237,7 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    if (!strategy->layout.slots && !strategy->layout.work) return DTRAIN_OK;
+    if (!strategy->layout.shards.params && !strategy->layout.shards.grads) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
 }
 
@@ -256,7 +246,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    if (!strategy->layout.slots) return DTRAIN_OK;
+    if (!strategy->layout.shards.params) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -267,23 +257,62 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* A gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
+/* Returns a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype)
 {
-    if (!strategy || !strategy->layout.slots || strategy->desc.param_dtype != (uint32_t)dtype)
+    if (!strategy || !strategy->layout.shards.params ||
+        strategy->desc.param_dtype != (uint32_t)dtype)
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->index];
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
     if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
     const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
     if (bucket->presence != DTRAIN__HERE) return NULL;
     return bucket->low_values + entry->offset;
 }
 
+/* ---- Whole values, updated by slices ----------------------------------------------------------*/
+
+/* Copies values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+ * own. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
+            continue;
+        float *place = layout->buckets[entry->bucket].values + entry->offset;
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
+                                       to_host ? place : p->value,
+                                       (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Brings updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+ * buckets are under way before one is waited for. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+{
+    dtrain__bucket *const first = strategy->layout.buckets;
+    dtrain__bucket *const end = first + strategy->layout.bucket_count;
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded)
+            DTRAIN__TRY(
+                dtrain__gather_slices(strategy, b, b->value_shard, b->values, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded)
+            DTRAIN__TRY(dtrain__gather_inside(strategy, b, b->values, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
+    return dtrain__copy_host_values(strategy, true);
+}
+
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* A bucket's values as the shards have them. Where units travel rounded, what lies in a slot is not
- * that: it is brought in fp32, and forgotten afterwards. */
+/* Gathers a bucket's values as the shards have them. Where units travel rounded, a slot does not
+ * hold those: they are brought in fp32, and forgotten afterwards. */
 static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -298,73 +327,15 @@ static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
     return dtrain__gather_end(strategy, b);
 }
 
-/* Storage i with its value whole, wherever it has to be brought from. */
-static dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i, dtrain_param *whole)
+/* *whole = storage i with its value whole, gathered if it has to be. */
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[i];
     *whole = strategy->params[i];
-    if (!layout->slots || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
+    if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
     whole->value = layout->buckets[entry->bucket].values + entry->offset;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
-{
-    dtrain_param whole;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
-    if (index >= strategy->param_count || !host)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
-            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
-    const size_t storage = strategy->params[index].storage->index;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    return dtrain_device_copy(strategy->device, host, whole.value,
-                              (size_t)whole.count * sizeof(float));
-}
-
-/* The hash of everything differs somewhere: parameter by parameter, up to the first. */
-static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param whole;
-        uint64_t hash;
-        int usual, odd;
-        bool common;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
-        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
-        if (common) continue;
-        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
-            dtrain_comm_world_rank(strategy->comm, usual));
-    }
-    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
-{
-    uint64_t all = DTRAIN__FNV_BASIS;
-    bool common;
-    if (hash) *hash = 0;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param whole;
-        uint64_t one;
-        if (strategy->params[i].storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
-        all = dtrain__fnv1a(all, &one, sizeof one);
-    }
-    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
-    if (!common) return dtrain__name_drift(strategy);
-    if (hash) *hash = all;
     return DTRAIN_OK;
 }

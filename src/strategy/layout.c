@@ -1,9 +1,9 @@
 /* The layout
  *
- * Which parameters travel together, and who keeps what of them: a pure function of what all ranks
- * have in common. They need not exchange it, and a plan or a simulator can make one without ranks.
+ * It says which parameters travel together, and who keeps what of them: a pure function of what all
+ * ranks have in common. They need not exchange it, and a plan can make one without ranks.
  *
- * What a kind shards decides the rest:                                   state  grads  params
+ * The row of the kind decides the rest:                                  state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
  *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
@@ -24,28 +24,8 @@
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
 #include "strategy/compression_internal.h"
 #include "strategy/layout_internal.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
-
-static const dtrain__traits dtrain__kinds_of_strategy[] = {
-    {DTRAIN_STRATEGY_DDP, "DTRAIN_STRATEGY_DDP", false, false, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "DTRAIN_STRATEGY_ZERO1", true, false, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "DTRAIN_STRATEGY_SHARD_GRAD_OP", true, true, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "DTRAIN_STRATEGY_FULL_SHARD", true, true, true, false},
-    {DTRAIN_STRATEGY_ZERO3, "DTRAIN_STRATEGY_ZERO3", true, true, true, true},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "DTRAIN_STRATEGY_HYBRID_SHARD", true, true, true, false},
-};
-
-DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind)
-{
-    const size_t count = sizeof dtrain__kinds_of_strategy / sizeof dtrain__kinds_of_strategy[0];
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__kinds_of_strategy[i].kind == kind) return &dtrain__kinds_of_strategy[i];
-    return NULL;
-}
 
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
@@ -61,24 +41,25 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
     unit->trainable = unit->frozen = DTRAIN__NONE;
-    unit->kept = !layout->desc->reshard_after_forward;
+    unit->kept = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
         if (layout->desc->kept_units[i] == id) unit->kept = true;
     return (uint32_t)layout->unit_count++;
 }
 
-/* Which unit each storage is part of, NONE for one that several use; who is trainable. */
+/* Fills in the unit of each storage, NONE for one that several use, and who is trainable. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable = dtrain__is_trainable(p);
         entry->bucket = DTRAIN__NONE;
-        if (p->storage == p) entry->unit = unit;
+        if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards || p->count < layout->desc->whole_below;
+        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below;
     }
 }
 
@@ -92,7 +73,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t 
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         size_t at = count;
-        if (p->storage != p || layout->entries[i].whole) continue;
+        if (p->state.storage != p || layout->entries[i].whole) continue;
         for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
             order[at] = order[at - 1];
         order[at] = (uint32_t)i;
@@ -107,7 +88,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t 
     }
 }
 
-/* first_run: the first rank that owns something of it. */
+/* Opens an empty bucket. first_run: the first rank that owns something of it. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded, int first_run)
 {
@@ -153,7 +134,8 @@ static void dtrain__bucket_hop(const dtrain__layout *layout, dtrain__bucket *buc
     else bucket->count = bucket->shard_count = bucket->hop_count * layout->node_ranks;
 }
 
-/* Slices of equal length, or cuts where owners change: who keeps what. */
+/* Closes a bucket and decides who keeps what: slices of equal length, or cuts where owners
+ * change. */
 static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const int64_t ranks = layout->ranks;
@@ -170,8 +152,8 @@ static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *buc
     dtrain__bucket_hop(layout, bucket);
 }
 
-/* The bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units use);
- * NONE if there are none. */
+/* Makes the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
+ * use); NONE if there are none. */
 static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
@@ -180,7 +162,7 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
         if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain__entry *entry = &layout->entries[i];
-            if (layout->params[i].storage != &layout->params[i] || entry->whole) continue;
+            if (layout->params[i].state.storage != &layout->params[i] || entry->whole) continue;
             if (entry->unit != unit || entry->trainable != trainable) continue;
             if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
             if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
@@ -193,19 +175,22 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
     return (uint32_t)(bucket - layout->buckets);
 }
 
-/* Where a unit is a bucket. */
+/* Makes the buckets of kinds that shard gradients: every unit is one, and another for what is
+ * frozen in it. */
 static void dtrain__lay_unit_buckets(dtrain__layout *layout)
 {
     for (size_t u = layout->unit_count; u-- > 0;) {
         dtrain__unit *unit = &layout->units[u];
         unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
-        if (layout->slots) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
+        if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
     }
     layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->slots) layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
+    if (layout->shards.params)
+        layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
 }
 
-/* Last parameter first, up to a cap; a bucket exceeds it only when a single gradient does. A tied
+/* Fills buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
+ * does. A tied
  * gradient is final when its last use, the first entry of the group, is done: it travels at that
  * entry's place. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
@@ -214,7 +199,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
-        if (layout->params[i].storage != &layout->params[i] || !entry->trainable) continue;
+        if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
         const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
                                                              : layout->desc->bucket_bytes;
@@ -230,19 +215,20 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 }
 
 /* Fills entries, buckets and units, all zeroed by the caller. */
-DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout)
+static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
     if (layout->owners) /* cuts are scratch until they are filled */
         dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
                            layout->cuts);
-    if (layout->traits->grads) dtrain__lay_unit_buckets(layout);
+    if (layout->kind->shards.grads) dtrain__lay_unit_buckets(layout);
     else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
-        dtrain__entry *entry = &layout->entries[i], *storage = &layout->entries[p->storage->index];
+        dtrain__entry *entry = &layout->entries[i],
+                      *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
         if (entry->bucket == DTRAIN__NONE) continue;
         dtrain__bucket *bucket = &layout->buckets[entry->bucket];
@@ -254,7 +240,80 @@ DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
-/* A tensor in no sharded bucket: every rank has all of it. */
+/* Fills in who is on which level. */
+static void dtrain__layout_grid(dtrain__layout *layout)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const int size = desc->hierarchical ? (int)desc->node_size : 0;
+    const bool nodes = size > 1 && size < layout->all;
+    layout->node_ranks = nodes ? size : 1;
+    layout->hop_ranks = nodes ? layout->all / size : layout->all;
+    layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
+    layout->compression = layout->all > 1 ? desc->compression : NULL;
+}
+
+/* Decides what is sharded, of what the kind shards: nothing on one rank, unless its shard is in
+ * host memory, and no gradients while they only add up. */
+static void dtrain__layout_classes(dtrain__layout *layout)
+{
+    const dtrain__classes *kind = &layout->kind->shards;
+    const dtrain_strategy_desc *desc = layout->desc;
+    const bool many = layout->ranks > 1;
+    dtrain__classes *shards = &layout->shards;
+    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
+    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
+    shards->params = kind->params && (many || layout->value_home->host);
+    shards->grads = kind->grads && (many || layout->grad_home->host) &&
+                    desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    shards->state = kind->state && (many || shards->params || shards->grads);
+}
+
+/* Makes the tables of a layout; dtrain__layout_free frees what there is of them, also after an
+ * error. Memory follows in dtrain__lay_memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank)
+{
+    const size_t cuts = (size_t)ranks + 1;
+    memset(layout, 0, sizeof *layout);
+    layout->params = params;
+    layout->count = count;
+    layout->desc = desc;
+    layout->kind = dtrain__row_of(desc->kind);
+    layout->ranks = ranks;
+    layout->rank = rank;
+    layout->all = all;
+    layout->all_rank = all_rank;
+    dtrain__layout_grid(layout);
+    dtrain__layout_classes(layout);
+    layout->entries =
+        (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
+    layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
+    layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
+    if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
+    if (layout->shards.state && layout->kind->owners) {
+        layout->owners =
+            (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
+        layout->cuts = (int64_t *)dtrain__alloc(a, count, cuts * sizeof *layout->cuts, "cuts");
+        if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
+    }
+    dtrain__lay_out(layout);
+    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    const size_t cuts = (size_t)layout->ranks + 1;
+    dtrain__layout_portions_free(layout, a);
+    dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
+    dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
+    dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
+    dtrain__free(a, layout->buckets, layout->count, sizeof *layout->buckets);
+    dtrain__free(a, layout->entries, layout->count, sizeof *layout->entries);
+}
+
+/* Does every rank have all of a tensor's value? */
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry)
 {
@@ -289,6 +348,7 @@ typedef struct dtrain__turns {
     uint16_t *low_values[2], *low_grads[2];
 } dtrain__turns;
 
+/* Two buffers of each sort, for the largest unit. */
 static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
 {
     const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
@@ -300,8 +360,8 @@ static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
         const dtrain__unit *unit = &layout->units[u];
         const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
         const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
-        if (layout->slots && !unit->kept && both > values) values = both;
-        if (layout->work && trainable > grads) grads = trainable;
+        if (layout->shards.params && !unit->kept && both > values) values = both;
+        if (layout->shards.grads && trainable > grads) grads = trainable;
     }
     for (int i = 0; i < 2; i++) {
         turns.values[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 4);
@@ -314,18 +374,21 @@ static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
     return turns;
 }
 
+/* A bucket's values: whole and in place, or a shard and somewhere to gather it. */
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
                                const dtrain__turns *turns)
 {
     const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    bucket->value_home = dtrain__home_of(false);
     if (!bucket->sharded) return;
-    if (!layout->slots) {
+    if (!layout->shards.params) {
         bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
         bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
         return;
     }
+    bucket->value_home = layout->value_home;
     bucket->value_shard = (float *)dtrain__carve(
-        layout, layout->host_values ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
+        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
     if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
         bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
         if (low)
@@ -340,11 +403,13 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
     bucket->low_values = dtrain__low_after(turns->low_values[bucket->unit & 1], first);
 }
 
+/* A bucket's gradients: where they are made, and where what is reduced of them is kept. */
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
                               const dtrain__turns *turns)
 {
     const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool work = layout->work && bucket->sharded;
+    const bool work = layout->shards.grads && bucket->sharded;
+    bucket->grad_home = work ? layout->grad_home : dtrain__home_of(false);
     if (!bucket->trainable) return;
     if (work && bucket->unit != DTRAIN__NONE) {
         bucket->grads = turns->grads[bucket->unit & 1];
@@ -358,21 +423,25 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
     }
     bucket->work = work;
     bucket->grad_shard =
-        work ? (float *)dtrain__carve(layout, layout->host_grads ? DTRAIN__HOST : DTRAIN__GRADS,
-                                      bucket->shard_count, 4)
-             : dtrain__after(bucket->grads, bucket->shard_first);
+        work
+            ? (float *)dtrain__carve(layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS,
+                                     bucket->shard_count, 4)
+            : dtrain__after(bucket->grads, bucket->shard_first);
 }
 
+/* Two places in host memory, for the longest shard that is put there. */
 static void dtrain__lay_landings(dtrain__layout *layout)
 {
     int64_t longest = 0;
-    for (size_t b = 0; b < layout->bucket_count && layout->host_grads; b++)
-        if (layout->buckets[b].work) longest = dtrain__max(longest, layout->buckets[b].shard_count);
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].grad_home->host)
+            longest = dtrain__max(longest, layout->buckets[b].shard_count);
     for (int i = 0; i < 2; i++)
         layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
 }
 
-/* Whole values the library owns lie in registration order behind those of buckets. */
+/* Lays out all memory. Whole values that the library owns lie in registration order behind those of
+ * buckets. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
@@ -385,12 +454,12 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p || !dtrain__value_is_whole(layout, entry)) continue;
+        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
         if (!p->value || entry->lends_value)
             entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
     }
     dtrain__lay_landings(layout);
-    if (layout->compresses) dtrain__lay_compression(layout);
+    if (layout->compression) dtrain__lay_compression(layout);
 }
 
 /* The part of storage i that this rank updates; false if there is none. */
@@ -401,7 +470,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     const dtrain__entry *entry = &layout->entries[i];
     *offset = 0;
     *count = p->count;
-    if (p->storage != p || !entry->trainable) return false;
+    if (p->state.storage != p || !entry->trainable) return false;
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
     if (!bucket->sharded) return true;
     const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
@@ -412,7 +481,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     return *count > 0;
 }
 
-/* What this rank holds on the device, whoever allocated it. */
+/* Counts what this rank holds on the device, whoever allocated it. */
 DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
                                           uint64_t *grads)
 {
@@ -421,14 +490,14 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
         const dtrain__bucket *bucket = &layout->buckets[b];
         const uint64_t whole = (uint64_t)bucket->count * 4,
                        shard = (uint64_t)bucket->shard_count * 4;
-        const bool host_grads = layout->host_grads && bucket->work;
-        if (bucket->sharded && !layout->host_values) *values += layout->slots ? shard : whole;
-        if (bucket->trainable && !host_grads) *grads += bucket->work ? shard : whole;
+        if (bucket->sharded && !bucket->value_home->host)
+            *values += layout->shards.params ? shard : whole;
+        if (bucket->trainable && !bucket->grad_home->host) *grads += bucket->work ? shard : whole;
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->storage != p) continue;
+        if (p->state.storage != p) continue;
         const bool hosts = p->value && !entry->lends_value;
         if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
         if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;

@@ -1,13 +1,36 @@
-/* What other files may use of strategy/ beside the public API. */
+/* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+ *
+ *     dtrain__kind_row      a row of the table of kinds: what is sharded
+ *     dtrain__entry     what a strategy knows of one registered parameter
+ *     dtrain__bucket    gradients that travel together, and where their values and shards are
+ *     dtrain__unit      the buckets that are gathered and released together
+ *     dtrain__home      how a shard that is not in device memory comes and goes
+ *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
 
 #pragma once
 
 #include "core/platform_internal.h"
 #include "core/result.h"
 #include "comm/backend.h"
+#include "strategy/compression.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
 #include "device/device.h"
+
+#define DTRAIN__NONE UINT32_MAX /* no bucket, no unit */
+
+/* The classes of memory that are sharded: optimizer state, gradients, parameters. */
+typedef struct dtrain__classes {
+    bool state, grads, params;
+} dtrain__classes;
+
+typedef struct dtrain__kind_row {
+    uint32_t kind;
+    const char *name;
+    dtrain__classes shards;
+    bool owners;   /* shards are whole tensors */
+    bool replicas; /* among the ranks of a node, and every node has a copy */
+} dtrain__kind_row;
 
 typedef struct dtrain__entry {
     uint32_t bucket;       /* of its storage, or NONE */
@@ -23,6 +46,10 @@ typedef struct dtrain__entry {
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
+struct dtrain__home;
+struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
+struct dtrain__sparse;  /* a bucket's memory for it */
+
 typedef struct dtrain__bucket {
     uint32_t unit; /* place of the unit that it is, or NONE */
     bool trainable, sharded;
@@ -34,32 +61,35 @@ typedef struct dtrain__bucket {
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
+    dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
     int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
                                          everything */
     struct dtrain__sparse *sparse;    /* what compression keeps: strategy/compression.c; or NULL */
     float *values, *grads;            /* (count) */
-    float *value_shard, *grad_shard;  /* (shard_count) */
+    float *value_shard, *grad_shard;  /* (shard_count), in these homes: */
+    const struct dtrain__home *value_home, *grad_home;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
-#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+/* The calls that a shard outside device memory needs. NULL: nothing to do; device memory needs none
+ * of them. The road of a gradient and the gathering of values call these and know no more of
+ * offload. */
+typedef struct dtrain__home {
+    bool host;
+    /* grad_shard = result, or += it; soon */
+    dtrain_result (*put)(dtrain_strategy *strategy, dtrain__bucket *bucket, const float *result,
+                         bool add);
+    /* sum (device memory) = grad_shard, with everything that was put */
+    dtrain_result (*get)(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum);
+    /* compute goes on when the buffers that put reads have been read */
+    dtrain_result (*vacate)(dtrain_strategy *strategy);
+    /* the end of a backward: everything that was put is there after the last one */
+    dtrain_result (*settle)(dtrain_strategy *strategy);
+    /* values + shard_first (device memory) = value_shard */
+    dtrain_result (*bring)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+} dtrain__home;
 
-typedef struct dtrain__registration {
-    const dtrain_param *params;
-    size_t count;
-    char settings[720]; /* of the strategy */
-} dtrain__registration;
-
-typedef struct dtrain__traits {
-    uint32_t kind;
-    const char *name;
-    bool state, grads, params; /* what it shards */
-    bool owners;               /* slices are whole tensors */
-} dtrain__traits;
-
-#define DTRAIN__NONE UINT32_MAX
-
-/* In registration order of their first parameters. */
+/* Units stand in registration order of their first parameters. */
 typedef struct dtrain__unit {
     uint32_t id;                /* dtrain_param.unit */
     uint32_t trainable, frozen; /* its buckets, or NONE */
@@ -68,30 +98,25 @@ typedef struct dtrain__unit {
 
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
 
-struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
-struct dtrain__sparse;  /* a bucket's memory for it */
-
 typedef struct dtrain__layout {
     const dtrain_param *params;
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
-    const dtrain__traits *traits;
-    int ranks, rank;   /* of those that share one copy of the model */
-    int all, all_rank; /* of the strategy */
-    int node_ranks;    /* hierarchical, and more than one node: ranks of one; else 1 */
-    int hop_ranks,
-        hop_rank;    /* of those that this rank exchanges with between nodes; or all, all_rank */
-    bool compresses; /* and there is somebody to send to */
-    struct dtrain__portion *portions; /* (count), portion_count in use */
-    struct dtrain__sparse *sparse;    /* (count), one a bucket */
+    const dtrain__kind_row *kind;
+    int ranks, rank;         /* of those that share one copy of the model */
+    int all, all_rank;       /* of the strategy */
+    int node_ranks;          /* hierarchical, and several nodes: ranks of one; else 1 */
+    int hop_ranks, hop_rank; /* of those that exchange a hop: between nodes, or all, all_rank */
+    /* What is sharded, of what the kind shards, with so many ranks and this desc. state: something
+     * is at all; grads: units' are made in alternating buffers; params: values are gathered. */
+    dtrain__classes shards;
+    const dtrain__home *value_home, *grad_home; /* of shards */
+    const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
+    struct dtrain__portion *portions;           /* (count), portion_count in use */
+    struct dtrain__sparse *sparse;              /* (count), one a bucket */
     size_t portion_count;
     uint64_t state_bytes;    /* of residuals and the like */
-    bool shards;             /* a kind that shards, and more than one rank or a shard offloaded */
-    bool slots;              /* values are gathered */
-    bool work;               /* gradients of a unit are made in alternating buffers */
-    bool host_values;        /* value shards are in host memory */
-    bool host_grads;         /* gradient shards are in host memory */
-    float *landing[2];       /* host memory for what is added to them, of the longest shard */
+    float *landing[2];       /* host memory for what is added to shards, of the longest shard */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
@@ -104,6 +129,14 @@ typedef struct dtrain__layout {
     size_t bytes[DTRAIN__CLASSES];
 } dtrain__layout;
 
+#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* strategy/strategy.c */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
+
+/* strategy/offload.c */
+DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
+
 /* strategy/params.c */
 DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
@@ -112,19 +145,22 @@ DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     uint64_t *hashes);
+                                                     const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
 DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common);
 DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
                                                int *usual, int *odd);
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain__registration *mine,
-                                                           int64_t *gathered);
+                                                           const dtrain_param *params, size_t count,
+                                                           const char *settings, int64_t *gathered);
 
 /* strategy/layout.c */
-DTRAIN__PRIVATE const dtrain__traits *dtrain__traits_of(uint32_t kind);
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
-DTRAIN__PRIVATE void dtrain__lay_out(dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank);
+DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);
 DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
@@ -140,11 +176,5 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value);
-DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
-                                                       const dtrain_param *params, size_t count,
-                                                       const dtrain__entry *entries);
 DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t *hash);
-DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
-                                            dtrain__entry *entries, bool only_new, char *text,
-                                            size_t room);

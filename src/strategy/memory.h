@@ -15,7 +15,7 @@
 #include "strategy/params.h"
 #include "strategy/strategy.h"
 
-/* Bytes of one rank. */
+/* The bytes of one rank, by class. */
 typedef struct dtrain_memory {
     uint64_t params, grads, optimizer, activations, activation_grads;
     uint64_t buffers;   /* where a strategy gathers and reduces units */
@@ -25,9 +25,9 @@ typedef struct dtrain_memory {
     uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
-/* params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most, and
- * their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: needs no world;
- * completes count and shape of params in place. */
+/* Counts params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
+ * and their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: it needs no
+ * world, and completes count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);

@@ -1,25 +1,27 @@
 /* Offload
  *
+ * A shard that is kept in host memory has another home (dtrain__home) than device memory; all that
+ * the roads of gradients and values know of it is the calls of that table.
+ *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
- *     down                            | shard of 2 -> host   | shard of 1 -> host ...
+ *     down                            | put shard of 2       | put shard of 1 ...
  *     CPU                             (add it, in later micro-batches)          | norm | update
+ *     up                                                                        | new values
  *
  * A copy to the host is queued behind what compute has queued, and compute waits for it before the
- * buffer it reads is made anew. A shard of a later micro-batch comes to one of two landings and is
- * added when that landing is wanted again, or at the end of the backward. */
+ * buffer it reads is made anew (vacate). The shard of a later micro-batch arrives in one of two
+ * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
+ * the backward (settle). */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
 #include "world/world.h"
-#include "world/world_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/backend.h"
-#include "device/device.h"
 
-/* Work queued on `later` from now on comes after all that is queued on `earlier` so far. */
+/* Orders two streams: work queued on `later` from now on comes after all that is queued on
+ * `earlier` so far. */
 DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                                     dtrain_stream *earlier)
 {
@@ -47,6 +49,88 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
     }
 }
 
+/* ---- The home of a shard in host memory -------------------------------------------------------*/
+
+/* Adds what has arrived in a landing to the shard that it is of. */
+static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain__bucket *bucket = offload->landed[i];
+    if (!bucket) return DTRAIN_OK;
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    offload->landed[i] = NULL;
+    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    return offload->cpu->ops->add(offload->cpu, &add);
+}
+
+/* grad_shard = or += result (device memory), soon. */
+static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const float *result, bool add)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    const uint32_t i = offload->turn;
+    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
+    if (bytes == 0) return DTRAIN_OK;
+    if (add) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    float *to = add ? strategy->layout.landing[i] : bucket->grad_shard;
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
+                                        offload->down));
+    if (!add) return DTRAIN_OK;
+    offload->landed[i] = bucket;
+    offload->turn = 1 - i;
+    return device->ops->event_record(device, offload->arrived[i], offload->down);
+}
+
+/* For the other replicas: what the micro-batches have summed up comes back to the device. */
+static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
+{
+    for (uint32_t i = 0; i < 2; i++)
+        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
+                                             (size_t)bucket->shard_count * sizeof(float),
+                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
+}
+
+/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
+static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    DTRAIN__TRY(dtrain__host_vacate(strategy));
+    if (strategy->more) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
+    return dtrain__event_await(strategy, offload->arrived[0]);
+}
+
+/* A value shard to its place among the gathered values; behind those that used the slot, and before
+ * the collective. */
+static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return strategy->device->ops->copy_async(
+        strategy->device, bucket->values + bucket->shard_first, bucket->value_shard,
+        (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+static const dtrain__home dtrain__homes[] = {
+    {false, NULL, NULL, NULL, NULL, NULL},
+    {true, dtrain__host_put, dtrain__host_get, dtrain__host_vacate, dtrain__host_settle,
+     dtrain__host_bring},
+};
+
+DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain__homes[host]; }
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+/* Makes the CPU device, streams and events, if anything is offloaded. */
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -82,49 +166,21 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Adds what has arrived in a landing to the shard that it is of. */
-DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+/* Page-locked memory of an optimizer that works there: states, master copies of values that are on
+ * the device, and two stages for gradients that are; *stage: elements of one. */
+DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+                                                 int64_t *stage)
 {
-    dtrain__offload *offload = &strategy->offload;
-    dtrain__bucket *bucket = offload->landed[i];
-    if (!bucket) return DTRAIN_OK;
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
-                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    offload->landed[i] = NULL;
-    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
-    return offload->cpu->ops->add(offload->cpu, &add);
-}
-
-/* shard (shard_count, host memory) = or += result (device memory), soon. */
-DTRAIN__PRIVATE dtrain_result dtrain__shard_to_host(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const float *result,
-                                                    bool accumulate)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    const uint32_t i = offload->turn;
-    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
-    if (bytes == 0) return DTRAIN_OK;
-    if (accumulate) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    float *to = accumulate ? strategy->layout.landing[i] : bucket->grad_shard;
-    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
-    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
-                                        offload->down));
-    if (!accumulate) return DTRAIN_OK;
-    offload->landed[i] = bucket;
-    offload->turn = 1 - i;
-    return device->ops->event_record(device, offload->arrived[i], offload->down);
-}
-
-/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
-DTRAIN__PRIVATE dtrain_result dtrain__shards_settle(dtrain_strategy *strategy)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    if (!strategy->layout.host_grads) return DTRAIN_OK;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    DTRAIN__TRY(dtrain__stream_follow(strategy, NULL, offload->down));
-    if (strategy->more) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
-    return dtrain__event_await(strategy, offload->arrived[0]);
+    uint64_t bytes = 0;
+    *stage = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        int64_t offset, count;
+        if (!dtrain__piece(layout, i, &offset, &count)) continue;
+        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+        const bool master = !(bucket->sharded && bucket->value_home->host);
+        const int64_t some = dtrain__min(dtrain__padded(count), DTRAIN__PIECE);
+        bytes += (uint64_t)dtrain__padded(count) * sizeof(float) * (states + (master ? 1 : 0));
+        if (!(bucket->grad_home->host)) *stage = dtrain__max(*stage, some);
+    }
+    return bytes + 2 * (uint64_t)*stage * sizeof(float);
 }

@@ -18,18 +18,14 @@
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
 #include "world/world_internal.h"
-#include "comm/backend.h"
 #include "comm/comm.h"
 #include "strategy/layout_internal.h"
-#include "strategy/params.h"
 
 /* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
 DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
 {
-    return !((p->flags | p->storage->flags) & DTRAIN_PARAM_FROZEN);
+    return !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
 }
 
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
@@ -65,7 +61,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Makes count and shape agree; either may have been left to the other. */
+/* Makes count and shape agree; the host may have left either to the other. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
@@ -101,7 +97,7 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     if (distance % sizeof *p || distance / sizeof *p >= index)
         return dtrain__param_fail(p, index,
                                   "alias_of must point to an earlier entry of the same array");
-    dtrain_param *storage = p->alias_of->storage;
+    dtrain_param *storage = p->alias_of->state.storage;
     if (p->count == 0 && p->shape[0] == 0) {
         p->count = storage->count;
         memcpy(p->shape, storage->shape, sizeof p->shape);
@@ -114,7 +110,7 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
-    p->storage = storage;
+    p->state.storage = storage;
     return DTRAIN_OK;
 }
 
@@ -130,8 +126,9 @@ static dtrain_result dtrain__check_names(const dtrain_param *params, size_t coun
     return DTRAIN_OK;
 }
 
+/* Checks the array and fills in its shapes, counts and states. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     uint64_t *hashes)
+                                                     const dtrain_allocator *a)
 {
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
@@ -143,16 +140,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        p->storage = p;
-        p->index = (uint32_t)i;
-        p->pending_uses = 0;
-        p->grad_written = false;
+        memset(&p->state, 0, sizeof p->state);
+        p->state.storage = p;
+        p->state.index = (uint32_t)i;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
             return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
     }
-    return dtrain__check_names(params, count, hashes);
+    uint64_t *hashes = (uint64_t *)dtrain__alloc(a, count, sizeof *hashes, "name hashes");
+    if (!hashes) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = dtrain__check_names(params, count, hashes);
+    dtrain__free(a, hashes, count, sizeof *hashes);
+    return result;
 }
 
 /* ---- Ranks agree
@@ -184,8 +184,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
                        dtrain_comm_world_rank(comm, (int)first), verdict.text);
 }
 
-/* One small all-reduce without memory for all ranks' values: since ~ reverses the order, the
- * maximum of the complements is the complement of the minimum. */
+/* Do all ranks have the same value? One small all-reduce tells, without memory for all of them:
+ * since ~ reverses the order, the maximum of the complements is the complement of the minimum. */
 DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
 {
     int64_t pair[2] = {(int64_t)value, (int64_t)~value};
@@ -196,7 +196,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t valu
     return DTRAIN_OK;
 }
 
-/* Of values that differ: the first rank that has what most have (a tie goes to the lower
+/* Finds, of values that differ, the first rank that has what most have (a tie goes to the lower
  * rank), and the first that has something else. gathered (size) is scratch. */
 DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
                                                int *usual, int *odd)
@@ -219,6 +219,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value
 /* ---- All ranks must have registered the same --------------------------------------------------*/
 
 #define DTRAIN__LINE_BYTES 768
+
+typedef struct dtrain__registration {
+    const dtrain_param *params;
+    size_t count;
+    const char *settings; /* of the strategy */
+} dtrain__registration;
 
 /* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
@@ -243,6 +249,7 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
              (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
 }
 
+/* The line's text may have cut a long name: the whole name is hashed too. */
 static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size_t line)
 {
     char text[DTRAIN__LINE_BYTES];
@@ -253,6 +260,7 @@ static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size
     return dtrain__fnv1a(hash, name, strlen(name));
 }
 
+/* Fails on all ranks with the line of the usual rank and that of the odd one. */
 static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
                                                   const dtrain__registration *mine, size_t line,
                                                   int64_t *gathered)
@@ -280,14 +288,15 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
  * differs. The outcome of each step is the same on all ranks, so they stay in step, and no
  * memory is needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain__registration *mine,
-                                                           int64_t *gathered)
+                                                           const dtrain_param *params, size_t count,
+                                                           const char *settings, int64_t *gathered)
 {
-    int64_t lines = (int64_t)mine->count + 1;
+    const dtrain__registration mine = {params, count, settings};
+    int64_t lines = (int64_t)count + 1;
     uint64_t all = DTRAIN__FNV_BASIS;
     bool common;
-    for (size_t line = 0; line <= mine->count; line++) {
-        const uint64_t hash = dtrain__registration_hash(mine, line);
+    for (size_t line = 0; line <= count; line++) {
+        const uint64_t hash = dtrain__registration_hash(&mine, line);
         all = dtrain__fnv1a(all, &hash, sizeof hash);
     }
     DTRAIN__TRY(dtrain__is_common(comm, all, &common));
@@ -295,8 +304,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
     DTRAIN__TRY(
         dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     for (size_t line = 0; line < (size_t)lines; line++) {
-        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(mine, line), &common));
-        if (!common) return dtrain__registration_differs(comm, mine, line, gathered);
+        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(&mine, line), &common));
+        if (!common) return dtrain__registration_differs(comm, &mine, line, gathered);
     }
     return dtrain_fail(DTRAIN_ERROR_INTERNAL,
                        "dtrain_strategy_create: registrations differ, but no line does");

@@ -17,8 +17,19 @@ typedef enum dtrain_init {
     DTRAIN_INIT_UNIFORM = 3   /* [-init_scale, init_scale) */
 } dtrain_init;
 
+/* The library's part of a parameter: dtrain_strategy_create fills it, the host reads it. A program
+ * without a strategy zeroes it once, and clears grad_written before each backward. */
+typedef struct dtrain_param_state {
+    struct dtrain_param *storage; /* whose value and grad these are: the parameter itself, or the
+                                     end of its alias chain */
+    uint32_t index;               /* place in the array */
+    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
+    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
+                                     overwrite. Set by the tape and by ready, cleared by finish */
+} dtrain_param_state;
+
+/* Filled by the host, except for its last member. */
 typedef struct dtrain_param {
-    /* Filled by the host. */
     const char *name;              /* unique; kept by pointer */
     float *value;                  /* (count); NULL: the library owns it and initialises it */
     float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
@@ -30,11 +41,5 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
-
-    /* Filled by dtrain_strategy_create; the host reads, never writes. */
-    struct dtrain_param *storage; /* itself, or the end of the alias chain */
-    uint32_t index;               /* place in the array */
-    uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
-    bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
-                                     overwrite. Set by the tape and by ready, cleared by finish */
+    dtrain_param_state state; /* the library's */
 } dtrain_param;

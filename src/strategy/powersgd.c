@@ -9,9 +9,6 @@
  * zero, and is nothing beside anything else. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
 #include "comm/comm.h"
 #include "strategy/compression_internal.h"
 #include "strategy/layout_internal.h"
@@ -20,9 +17,10 @@
 
 #define DTRAIN__TRACE 1e-20f
 
-DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                              int64_t n, int64_t k, const float *a, int64_t lda,
-                                              const float *b, int64_t ldb, float *c, int64_t ldc)
+/* c (m, n) = a b, with leading dimensions. */
+static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
+                                     int64_t n, int64_t k, const float *a, int64_t lda,
+                                     const float *b, int64_t ldb, float *c, int64_t ldc)
 {
     dtrain_gemm_args args;
     memset(&args, 0, sizeof args);
@@ -41,18 +39,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
-/* M (rows, columns), where it lies. */
+/* M (rows, columns) is the residual, to which the gradient is added, or without error feedback the
+ * gradient itself. */
 static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
 {
     if (!bucket->sparse->residual) return bucket->grads + portion->first;
     return bucket->sparse->residual + portion->first - bucket->hop_first;
 }
 
+/* P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
                                sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
     if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
@@ -67,28 +67,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
         DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
                                     portion->columns, portion->q, rank, portion->p, rank));
     }
-    return dtrain__dense_start(strategy, bucket, sparse->p_count,
-                               dtrain__reduce_works(strategy, bucket));
+    return dtrain__dense_start(strategy, bucket, sparse->p_count, bucket->reduces);
 }
 
+/* Orthonormalises the columns of the mean P. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
     DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, true));
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
-        dtrain_orthogonalize_args args = {portion->rows, (int64_t)strategy->desc.powersgd_rank,
-                                          portion->p};
+        dtrain_orthogonalize_args args = {
+            portion->rows, (int64_t)strategy->layout.compression->powersgd_rank, portion->p};
         if (portion->dense) continue;
         DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
     }
     return DTRAIN_OK;
 }
 
+/* Q = M^T P. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         if (portion->dense) continue;
@@ -99,13 +100,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
     if (sparse->q_count == 0) return DTRAIN_OK;
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
                              (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
-                             dtrain__reduce_works(strategy, bucket));
+                             bucket->reduces);
 }
 
+/* The gradient is what P and the mean Q say; what they leave of M is the residual. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->desc.powersgd_rank;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (size_t i = sparse->first; i < sparse->end; i++) {
         const dtrain__portion *portion = &strategy->layout.portions[i];
         float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);

@@ -25,8 +25,8 @@
  *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
  *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
  *
- * Units are gathered in the order in which they appear in the array, in forward, and in the
- * opposite order in backward; the next one is fetched meanwhile. Kinds that keep parameters and
+ * Forward gathers units in the order in which they appear in the array, backward in the opposite
+ * order; the next one is fetched meanwhile. Kinds that keep parameters and
  * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
  * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
  * FULL_SHARD and below param->value is NULL outside gather and release.
@@ -61,15 +61,15 @@ typedef enum dtrain_missing_gradient {
 
 /* When gradients are reduced in a step of several micro-batches. */
 typedef enum dtrain_accumulation {
-    DTRAIN_ACCUMULATION_DEFAULT = 0, /* LAST where gradients are whole anyway (DDP, ZERO1), else
-                                      EVERY; HYBRID_SHARD: SHARD_EVERY */
-    DTRAIN_ACCUMULATION_LAST = 1,    /* in the last backward only: least communication; every rank
-                                      holds whole gradients */
-    DTRAIN_ACCUMULATION_EVERY = 2,   /* in every backward: sharded gradients stay sharded. Not for
-                                      ZERO1, which would pay for it and gain nothing */
-    DTRAIN_ACCUMULATION_SHARD_EVERY =
-        3 /* HYBRID_SHARD: inside nodes in every backward, across nodes
-                                         in the last */
+    /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
+    DTRAIN_ACCUMULATION_DEFAULT = 0,
+    /* in the last backward only: least communication, but every rank holds whole gradients */
+    DTRAIN_ACCUMULATION_LAST = 1,
+    /* in every backward: sharded gradients stay sharded. Refused for ZERO1, which would pay for it
+     * and gain nothing */
+    DTRAIN_ACCUMULATION_EVERY = 2,
+    /* HYBRID_SHARD: inside nodes in every backward, across nodes in the last */
+    DTRAIN_ACCUMULATION_SHARD_EVERY = 3
 } dtrain_accumulation;
 
 /* Classes of memory kept in page-locked host memory instead of a GPU's (Ren et al., "ZeRO-Offload",
@@ -89,53 +89,49 @@ typedef enum dtrain_accumulation {
 #define DTRAIN_OFFLOAD_GRADS 2u
 #define DTRAIN_OFFLOAD_PARAMS 4u
 
+struct dtrain_compression_desc; /* strategy/compression.h */
+
+#define DTRAIN_OPTIMIZER_STATES_NONE UINT32_MAX /* for optimizer_states: SGD without momentum */
+
+/* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
-    uint32_t kind;             /* dtrain_strategy_kind */
-    uint32_t missing_gradient; /* dtrain_missing_gradient */
-    uint32_t accumulation;     /* dtrain_accumulation */
+    uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = counts as zero */
+    uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
-                                  travel as, in kinds that shard them; shards stay fp32 */
+                                   travel as, in kinds that shard them; shards stay fp32 */
     uint32_t reduce_dtype;     /* 0 = F32, or BF16, F16: what gradients travel as; sums are fp32 */
-    uint32_t offload;          /* DTRAIN_OFFLOAD_* */
-    uint32_t node_size;        /* HYBRID_SHARD: ranks that share one copy, and with hierarchical:
-                                  ranks of a node; 0 = those of a host */
+    uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
+    uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
+                                   host */
     bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
-    bool reshard_after_forward; /* true: release frees a unit also between forward and backward */
-    uint32_t kept_unit_count;   /* these units are kept then, whatever the field above says */
+    bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
+                                   gather to the update. More memory, one gather less; false:
+                                   release frees a unit between forward and backward too */
+    bool hierarchical;         /* reduce and gather node by node; see strategy/compression.h. Not
+                                   for ZERO3, nor for HYBRID_SHARD, which does it by itself */
+    uint32_t kept_unit_count;  /* units that are kept like that when keep_after_forward is false */
     const uint32_t *kept_units; /* (kept_unit_count), read in create */
-    int64_t whole_below;        /* tensors with fewer elements are not sharded. 0: sharding small
-                                  ones costs nothing, a unit travels in one piece */
-    size_t first_bucket_bytes;  /* 1 MiB */
-    size_t bucket_bytes;        /* 25 MiB; where gradients are sharded, a unit is a bucket */
+    int64_t whole_below;        /* tensors with fewer elements are not sharded; 0 = all are: small
+                                   ones cost nothing, a unit travels in one piece */
+    size_t first_bucket_bytes;  /* 0 = 1 MiB, or bucket_bytes where that is less */
+    size_t bucket_bytes;        /* 0 = 25 MiB; where gradients are sharded, a unit is a bucket */
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                  activations (dtrain_trainer_plan_activations), the process itself */
-    uint32_t optimizer_states;  /* AUTO: fp32 tensors of optimizer state per parameter: AdamW 2 */
+                                   activations (dtrain_trainer_plan_activations), the process */
+    uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
+                                   0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     uint64_t init_seed;         /* for parameters the library initialises */
     dtrain_comm *comm;          /* NULL = all ranks of the world */
-
-    /* Compression strategy/compression.h */
-    uint32_t compression;     /* dtrain_compression; DDP only */
-    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange */
-    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS: 1 */
-    bool hierarchical;        /* node by node: not for ZERO3, nor HYBRID_SHARD, which is it */
-    bool no_error_feedback;   /* what is not sent is lost; for experiments */
-    float topk_ratio;         /* share of a tensor's elements that are sent: 0.01 */
-    float topk_momentum;      /* momentum correction, then in place of the optimizer's: 0 = off */
-    float warmup_ratio;       /* share in the first step of the warm-up: 0.25 */
-    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole: 1024 */
-    uint64_t dense_steps;     /* steps without compression, at the beginning: 10 */
-    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio: 0 */
+    const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-DTRAIN_API dtrain_strategy_desc dtrain_strategy_defaults(void);
-
-/* Collective. Compares the registration of all ranks (names, shapes, units, flags, initialisation
- * and the desc, except no_overlap where parameters are whole; a difference is
+/* Makes a strategy. Collective. Compares the registration of all ranks (names, shapes, units,
+ * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
- * error on all. desc NULL = defaults.
+ * error on all. desc NULL = a zeroed one.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
@@ -145,13 +141,14 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Local. Memory the library owns is freed and the params' pointers to it become NULL. With buckets
- * still in flight the communicator fails, so that the other ranks do not wait. */
+/* Frees a strategy and the memory that the library owns; the params' pointers to it become NULL.
+ * Local. With buckets still in flight the communicator fails, so that the other ranks do not
+ * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Before and after a unit's forward or backward: its parameters are whole in between. Collective
- * where parameters are sharded. A unit that is not due (a pass begins with the first, forward goes
- * to the next, backward to an earlier one) is an error that names the one that is. */
+/* Called before and after a unit's forward or backward: its parameters are whole in between.
+ * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
+ * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
@@ -162,18 +159,20 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 /* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
  * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
- * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the next step
- * may go on. */
+ * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
+ * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
 /* Gradient accumulation: true before every micro-batch but the last, false before the last (and
  * where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where param->grad_written,
- * the tape does it by itself). Changing it in the middle of a backward is an error. */
+ * in shards as desc.accumulation says (a host's own backward must add where
+ * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
+ * is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* What this rank's optimizer updates: flat fp32 slices, at most one of a parameter. For DDP every
- * trainable parameter, whole. After updating them (all ranks, or none) call publish. */
+/* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
+ * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
+ * publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
     int64_t offset; /* first element within the parameter */
@@ -184,12 +183,12 @@ typedef struct dtrain_shard {
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Collective. Brings updated shards to where the next forward reads them. */
+/* Brings updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
-    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO */
-    const char *name;          /* "DTRAIN_STRATEGY_FULL_SHARD" */
+    dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
+    const char *name;          /* "full_shard" */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -207,7 +206,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 
 DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
 
-/* host (count of the parameter) = its whole value, on every rank. Collective. */
+/* Copies the whole value of params[index] to host (its count elements), on every rank.
+ * Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
 /* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas

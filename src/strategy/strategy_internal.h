@@ -1,4 +1,9 @@
-/* What other files may use of strategy/ beside the public API. */
+/* The strategy, and what its files call of one another
+ *
+ * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
+ * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
+ * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c, values.c,
+ * settings.c, create.c (how it all comes to be), query.c, plan.c, auto.c. */
 
 #pragma once
 
@@ -12,6 +17,7 @@
 #include "comm/comm.h"
 #include "strategy/compression.h"
 #include "strategy/layout_internal.h"
+#include "strategy/memory.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
 #include "device/backend.h"
@@ -23,11 +29,11 @@ enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
- * what has to be done before and starts them, end what has to be done when they are over. */
+ * what has to be done before and starts them, end what has to be done when they are over. NULL:
+ * nothing. */
 typedef struct dtrain__step {
     dtrain__step_fn begin, end;
-    bool last_only;  /* in a step's last micro-batch only */
-    bool sums_shard; /* its result has all micro-batches in it already */
+    bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
 } dtrain__step;
 
 #define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
@@ -43,8 +49,9 @@ enum {
     DTRAIN__GROUPS
 };
 
-/* Between a GPU and what is offloaded. The events are those of gradients: during a backward of
- * shards that arrive in a landing, during an update of chunks that arrive in a stage. */
+/* Streams and events between a GPU and what is offloaded. The events are those of gradients:
+ * during a backward of shards that arrive in a landing, during an update of chunks that arrive
+ * in a stage. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;        /* whose kernels compute there; NULL: nothing is offloaded */
     dtrain_stream *down, *up;  /* of copies to the host, and to the device */
@@ -55,39 +62,43 @@ typedef struct dtrain__offload {
 } dtrain__offload;
 
 struct dtrain_strategy {
-    const dtrain__traits *traits;
+    const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
     dtrain_comm *comm;                   /* all ranks */
     dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
-    dtrain_comm *shard_comm; /* who shares one copy: comm or a group; NULL: each has everything */
-    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets, in this step */
-    dtrain_allocator allocator;
+    dtrain_comm *shard_comm;   /* who shares one copy: comm or a group; NULL: each has everything */
     dtrain_strategy_desc desc; /* resolved */
-    dtrain_param *params;      /* the host's */
+    dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
+    dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
-    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
-    dtrain_work **works;  /* (bucket_count, 2 * works_per_bucket): of reduces and of gathers */
-    dtrain_shard *shards; /* (param_count), shard_count in use */
-    bool *counted;        /* (param_count): this rank's share of the norm, see clipping */
-    int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
-    dtrain__offload offload;
-    size_t works_per_bucket, shard_count;
+
+    /* The step under way. */
+    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets */
     size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
     size_t marked_count;     /* in this backward */
     bool more;               /* micro-batches of this step follow */
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
     uint64_t sync_count;
-    dtrain_compression_state *states; /* (portion_count), state_count in use */
-    size_t state_count;
-    uint32_t working[2]; /* unit whose gradients are in the alternating buffers, or NONE */
-    uint32_t slots[2];   /* unit whose values are in the slot, or NONE */
-    uint32_t position;   /* unit gathered last, NONE before a pass */
-    char reason[400];
+    uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
+    uint32_t position;     /* unit gathered last, NONE before a pass */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
+
+    /* Memory. */
+    dtrain_allocator allocator;
+    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
+    dtrain_work **works;                 /* (param_count, 2 works_per_bucket): those of buckets */
+    dtrain_shard *shards;                /* (param_count), shard_count in use */
+    int64_t *gathered;                   /* (ranks): scratch */
+    double *sum_squares;                 /* (1) device memory: of the gradients, for clipping */
+    size_t works_per_bucket, shard_count;
+    dtrain_compression_state *states; /* (portion_count), state_count in use */
+    size_t state_count;
+    dtrain__offload offload;
+    char reason[400];
 };
 
 #define DTRAIN__FIRST_BUCKET_BYTES ((size_t)1 << 20)
@@ -95,36 +106,94 @@ struct dtrain_strategy {
 
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
-/* strategy/settings.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__traits *traits);
-DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__traits *traits);
-DTRAIN__PRIVATE void dtrain__resolve_zeros(dtrain_strategy_desc *desc);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_resolve(dtrain_strategy *strategy,
-                                                       const dtrain_strategy_desc *given);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_compare(dtrain_strategy *strategy);
+/* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
+#define DTRAIN__STEP(name) \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name(dtrain_strategy *strategy, dtrain__bucket *bucket)
+DTRAIN__STEP(all_reduce_begin);
+DTRAIN__STEP(all_reduce_end);
+DTRAIN__STEP(reduce_scatter_begin);
+DTRAIN__STEP(reduce_scatter_end);
+DTRAIN__STEP(replicas_begin);
+DTRAIN__STEP(replicas_end);
+DTRAIN__STEP(node_scatter_begin);
+DTRAIN__STEP(node_gather_begin);
+DTRAIN__STEP(topk_gather_begin);
+DTRAIN__STEP(topk_gather_end);
+DTRAIN__STEP(topk_trade_begin);
+DTRAIN__STEP(topk_trade_end);
+DTRAIN__STEP(topk_publish_begin);
+DTRAIN__STEP(topk_publish_end);
+DTRAIN__STEP(p_begin);
+DTRAIN__STEP(p_end);
+DTRAIN__STEP(q_begin);
+DTRAIN__STEP(q_end);
+#undef DTRAIN__STEP
 
-/* strategy/create.c */
-DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
-DTRAIN__PRIVATE bool dtrain__has_replicas(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank);
-DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE void dtrain__strategy_rewind(dtrain_strategy *strategy, bool step_done);
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
-DTRAIN__PRIVATE dtrain_work **dtrain__works(const dtrain_strategy *strategy, size_t b, bool gather);
+/* strategy/strategy.c */
+DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
+DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
+DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire);
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                int64_t first, int64_t count, float *x);
+DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
+                                        const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
+                                                  const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
 DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works, bool *done);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                                    const char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+
+/* strategy/shards.c */
+DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
+DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
+
+/* strategy/gather.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
+DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
+                                                 const dtrain_param *storage, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole);
+
+/* strategy/hierarchy.c */
+DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, const void *shard,
+                                                    void *values, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket, void *values,
+                                                    dtrain_dtype dtype);
+DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
+DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
 /* strategy/offload.c */
 DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
@@ -133,64 +202,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i);
-DTRAIN__PRIVATE dtrain_result dtrain__shard_to_host(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const float *result,
-                                                    bool accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__shards_settle(dtrain_strategy *strategy);
+DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+                                                 int64_t *stage);
 
-/* strategy/reduce.c */
-DTRAIN__PRIVATE float *dtrain__reduce_target(const dtrain_strategy *strategy,
-                                             const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype);
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              const float *x, int64_t first, int64_t count,
-                                              void **wire);
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x);
-DTRAIN__PRIVATE dtrain_work **dtrain__reduce_works(const dtrain_strategy *strategy,
-                                                   const dtrain__bucket *bucket);
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, float *x, int64_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__step_nothing(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket);
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
-DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
+/* strategy/settings.c */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
+                                                   dtrain_strategy_desc *desc,
+                                                   dtrain_compression_desc *compression);
+DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
+                                                  const dtrain__kind_row *kind);
+DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
+                                                        const dtrain__kind_row *kind);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
-/* strategy/backward.c */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy, size_t b,
-                                                    const void *shard, void *values,
-                                                    dtrain_dtype dtype);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, size_t b,
-                                                    void *values, dtrain_dtype dtype);
+/* strategy/query.c */
+DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
+DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info);
 
-/* strategy/gather.c */
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype);
-
 /* strategy/plan.c */
-DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage);
+DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
+                                                const dtrain_param *params, size_t count,
+                                                const dtrain_strategy_desc *given, int ranks,
+                                                dtrain_memory *memory, uint64_t *step_bytes);
+DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
+
+/* strategy/auto.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);
-DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
                                                      size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,

@@ -1,21 +1,25 @@
-/* Top-k: selecting. */
+/* Top-k
+ *
+ * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
+ * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
+ *
+ *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
+ *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
+ *                  select of the sum        all-gather         add all regions' blocks */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "comm/backend.h"
 #include "comm/comm.h"
 #include "strategy/compression_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/backend.h"
 
-/* Quotas and places in the blocks of this step. */
+/* Decides how much of each portion is selected in this step, and where it stands in a block. */
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const double ratio = dtrain__ratio_of(&strategy->desc, strategy->sync_count);
+    const double ratio = dtrain__ratio_of(layout->compression, strategy->sync_count);
     dtrain__sparse *sparse = bucket->sparse;
     sparse->masked = ratio >= dtrain__masked_share(layout);
     sparse->selected = 0;
@@ -35,7 +39,7 @@ typedef struct dtrain__picks {
     int32_t *indices;
 } dtrain__picks;
 
-/* Of portion, in the block at `words`. */
+/* Finds the place of a portion's selection in the block at `words`. */
 static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                       const dtrain__portion *portion, uint32_t *words)
 {
@@ -56,7 +60,7 @@ static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, i
     return strategy->device->ops->scatter_add(strategy->device, &args);
 }
 
-/* Values become what travels; what rounding takes away goes back to the residual. */
+/* Rounds selected values to what travels; what rounding takes away goes back to the residual. */
 static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t count, int64_t k,
                                          const dtrain__picks *picks, float *residual)
 {
@@ -68,7 +72,8 @@ static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t coun
     return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
-/* The quota of elements [offset, offset + count) of a portion, gradient and residual together. */
+/* Selects the quota of elements [offset, offset + count) of a portion, from gradient and residual
+ * together. */
 static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                     const dtrain__portion *portion, int64_t offset, int64_t count,
                                     bool with_velocity, const dtrain__picks *picks)
@@ -84,7 +89,7 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     args.values = picks->values;
     args.indices = picks->indices;
     args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    args.momentum = strategy->desc.topk_momentum;
+    args.momentum = strategy->layout.compression->topk_momentum;
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     return dtrain__round_picks(strategy, count, portion->quota, picks, args.residual);
 }
@@ -102,14 +107,14 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
                                        (size_t)portion->count * sizeof(float));
 }
 
-/* What a selected value counts in the mean. */
-static float dtrain__term(const dtrain_strategy *strategy)
+/* The factor of a selected value in the mean. */
+static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    return 1.0f / (float)(dtrain__sums_first(strategy) ? layout->all : layout->hop_ranks);
+    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
 }
 
-/* Masked: the hop keeps what is selected, times 1/N, and is summed up whole. */
+/* Sends a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -123,15 +128,15 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
         DTRAIN__TRY(dtrain__select(strategy, bucket, portion, 0, portion->count, true, &picks));
         DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, portion));
         DTRAIN__TRY(dtrain__scatter(strategy, portion->count, portion->quota,
-                                    dtrain__term(strategy), &picks,
+                                    dtrain__term(strategy, bucket), &picks,
                                     bucket->grads + portion->first));
     }
-    return dtrain_all_reduce(dtrain__hop_comm(strategy), hop, hop, (size_t)bucket->hop_count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
-                             dtrain__reduce_works(strategy, bucket));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
+                             (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                             bucket->reduces);
 }
 
-/* ---- Top-k: exchanging ------------------------------------------------------------------------*/
+/* ---- Exchanging ------------------------------------------------------------------------*/
 
 /* Selects of region r of every portion, or of all of it, into a block. */
 static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
@@ -168,6 +173,7 @@ static dtrain_result dtrain__add_block(dtrain_strategy *strategy, dtrain__bucket
     return DTRAIN_OK;
 }
 
+/* Clears the gradients that selections will be added to. */
 static dtrain_result dtrain__zero_portions(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -177,7 +183,7 @@ static dtrain_result dtrain__zero_portions(dtrain_strategy *strategy, dtrain__bu
     return DTRAIN_OK;
 }
 
-/* All ranks' blocks, in rank order, become the mean; those of regions lie side by side. */
+/* Adds all ranks' blocks up to the mean, in rank order; blocks of regions lie side by side. */
 static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                         bool regions, uint32_t *blocks)
 {
@@ -185,38 +191,38 @@ static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucke
     const int64_t words = dtrain__block_words(layout, bucket->sparse->selected);
     DTRAIN__TRY(dtrain__zero_portions(strategy, bucket));
     for (int r = 0; r < layout->hop_ranks; r++)
-        DTRAIN__TRY(dtrain__add_block(strategy, bucket, regions ? r : 0, dtrain__term(strategy),
-                                      blocks + r * words));
+        DTRAIN__TRY(dtrain__add_block(strategy, bucket, regions ? r : 0,
+                                      dtrain__term(strategy, bucket), blocks + r * words));
     return DTRAIN_OK;
 }
 
-/* This rank's block is in its place among all. */
+/* Gathers all ranks' blocks; this rank's is in its place among them. */
 static dtrain_result dtrain__gather_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                            dtrain_comm *comm, uint32_t *blocks)
 {
     const size_t words = (size_t)dtrain__block_words(&strategy->layout, bucket->sparse->selected);
     if (words == 0) return DTRAIN_OK;
     return dtrain_all_gather(comm, blocks + (size_t)strategy->layout.hop_rank * words, blocks,
-                             words, DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
+                             words, DTRAIN_DTYPE_I32, bucket->reduces);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_begin(dtrain_strategy *strategy,
-                                                          dtrain__bucket *bucket)
+/* ALL_GATHER: everybody's selection to everybody. */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_gather_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
     dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__dense_start(strategy, bucket, 0, &dtrain__reduce_works(strategy, bucket)[1]));
+    DTRAIN__TRY(dtrain__dense_start(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
     const int64_t words = dtrain__block_words(layout, sparse->selected);
     DTRAIN__TRY(
         dtrain__select_block(strategy, bucket, 0, true, sparse->in + layout->hop_rank * words));
-    return dtrain__gather_blocks(strategy, bucket, dtrain__hop_comm(strategy), sparse->in);
+    return dtrain__gather_blocks(strategy, bucket, dtrain__hop_comm(strategy, bucket), sparse->in);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_gather_end(dtrain_strategy *strategy,
+                                                      dtrain__bucket *bucket)
 {
     if (!bucket->sparse->masked)
         DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, false, bucket->sparse->in));
@@ -224,26 +230,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_gather_end(dtrain_strategy *strateg
 }
 
 /* BALANCED: the largest of every region to its owner ... */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
     dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__dense_start(strategy, bucket, 0, &dtrain__reduce_works(strategy, bucket)[1]));
+    DTRAIN__TRY(dtrain__dense_start(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
     const int64_t words = dtrain__block_words(layout, sparse->selected);
     for (int r = 0; r < layout->hop_ranks; r++)
         DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
     if (words == 0) return DTRAIN_OK;
-    return dtrain_all_to_all(dtrain__hop_comm(strategy), sparse->out, sparse->in, (size_t)words,
-                             DTRAIN_DTYPE_I32, dtrain__reduce_works(strategy, bucket));
+    return dtrain_all_to_all(dtrain__hop_comm(strategy, bucket), sparse->out, sparse->in,
+                             (size_t)words, DTRAIN_DTYPE_I32, bucket->reduces);
 }
 
 /* ... who adds them up, in rank order, where its region of the gradients was ... */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
@@ -259,8 +264,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_trade_end(dtrain_strategy *strategy
 
 /* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
  * the owner's new residual. */
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
@@ -271,8 +276,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_begin(dtrain_strategy *stra
     return dtrain__gather_blocks(strategy, bucket, strategy->groups[DTRAIN__SECOND], sparse->out);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__sparse_publish_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
+DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
 {
     if (bucket->sparse->masked) return DTRAIN_OK;
     return dtrain__add_blocks(strategy, bucket, true, bucket->sparse->out);

@@ -1,15 +1,9 @@
-/* Values and gradients. */
+/* Values of parameters: their first ones, and their hash. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "comm/backend.h"
-#include "comm/comm.h"
 #include "strategy/layout_internal.h"
-#include "strategy/params.h"
 #include "device/backend.h"
-#include "device/device.h"
 #include "device/device_internal.h"
 
 /* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
@@ -20,10 +14,11 @@ static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t fir
     const float scale = p->init_scale;
     switch (p->init) {
     case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->index, (uint64_t)first, count, scale, out);
+        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
         break;
     case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->index, (uint64_t)first, count, -scale, 2 * scale, out);
+        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
+                                    out);
         break;
     default:
         for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
@@ -50,20 +45,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
         dtrain__init_block(p, seed, first + at, some, staging);
         DTRAIN__TRY(device->ops->copy(device, value + at, staging, (size_t)some * sizeof(float),
                                       DTRAIN_COPY_HOST_TO_DEVICE));
-    }
-    return DTRAIN_OK;
-}
-
-/* Rank 0's values of what the host owns. */
-DTRAIN__PRIVATE dtrain_result dtrain__broadcast_values(dtrain_comm *comm,
-                                                       const dtrain_param *params, size_t count,
-                                                       const dtrain__entry *entries)
-{
-    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_param *p = &params[i];
-        if (p->storage != p || entries[i].lends_value || p->count == 0) continue;
-        DTRAIN__TRY(dtrain_broadcast(comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32, 0, NULL));
     }
     return DTRAIN_OK;
 }
@@ -98,25 +79,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dt
         *hash = dtrain__hash_floats(*hash, staging, count);
     }
     return DTRAIN_OK;
-}
-
-/* Names at most eight parameters that ready has not seen in this step; returns how many there
- * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
-DTRAIN__PRIVATE size_t dtrain__list_missing(const dtrain_param *params, size_t param_count,
-                                            dtrain__entry *entries, bool only_new, char *text,
-                                            size_t room)
-{
-    size_t count = 0, used = 0;
-    text[0] = 0;
-    for (size_t i = 0; i < param_count; i++) {
-        dtrain__entry *entry = &entries[i];
-        if (!entry->trainable || entry->seen || !params[i].count) continue;
-        if (only_new && entry->warned) continue;
-        entry->warned = true;
-        if (count++ < 8 && used < room)
-            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
-                                     params[i].name);
-    }
-    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
-    return count;
 }

@@ -92,13 +92,13 @@ static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
             dtrain_tensor *x = node->in[i];
             if (x && x->needs_grad && x->producer) x->producer->reached = true;
             /* a backward that failed half-way leaves a count behind */
-            if (node->param[i] && !tape->planning) node->param[i]->pending_uses = 0;
+            if (node->param[i] && !tape->planning) node->param[i]->state.pending_uses = 0;
         }
     }
     if (tape->planning) return;
     for (node = tape->last; node; node = node->previous)
         for (int i = 0; i < 2; i++)
-            if (node->reached && node->param[i]) node->param[i]->pending_uses++;
+            if (node->reached && node->param[i]) node->param[i]->state.pending_uses++;
 }
 
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
@@ -109,9 +109,10 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     dtrain__gradient_drop(node->out);
     for (int i = 0; i < 2 && !tape->planning; i++) {
         dtrain_param *p = node->param[i];
-        if (!p || --p->pending_uses > 0 || !tape->strategy || !dtrain__param_trainable(tape, p))
+        if (!p || --p->state.pending_uses > 0 || !tape->strategy ||
+            !dtrain__param_trainable(tape, p))
             continue;
-        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->index));
+        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->state.index));
     }
     return DTRAIN_OK;
 }

@@ -147,7 +147,7 @@ static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtra
 {
     const dtrain_param *storage = dtrain__param_storage(p);
     const char *name = dtrain__param_name(p);
-    const bool foreign = tape->strategy && !p->storage;
+    const bool foreign = tape->strategy && !p->state.storage;
     if (storage->value && !foreign) return true;
     if (foreign || !tape->strategy)
         dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,

@@ -131,7 +131,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtr
 /* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
 DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p)
 {
-    if (p->storage) return p->storage;
+    if (p->state.storage) return p->state.storage;
     while (p->alias_of) p = p->alias_of;
     return p;
 }
@@ -154,8 +154,8 @@ DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_
     *accumulate = false;
     if (!node->param[i] || !dtrain__param_trainable(tape, node->param[i])) return NULL;
     dtrain_param *storage = dtrain__param_storage(node->param[i]);
-    *accumulate = storage->grad_written;
-    if (!tape->planning) storage->grad_written = true;
+    *accumulate = storage->state.grad_written;
+    if (!tape->planning) storage->state.grad_written = true;
     return storage->grad;
 }
 

@@ -50,8 +50,9 @@ typedef struct dtrain_tensor {
 #define DTRAIN_CHECKPOINT_ALL 15u
 
 /* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
- * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
- * world's; with a device world may be NULL; the plan device makes a tape that only counts bytes. */
+ * later ones add until the host clears state.grad_written) and nothing is communicated. device NULL
+ * = the world's; with a device world may be NULL; the plan device makes a tape that only counts
+ * bytes. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);

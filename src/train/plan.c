@@ -250,7 +250,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     memset(&plan, 0, sizeof plan);
     plan.world = world;
     plan.desc = desc;
-    plan.strategy = desc->strategy ? *desc->strategy : dtrain_strategy_defaults();
+    if (desc->strategy) plan.strategy = *desc->strategy;
     plan.comm = plan.strategy.comm ? plan.strategy.comm : dtrain_world_comm(world);
     dtrain_result mine =
         dtrain__strategy_needs(world, desc->params, desc->param_count, &plan.strategy,

@@ -173,7 +173,7 @@ result "the emulated cluster is in the table" $? "$tmp/out"
 good "an emulated cluster's nodes" "HYBRID_SHARD: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
 trains "--comm local" "$usual" 0.0002 $gpt --comm local
 good "strategy, memory and bytes are shown" "FULL_SHARD: 2 shards x 2 replicas|HYBRID_SHARD: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
-good "auto says why" "auto +DTRAIN_STRATEGY_ZERO1: .* MiB a rank" $gpt --strategy auto
+good "auto says why" "auto +zero1: .* MiB a rank" $gpt --strategy auto
 good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2
 trains "low precision on the wire" "$usual" 0.05 $gpt --strategy full_shard --param-dtype bf16 --reduce-dtype bf16 --precision bf16
 trains "fp16 with loss scaling" "$usual" 0.05 $gpt --precision fp16 --strategy zero1

@@ -32,10 +32,19 @@ static const char *const backend_names[] = {"cpu", "staged", "nccl"};
 typedef struct settings {
     const char *name;
     dtrain_strategy_desc desc;
+    dtrain_compression_desc compression;
     uint32_t micro;   /* micro-batches of a step */
     double tolerance; /* to the CPU; 0: the same bits */
     double rounding;  /* over NCCL, which rounds sums of 16 bits before the mean */
 } settings;
+
+/* Its desc, with its compression; as long as *how lives. */
+static dtrain_strategy_desc settings_desc(const settings *how)
+{
+    dtrain_strategy_desc desc = how->desc;
+    desc.compression = &how->compression;
+    return desc;
+}
 
 /* Of one rank: its shards' gradients after every step, and what compression keeps in the end. */
 typedef struct outcome {
@@ -89,7 +98,7 @@ static dtrain_result backward(dtrain_device *device, dtrain_strategy *strategy,
 {
     for (int p = PARAMS - 1; p >= 0; p--) {
         float *sum = sums + p * VALUES;
-        const bool add = params[p].grad_written;
+        const bool add = params[p].state.grad_written;
         for (int64_t i = 0; i < params[p].count; i++)
             sum[i] = (add ? sum[i] : 0) + gradient_at(rank, turn, p, i);
         TRY(to_device(device, params[p].grad, sum, params[p].count));
@@ -143,7 +152,8 @@ static int rank_main(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     float *sums = (float *)calloc((size_t)PARAMS * VALUES, sizeof *sums);
     declare(params);
-    RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &j->how.desc, &strategy));
+    const dtrain_strategy_desc desc = settings_desc(&j->how);
+    RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &desc, &strategy));
     for (int step = 0; step < STEPS; step++) {
         for (uint32_t m = 0; m < j->how.micro; m++) {
             const int turn = step * (int)j->how.micro + (int)m;
@@ -154,7 +164,7 @@ static int rank_main(dtrain_world *world, void *user)
         if (keep_grads(device, strategy, params, out->grads[step])) return 1;
         RANKS_TRY(dtrain_strategy_publish(strategy));
     }
-    if (keep_state(device, strategy, j->how.desc.powersgd_rank, out)) return 1;
+    if (keep_state(device, strategy, j->how.compression.powersgd_rank, out)) return 1;
     dtrain_strategy_query(strategy, &out->info);
     dtrain_comm_query(dtrain_world_comm(world), &out->comm);
     dtrain_strategy_destroy(strategy);
@@ -301,11 +311,10 @@ static settings plain(const char *name, uint32_t compression)
     settings how;
     memset(&how, 0, sizeof how);
     how.name = name;
-    how.desc = dtrain_strategy_defaults();
-    how.desc.compression = compression;
-    how.desc.dense_below = 100;
-    how.desc.dense_steps = 1;
-    how.desc.topk_ratio = 0.03f;
+    how.compression.kind = compression;
+    how.compression.dense_below = 100;
+    how.compression.dense_steps = 1;
+    how.compression.topk_ratio = 0.03f;
     how.desc.first_bucket_bytes = 1024;
     how.desc.bucket_bytes = 2048;
     how.micro = 1;
@@ -321,17 +330,17 @@ static void test_topk(void)
         settings how = plain("top-k", DTRAIN_COMPRESSION_TOPK);
         if (ranks % 2 || test_full()) check_settings(how, ranks);
         how.name = "top-k, momentum, micro-batches";
-        how.desc.topk_momentum = 0.9f;
+        how.compression.topk_momentum = 0.9f;
         how.micro = 2;
         if (ranks % 2 == 0 || test_full()) check_settings(how, ranks);
     }
     settings how = plain("top-k, no error feedback", DTRAIN_COMPRESSION_TOPK);
-    how.desc.no_error_feedback = true;
+    how.compression.no_error_feedback = true;
     check_settings(how, 2);
     how = plain("top-k, from masked to sparse", DTRAIN_COMPRESSION_TOPK);
-    how.desc.warmup_steps = 2;
-    how.desc.warmup_ratio = 0.9f;
-    how.desc.topk_ratio = 0.001f;
+    how.compression.warmup_steps = 2;
+    how.compression.warmup_ratio = 0.9f;
+    how.compression.topk_ratio = 0.001f;
     check_settings(how, 3);
 }
 
@@ -339,10 +348,10 @@ static void test_balanced(void)
 {
     for (int ranks = 1; ranks <= MOST; ranks++) {
         settings how = plain("balanced", DTRAIN_COMPRESSION_TOPK);
-        how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+        how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         if (ranks > 1) check_settings(how, ranks);
         how.name = "balanced, momentum, one bucket";
-        how.desc.topk_momentum = 0.5f;
+        how.compression.topk_momentum = 0.5f;
         how.desc.first_bucket_bytes = how.desc.bucket_bytes = 1 << 20;
         if (ranks == 1 || ranks == 3 || test_full()) check_settings(how, ranks);
     }
@@ -357,7 +366,7 @@ static void test_topk_rounded(void)
     check_settings(how, 2);
     how.name = "balanced as fp16";
     how.desc.reduce_dtype = DTRAIN_DTYPE_F16;
-    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     check_settings(how, 3);
 }
 
@@ -366,12 +375,13 @@ static void test_powersgd(void)
     for (int ranks = 1; ranks <= MOST; ranks++) {
         settings how = plain("PowerSGD", DTRAIN_COMPRESSION_POWERSGD);
         how.tolerance = 1e-4;
-        if (ranks == 3) how.name = "PowerSGD, no error feedback", how.desc.no_error_feedback = true;
+        if (ranks == 3)
+            how.name = "PowerSGD, no error feedback", how.compression.no_error_feedback = true;
         check_settings(how, ranks);
         how = plain("PowerSGD, rank 3, micro-batches", DTRAIN_COMPRESSION_POWERSGD);
         how.tolerance = 1e-4;
-        how.desc.powersgd_rank = 3;
-        how.desc.dense_steps = 0;
+        how.compression.powersgd_rank = 3;
+        how.compression.dense_steps = DTRAIN_DENSE_STEPS_NONE;
         how.micro = 2;
         if (ranks % 2 == 0 || test_full()) check_settings(how, ranks);
     }
@@ -398,8 +408,8 @@ static void test_nodes(void)
     check_settings(how, 2);
     check_settings(how, MOST);
     how.name = "balanced between nodes";
-    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-    how.desc.topk_momentum = 0.9f;
+    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    how.compression.topk_momentum = 0.9f;
     check_settings(how, MOST);
 }
 
@@ -407,7 +417,7 @@ static void test_nodes(void)
 static void test_same_bits(void)
 {
     settings how = plain("buckets", DTRAIN_COMPRESSION_TOPK);
-    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     job first = trained(how, 3, STAGED);
     how.desc.no_overlap = true;
     job late = trained(how, 3, STAGED);
@@ -447,8 +457,8 @@ static int graph_main(dtrain_world *world, void *user)
     dtrain_trainer_desc desc;
     dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
     declare(params);
-    RANKS_TRY(
-        dtrain_strategy_create(world, params, PARAMS, (dtrain_strategy_desc *)user, &strategy));
+    const dtrain_strategy_desc lossy = settings_desc((const settings *)user);
+    RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &lossy, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     memset(&desc, 0, sizeof desc);
     desc.strategy = strategy;
@@ -472,7 +482,7 @@ static void test_refused(void)
         settings how = plain("refused", kind);
         dtrain_launch_desc desc = ranks_desc(1, DTRAIN_LAUNCH_PROCESSES);
         set_backend(&desc, STAGED);
-        CHECK_MSG(ranks_launch(&desc, graph_main, &how.desc, NULL) == DTRAIN_OK, "%s",
+        CHECK_MSG(ranks_launch(&desc, graph_main, &how, NULL) == DTRAIN_OK, "%s",
                   dtrain_last_error());
     }
 }
@@ -488,7 +498,7 @@ static void test_slow_nccl(void)
             plain("slow ranks", e < 2 ? DTRAIN_COMPRESSION_TOPK : DTRAIN_COMPRESSION_POWERSGD);
         how.desc.hierarchical = e < 2;
         how.desc.node_size = e < 2 ? 2 : 0;
-        if (e < 2) how.desc.sparse_exchange = exchanges[e];
+        if (e < 2) how.compression.sparse_exchange = exchanges[e];
         how.desc.bucket_bytes = 1024;
         memset(rank_controls, 0, sizeof rank_controls);
         job fast = trained(how, MOST, NCCL);
@@ -508,7 +518,7 @@ static void test_slow_nccl(void)
 static void test_other_orders(void)
 {
     settings how = plain("other orders", DTRAIN_COMPRESSION_TOPK);
-    how.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     job first = trained(how, 2, STAGED);
     for (int order = DTRAIN_EMULATION_REVERSE; order <= DTRAIN_EMULATION_SHUFFLED; order++) {
         dtrain_emulation_set_order(order, 5);
@@ -523,7 +533,7 @@ static void test_other_orders(void)
 
 /* The nth allocation of a rank fails: creation does, on both ranks, and everything is given back. */
 typedef struct fault {
-    dtrain_strategy_desc desc;
+    settings how;
     int64_t at;
     int *reached; /* shared */
 } fault;
@@ -535,7 +545,8 @@ static int fault_main(dtrain_world *world, void *user)
     declare(params);
     if (dtrain_world_rank(world) == 1)
         dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_ALLOCATION, f->at);
-    const dtrain_result result = dtrain_strategy_create(world, params, PARAMS, &f->desc, &strategy);
+    const dtrain_strategy_desc desc = settings_desc(&f->how);
+    const dtrain_result result = dtrain_strategy_create(world, params, PARAMS, &desc, &strategy);
     CHECK((result == DTRAIN_OK) == (strategy != NULL));
     if (result != DTRAIN_OK) __atomic_add_fetch(f->reached, 1, __ATOMIC_SEQ_CST);
     dtrain_strategy_destroy(strategy);
@@ -547,9 +558,9 @@ static void test_no_memory(void)
     for (uint32_t kind = DTRAIN_COMPRESSION_TOPK; kind <= DTRAIN_COMPRESSION_POWERSGD; kind++)
         for (int64_t n = 1; n < 40; n++) {
             dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
-            fault f = {plain("no memory", kind).desc, n, reached};
+            fault f = {plain("no memory", kind), n, reached};
             if (kind == DTRAIN_COMPRESSION_TOPK)
-                f.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+                f.how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
             set_backend(&desc, STAGED);
             *reached = 0;
             CHECK_MSG(ranks_launch(&desc, fault_main, &f, NULL) == DTRAIN_OK, "%s",

@@ -441,7 +441,7 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_trainer_desc desc;
-    dtrain_strategy_desc ddp = dtrain_strategy_defaults();
+    dtrain_strategy_desc ddp = {0};
     dtrain_optimizer_desc optim =
         how->optimizer == DTRAIN_OPTIMIZER_SGD ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
     if (how->optimizer == DTRAIN_OPTIMIZER_SGD) optim.momentum = 0.9f;

@@ -205,7 +205,8 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_trainer_desc desc;
-    dtrain_strategy_desc ddp = dtrain_strategy_defaults();
+    dtrain_strategy_desc ddp = {0};
+    dtrain_compression_desc lossy = {0};
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     dtrain_comm_info info;
     dtrain_emulation_counters counters;
@@ -215,11 +216,12 @@ static int train_main(dtrain_world *world, void *user)
     m.how = how;
     declare(&m);
     ddp.no_overlap = how->no_overlap;
-    ddp.compression = how->compression;
-    ddp.sparse_exchange = how->exchange;
-    ddp.dense_below = 64;
-    ddp.dense_steps = 1;
-    ddp.topk_ratio = 0.1f;
+    ddp.compression = &lossy;
+    lossy.kind = how->compression;
+    lossy.sparse_exchange = how->exchange;
+    lossy.dense_below = 64;
+    lossy.dense_steps = 1;
+    lossy.topk_ratio = 0.1f;
     ddp.hierarchical = how->node_size > 0;
     ddp.node_size = how->node_size;
     if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;

@@ -254,7 +254,7 @@ static int matrix_main(dtrain_world *world, void *user)
         static run on, off;
         if (ranks == 4 && kinds[k].kind != DTRAIN_STRATEGY_HYBRID_SHARD) continue;
         memset(&on, 0, sizeof on);
-        on.desc = dtrain_strategy_defaults();
+        memset(&on.desc, 0, sizeof on.desc);
         on.desc.kind = kinds[k].kind;
         on.accumulation = accumulation;
         on.sgd = k == 2;
@@ -297,7 +297,7 @@ static int variants_main(dtrain_world *world, void *user)
     for (int variant = 0; variant < 6; variant++) {
         static run on, off;
         memset(&on, 0, sizeof on);
-        on.desc = dtrain_strategy_defaults();
+        memset(&on.desc, 0, sizeof on.desc);
         on.desc.kind = variant == 1   ? DTRAIN_STRATEGY_ZERO3
                        : variant >= 4 ? DTRAIN_STRATEGY_HYBRID_SHARD
                                       : DTRAIN_STRATEGY_FULL_SHARD;
@@ -305,7 +305,7 @@ static int variants_main(dtrain_world *world, void *user)
         if (variant == 4) on.desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
         if (variant <= 1 || variant == 5) on.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
         if (variant <= 1) on.desc.param_dtype = DTRAIN_DTYPE_BF16;
-        on.desc.reshard_after_forward = variant != 2;
+        on.desc.keep_after_forward = variant == 2;
         on.desc.no_overlap = variant == 3;
         on.accumulation = variant ? 3 : 1;
         if (train(world, &on)) return 1;
@@ -382,7 +382,7 @@ static void check_host_shards(dtrain_strategy *strategy, int step, float *expect
     CHECK(dtrain_strategy_shards(strategy, &shards, &count) == DTRAIN_OK);
     for (size_t i = 0; i < count; i++) {
         const dtrain_param *p = shards[i].param;
-        big_gradient(expected, p->count, step, p->index, 1);
+        big_gradient(expected, p->count, step, p->state.index, 1);
         CHECK_MSG(memcmp(shards[i].grad, expected + shards[i].offset,
                          (size_t)shards[i].count * sizeof(float)) == 0,
                   "the shard of \"%s\" is not the mean", p->name);
@@ -406,7 +406,7 @@ static int bits_main(dtrain_world *world, void *user)
     at_once(ranks == 1);
     for (int k = 0; k < 2; k++) value[k] = (float *)malloc(BIG * sizeof(float));
     for (size_t kind = 0; kind < sizeof list / sizeof list[0]; kind++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
         dtrain_strategy *strategy;
         dtrain_optimizer *optimizer;
@@ -462,7 +462,7 @@ static int auto_main(dtrain_world *world, void *user)
                                        {ALL, DTRAIN_STRATEGY_FULL_SHARD}};
     (void)user;
     for (int i = 0; i < 3; i++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_strategy *strategy;
         dtrain_strategy_info info;
         model m;
@@ -501,11 +501,11 @@ static int refused_main(dtrain_world *world, void *user)
         {DTRAIN_STRATEGY_DDP, OG, 0, DTRAIN_ERROR_UNSUPPORTED, "whole gradients"},
         {DTRAIN_STRATEGY_SHARD_GRAD_OP, OP, 0, DTRAIN_ERROR_UNSUPPORTED, "whole parameters"},
         {DTRAIN_STRATEGY_FULL_SHARD, ALL, DTRAIN_ACCUMULATION_LAST, DTRAIN_ERROR_UNSUPPORTED,
-         "ACCUMULATE_LAST"}};
+         "ACCUMULATION_LAST"}};
     const bool on_cpu = dtrain_world_device(world)->ops->host_memory;
     (void)user;
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_strategy *strategy;
         dtrain_memory memory;
         model m;
@@ -545,7 +545,7 @@ static int orders_main(dtrain_world *world, void *user)
     for (int order = 0; order < 3; order++) {
         dtrain_emulation_set_order(order, 5);
         memset(&runs[order], 0, sizeof runs[order]);
-        runs[order].desc = dtrain_strategy_defaults();
+        memset(&runs[order].desc, 0, sizeof runs[order].desc);
         runs[order].desc.kind = DTRAIN_STRATEGY_FULL_SHARD;
         runs[order].desc.offload = ALL;
         runs[order].accumulation = 3;
@@ -567,7 +567,7 @@ static int failures_main(dtrain_world *world, void *user)
     const long live = budget->live;
     int failures = 0;
     for (int64_t n = 1;; n++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
         dtrain_strategy *strategy = NULL;
         dtrain_optimizer *optimizer = NULL;

@@ -388,7 +388,7 @@ static int late_rank(dtrain_world *world, void *user)
     dtrain_device *device = dtrain_world_device(world);
     (void)user;
     for (uint32_t kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; kind <= DTRAIN_STRATEGY_ZERO3; kind++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_param params[UNITS];
         dtrain_strategy *strategy;
         const dtrain_shard *shards;

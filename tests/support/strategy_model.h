@@ -107,8 +107,8 @@ typedef struct strategy_job {
 
 static inline const char *strategy_kind_name(uint32_t kind)
 {
-    static const char *const names[] = {"default",    "DDP",   "ZERO1",        "SHARD_GRAD_OP",
-                                        "FULL_SHARD", "ZERO3", "HYBRID_SHARD", "AUTO"};
+    static const char *const names[] = {"default",    "ddp",   "zero1",        "shard_grad_op",
+                                        "full_shard", "zero3", "hybrid_shard", "auto"};
     return kind < 8 ? names[kind] : "?";
 }
 
@@ -280,7 +280,7 @@ static inline dtrain_tensor *model_loss(strategy_job *job, int64_t first)
 static inline dtrain_strategy_desc strategy_case_desc(const strategy_case *c)
 {
     static const uint32_t middle[] = {2, 0};
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.kind = c->kind;
     desc.accumulation = c->accumulation;
     desc.node_size = c->node_size;
@@ -289,7 +289,7 @@ static inline dtrain_strategy_desc strategy_case_desc(const strategy_case *c)
     desc.whole_below = c->whole_below;
     desc.no_overlap = c->no_overlap;
     desc.hierarchical = c->hierarchical;
-    if (c->keep_all) desc.reshard_after_forward = false;
+    desc.keep_after_forward = c->keep_all;
     if (c->keep_one) desc.kept_units = middle, desc.kept_unit_count = 2;
     desc.first_bucket_bytes = 500; /* several buckets for a model this small */
     desc.bucket_bytes = 3000;

@@ -132,7 +132,7 @@ static dtrain_tensor *gpt_loss(dtrain_tape *t, gpt *m)
 
 static void forget_gradients(gpt *m)
 {
-    for (int i = 0; i < m->param_count; i++) m->params[i].grad_written = false;
+    for (int i = 0; i < m->param_count; i++) m->params[i].state.grad_written = false;
 }
 
 /* ---- Devices and tapes -------------------------------------------------------------------------*/
@@ -394,7 +394,7 @@ static void chain_create(chain *c)
 static dtrain_tensor *chain_input(dtrain_tape *t, chain *c)
 {
     const int64_t shape[2] = {ROWS, WIDTH};
-    for (int i = 0; i < 6; i++) c->params[i].grad_written = false;
+    for (int i = 0; i < 6; i++) c->params[i].state.grad_written = false;
     c->input = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 2, shape, c->x, true);
     return c->input;
 }

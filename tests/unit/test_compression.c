@@ -61,6 +61,7 @@ typedef struct field_case {
     int emulated; /* ranks of an emulated node, or 0 */
     int silent;   /* so many steps without any gradient at the beginning */
     dtrain_strategy_desc desc;
+    dtrain_compression_desc how; /* dense_steps 0: none */
 } field_case;
 
 /* What the ranks found, or should. */
@@ -181,16 +182,16 @@ static bool topk_compresses(const field_case *c, int p)
 {
     const int hops = c->desc.hierarchical ? c->ranks / (int)c->desc.node_size : c->ranks;
     return hops > 1 && field_trained(p) && tensor_dims(p) > 1 &&
-           field_count(p) >= c->desc.dense_below;
+           field_count(p) >= c->how.dense_below;
 }
 
 /* The share that is sent in a step. */
-static double topk_ratio_at(const dtrain_strategy_desc *desc, int step)
+static double topk_ratio_at(const dtrain_compression_desc *how, int step)
 {
-    const double after = (double)step - (double)desc->dense_steps, all = (double)desc->warmup_steps;
-    if (after >= all) return (double)desc->topk_ratio;
-    return (double)desc->warmup_ratio *
-           pow((double)desc->topk_ratio / (double)desc->warmup_ratio, after / all);
+    const double after = (double)step - (double)how->dense_steps, all = (double)how->warmup_steps;
+    if (after >= all) return (double)how->topk_ratio;
+    return (double)how->warmup_ratio *
+           pow((double)how->topk_ratio / (double)how->warmup_ratio, after / all);
 }
 
 static int64_t topk_count(double ratio, int64_t count)
@@ -235,17 +236,17 @@ static void largest(const float *x, int64_t count, int64_t k, int64_t *places)
 }
 
 /* What is kept after x (count) came: residual += x, or velocity = m velocity + x; residual += it. */
-static void keep(const dtrain_strategy_desc *desc, float *residual, float *velocity, const float *x,
-                 int64_t count)
+static void keep(const dtrain_compression_desc *how, float *residual, float *velocity,
+                 const float *x, int64_t count)
 {
     int64_t i;
     for (i = 0; i < count; i++) {
         float step = x[i];
-        if (desc->topk_momentum != 0) {
-            volatile float product = desc->topk_momentum * velocity[i];
+        if (how->topk_momentum != 0) {
+            volatile float product = how->topk_momentum * velocity[i];
             step = velocity[i] = product + x[i];
         }
-        residual[i] = desc->no_error_feedback ? step : residual[i] + step;
+        residual[i] = how->no_error_feedback ? step : residual[i] + step;
     }
 }
 
@@ -253,7 +254,7 @@ static void keep(const dtrain_strategy_desc *desc, float *residual, float *veloc
 static void oracle_all_gather(const field_case *c, field_seen *t, int p, int step)
 {
     const int64_t count = field_count(p), at = field_at(p);
-    const int64_t k = topk_count(topk_ratio_at(&c->desc, step), count);
+    const int64_t k = topk_count(topk_ratio_at(&c->how, step), count);
     const float share = 1 / (float)c->ranks;
     float *x = (float *)calloc((size_t)count, sizeof *x), *mean = t->mean[0][step] + at;
     int64_t *places = (int64_t *)calloc((size_t)k, sizeof *places), i;
@@ -261,7 +262,7 @@ static void oracle_all_gather(const field_case *c, field_seen *t, int p, int ste
     for (r = 0; r < c->ranks; r++) {
         float *residual = t->residual[r] + at, *velocity = t->velocity[r] + at;
         for (i = 0; i < count; i++) x[i] = field_own(c, p, r, step, i);
-        keep(&c->desc, residual, velocity, x, count);
+        keep(&c->how, residual, velocity, x, count);
         largest(residual, count, k, places);
         for (i = 0; i < k; i++) {
             const float sent = rounded(c->desc.reduce_dtype, residual[places[i]]);
@@ -271,7 +272,7 @@ static void oracle_all_gather(const field_case *c, field_seen *t, int p, int ste
             if (!dtrain_is_finite(sent)) residual[places[i]] = 0;
             velocity[places[i]] = 0;
         }
-        for (i = 0; i < count && c->desc.no_error_feedback; i++) residual[i] = 0;
+        for (i = 0; i < count && c->how.no_error_feedback; i++) residual[i] = 0;
     }
     free(places);
     free(x);
@@ -302,7 +303,7 @@ static field_seen *field_truth(const field_case *c, oracle_fn compressed)
     for (step = 0; step < c->steps; step++)
         for (p = 0; p < FIELD_PARAMS; p++) {
             const bool dense =
-                !compressed || (uint64_t)step < c->desc.dense_steps || !topk_compresses(c, p);
+                !compressed || (uint64_t)step < c->how.dense_steps || !topk_compresses(c, p);
             if (!field_trained(p)) continue;
             if (dense) oracle_plain(c, t, p, step);
             else compressed(c, t, p, step);
@@ -351,11 +352,11 @@ static dtrain_result field_backward(field *f, const field_case *c, dtrain_strate
         order[n] = order[other], order[other] = swap;
     }
     for (n = 0; n < FIELD_PARAMS; n++) {
-        dtrain_param *q = &f->params[k = order[n]], *to = q->storage;
+        dtrain_param *q = &f->params[k = order[n]], *to = q->state.storage;
         if (k == STILL || field_missing(c, k, rank, step)) continue;
         for (i = 0; i < q->count; i++) {
             const float g = field_grad(c, k, rank, step, micro, i);
-            to->grad[i] = to->grad_written ? to->grad[i] + g : g;
+            to->grad[i] = to->state.grad_written ? to->grad[i] + g : g;
         }
         TRY(dtrain_strategy_ready(s, (size_t)k));
     }
@@ -384,7 +385,7 @@ static dtrain_result field_keep(const field *f, const field_case *c, dtrain_stra
         const int p = (int)(states[i].param - f->params);
         const int64_t at = field_at(p) + states[i].offset;
         const size_t bytes = (size_t)states[i].count * sizeof(float);
-        const size_t q = states[i].q ? (size_t)states[i].q_rows * c->desc.powersgd_rank : 0;
+        const size_t q = states[i].q ? (size_t)states[i].q_rows * c->how.powersgd_rank : 0;
         seen->compressed[rank][p] = true;
         seen->first[rank][p] = states[i].offset, seen->pieces[rank][p] = states[i].count;
         if (!CHECK(states[i].offset >= 0 && states[i].offset + states[i].count <= field_count(p) &&
@@ -395,9 +396,9 @@ static dtrain_result field_keep(const field *f, const field_case *c, dtrain_stra
         if (states[i].residual) memcpy(seen->residual[rank] + at, states[i].residual, bytes);
         if (states[i].velocity) memcpy(seen->velocity[rank] + at, states[i].velocity, bytes);
         if (q) memcpy(seen->q[rank][p], states[i].q, q * sizeof(float));
-        CHECK((states[i].residual != NULL) == !c->desc.no_error_feedback);
-        CHECK((states[i].velocity != NULL) == (c->desc.topk_momentum > 0));
-        CHECK((states[i].q != NULL) == (c->desc.compression == DTRAIN_COMPRESSION_POWERSGD));
+        CHECK((states[i].residual != NULL) == !c->how.no_error_feedback);
+        CHECK((states[i].velocity != NULL) == (c->how.topk_momentum > 0));
+        CHECK((states[i].q != NULL) == (c->how.kind == DTRAIN_COMPRESSION_POWERSGD));
     }
     return DTRAIN_OK;
 }
@@ -408,11 +409,14 @@ static int field_rank(dtrain_world *world, void *user)
     const int color = run->c->group ? dtrain_world_rank(world) % 2 : 0;
     const int rank = dtrain_world_rank(world) / (run->c->group ? 2 : 1);
     dtrain_strategy_desc desc = run->c->desc;
+    dtrain_compression_desc how = run->c->how;
     field_seen *seen = color ? (field_seen *)calloc(1, sizeof *seen) : run->seen;
     field *f = (field *)malloc(sizeof *f);
     dtrain_strategy *s;
     int step, p;
     field_init(f, run->c, rank);
+    if (how.dense_steps == 0) how.dense_steps = DTRAIN_DENSE_STEPS_NONE;
+    desc.compression = &how;
     if (run->c->group)
         RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), color, rank, &desc.comm));
     RANKS_TRY(dtrain_strategy_create(world, f->params, FIELD_PARAMS, &desc, &s));
@@ -462,12 +466,11 @@ static field_case usual(int ranks, uint32_t compression)
     c.steps = 5;
     c.micro = 1;
     c.mode = DTRAIN_LAUNCH_THREADS;
-    c.desc = dtrain_strategy_defaults();
-    c.desc.compression = compression;
-    c.desc.dense_below = 100;
-    c.desc.dense_steps = 0;
-    c.desc.topk_ratio = 0.03f;
-    c.desc.powersgd_rank = 2;
+    c.how.kind = compression;
+    c.how.dense_below = 100;
+    c.how.dense_steps = 0;
+    c.how.topk_ratio = 0.03f;
+    c.how.powersgd_rank = 2;
     c.desc.first_bucket_bytes = 500;
     c.desc.bucket_bytes = 5000;
     return c;
@@ -541,7 +544,7 @@ static void test_topk_ratios(void)
     size_t i;
     for (i = 0; i < sizeof ratios / sizeof *ratios; i++) {
         field_case c = usual(3, DTRAIN_COMPRESSION_TOPK);
-        c.desc.topk_ratio = ratios[i];
+        c.how.topk_ratio = ratios[i];
         c.steps = 3;
         check_topk(&c, "ratio");
     }
@@ -552,9 +555,9 @@ static void test_topk_momentum(void)
     int i;
     for (i = 0; i < 4; i++) {
         field_case c = usual(i < 2 ? 4 : 3, DTRAIN_COMPRESSION_TOPK);
-        c.desc.topk_momentum = i % 2 ? 0.9f : 0.5f;
+        c.how.topk_momentum = i % 2 ? 0.9f : 0.5f;
         c.steps = 6;
-        c.desc.dense_steps = i == 3 ? 1 : 0;
+        c.how.dense_steps = i == 3 ? 1 : 0;
         check_topk(&c, "momentum");
     }
 }
@@ -580,7 +583,7 @@ static void test_topk_same_bits(void)
 static void test_topk_without_feedback(void)
 {
     field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
-    c.desc.no_error_feedback = true;
+    c.how.no_error_feedback = true;
     check_topk(&c, "no error feedback");
 }
 
@@ -591,21 +594,21 @@ static void test_topk_cast(void)
     for (i = 0; i < 8; i++) {
         field_case c = usual(i % 4 < 2 ? 4 : 3, DTRAIN_COMPRESSION_TOPK);
         c.desc.reduce_dtype = i % 2 ? DTRAIN_DTYPE_F16 : DTRAIN_DTYPE_BF16;
-        c.desc.topk_ratio = i < 4 ? 0.03f : 0.6f;
-        c.desc.topk_momentum = i == 5 ? 0.5f : 0;
+        c.how.topk_ratio = i < 4 ? 0.03f : 0.6f;
+        c.how.topk_momentum = i == 5 ? 0.5f : 0;
         c.desc.bucket_bytes = i % 3 ? 64 : 20000;
-        c.desc.dense_steps = i == 2 ? 2 : 0;
+        c.how.dense_steps = i == 2 ? 2 : 0;
         check_topk(&c, "values of 16 bits");
     }
 }
 
 static void test_topk_dense_below(void)
 {
-    static const int64_t limits[] = {0, 1, 45, 46, 300, 1001, 1002, 1 << 20};
+    static const int64_t limits[] = {1, 45, 46, 300, 1001, 1002, 1 << 20};
     size_t i;
     for (i = 0; i < sizeof limits / sizeof *limits; i++) {
         field_case c = usual(2, DTRAIN_COMPRESSION_TOPK);
-        c.desc.dense_below = limits[i];
+        c.how.dense_below = limits[i];
         c.steps = 3;
         check_topk(&c, "dense_below");
     }
@@ -618,10 +621,10 @@ static void test_dense_steps_and_warmup(void)
     field_seen *truth, *seen, *whole = field_train(&plain);
     int step, r;
     c.steps = 8;
-    c.desc.dense_steps = 2;
-    c.desc.warmup_steps = 4;
-    c.desc.warmup_ratio = 0.25f;
-    c.desc.topk_ratio = 0.015625f;
+    c.how.dense_steps = 2;
+    c.how.warmup_steps = 4;
+    c.how.warmup_ratio = 0.25f;
+    c.how.topk_ratio = 0.015625f;
     check_topk(&c, "warm-up");
     seen = field_train(&c);
     truth = field_truth(&c, oracle_all_gather);
@@ -637,7 +640,7 @@ static void test_dense_steps_and_warmup(void)
                   (unsigned long long)seen->wire_bytes[r][7],
                   (unsigned long long)seen->info[r].step_bytes);
     }
-    c.desc.dense_steps = 100;
+    c.how.dense_steps = 100;
     seen_free(seen);
     seen = field_train(&c);
     for (step = 0; step < plain.steps; step++)
@@ -659,7 +662,7 @@ static void test_poison(void)
         int r;
         int64_t i;
         c.poison = true;
-        c.desc.sparse_exchange =
+        c.how.sparse_exchange =
             method == 1 ? DTRAIN_SPARSE_EXCHANGE_BALANCED : DTRAIN_SPARSE_EXCHANGE_ALL_GATHER;
         if (method == 0) check_topk(&c, "NaN and infinity");
         seen = field_train(&c);
@@ -721,7 +724,7 @@ static void check_ranks_agree(const field_case *c, const field_seen *seen, const
 static void oracle_balanced(const field_case *c, field_seen *t, int p, int step)
 {
     const int64_t count = field_count(p), size = (count + c->ranks - 1) / c->ranks;
-    const int64_t k = topk_count(topk_ratio_at(&c->desc, step), size);
+    const int64_t k = topk_count(topk_ratio_at(&c->how, step), size);
     const float share = 1 / (float)c->ranks;
     float *x = (float *)calloc((size_t)count, sizeof *x);
     float *sum = (float *)calloc((size_t)count, sizeof *sum);
@@ -730,7 +733,7 @@ static void oracle_balanced(const field_case *c, field_seen *t, int p, int step)
     for (r = 0; r < c->ranks; r++) {
         float *residual = t->residual[r] + field_at(p), *velocity = t->velocity[r] + field_at(p);
         for (i = 0; i < count; i++) x[i] = field_own(c, p, r, step, i);
-        keep(&c->desc, residual, velocity, x, count);
+        keep(&c->how, residual, velocity, x, count);
         for (region = 0; region < c->ranks; region++) {
             const int64_t at = region * size, own = count - at < size ? count - at : size;
             largest(residual + at, own, k, places);
@@ -765,7 +768,7 @@ static void test_balanced(void)
     for (ranks = 2; ranks <= 8; ranks++) {
         field_case c = usual(ranks, DTRAIN_COMPRESSION_TOPK);
         field_seen *seen, *again, *truth;
-        c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+        c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         c.steps = 6;
         seen = field_train(&c);
         truth = field_truth(&c, oracle_balanced);
@@ -789,10 +792,10 @@ static void test_balanced_variants(void)
     for (i = 0; i < 6; i++) {
         field_case c = usual(i % 2 ? 3 : 4, DTRAIN_COMPRESSION_TOPK);
         field_seen *seen, *truth;
-        c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-        c.desc.topk_momentum = i < 3 ? 0.5f : 0;
-        c.desc.topk_ratio = i < 2 ? 0.2f : 0.01f;
-        c.desc.dense_steps = i == 4 ? 2 : 0;
+        c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+        c.how.topk_momentum = i < 3 ? 0.5f : 0;
+        c.how.topk_ratio = i < 2 ? 0.2f : 0.01f;
+        c.how.dense_steps = i == 4 ? 2 : 0;
         c.micro = i == 5 ? 2 : 1;
         c.copying = i % 3;
         c.desc.reduce_dtype = i == 1 ? DTRAIN_DTYPE_BF16 : i == 4 ? DTRAIN_DTYPE_F16 : 0;
@@ -812,9 +815,9 @@ static void test_large_shares(void)
     for (i = 0; i < 6; i++) {
         field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
         field_seen *first, *second;
-        c.desc.sparse_exchange =
+        c.how.sparse_exchange =
             i < 3 ? DTRAIN_SPARSE_EXCHANGE_BALANCED : DTRAIN_SPARSE_EXCHANGE_ALL_GATHER;
-        c.desc.topk_ratio = i % 3 == 0 ? 0.25f : i % 3 == 1 ? 0.55f : 0.7f;
+        c.how.topk_ratio = i % 3 == 0 ? 0.25f : i % 3 == 1 ? 0.55f : 0.7f;
         c.desc.bucket_bytes = 64;
         first = field_train(&c);
         c.desc.bucket_bytes = (size_t)1 << 20;
@@ -833,8 +836,8 @@ static void test_balanced_everything(void)
 {
     field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
     field_seen *seen;
-    c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-    c.desc.topk_ratio = 1;
+    c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    c.how.topk_ratio = 1;
     seen = field_train(&c);
     check_conserved(&c, seen, "balanced, all elements");
     check_ranks_agree(&c, seen, "balanced, all elements");
@@ -846,7 +849,7 @@ static void test_balanced_everything(void)
 static bool powersgd_compresses(const field_case *c, int p)
 {
     const int64_t m = field_tensors[p].shape[0], n = m ? field_count(p) / m : 0;
-    return topk_compresses(c, p) && 2 * (int64_t)c->desc.powersgd_rank * (m + n) < m * n;
+    return topk_compresses(c, p) && 2 * (int64_t)c->how.powersgd_rank * (m + n) < m * n;
 }
 
 /* Gram-Schmidt by the book, in double, twice. */
@@ -875,14 +878,14 @@ static void check_powersgd_tensor(const field_case *c, const field_seen *seen, i
                                   double tolerance, const char *what)
 {
     const int64_t m = field_tensors[p].shape[0], n = field_count(p) / m;
-    const int64_t k = (int64_t)c->desc.powersgd_rank;
+    const int64_t k = (int64_t)c->how.powersgd_rank;
     double *a = (double *)calloc((size_t)(m * n), sizeof *a), worst = 0, size = 0;
     double *x = (double *)calloc((size_t)(m * k), sizeof *x);
     double *y = (double *)calloc((size_t)(n * k), sizeof *y);
     int64_t i, j, l, bad_q;
     int step, r = 0;
     for (i = 0; i < n * k; i++) y[i] = (double)seen->first_q[p][i];
-    for (step = (int)c->desc.dense_steps; step < c->steps; step++) {
+    for (step = (int)c->how.dense_steps; step < c->steps; step++) {
         for (i = 0; i < m * n; i++)
             for (r = 0; r < c->ranks; r++) a[i] += (double)field_own(c, p, r, step, i) / c->ranks;
         for (i = 0; i < m * k; i++)
@@ -904,15 +907,15 @@ static void check_powersgd_tensor(const field_case *c, const field_seen *seen, i
     for (i = 0; i < n * k; i++)
         if (!(fabs(y[i] - (double)seen->q[0][p][i]) <= tolerance * size * (double)m)) break;
     bad_q = i;
-    for (i = 0; i < m * n * c->ranks && !c->desc.no_error_feedback; i++) {
+    for (i = 0; i < m * n * c->ranks && !c->how.no_error_feedback; i++) {
         const int64_t at = field_at(p) + i % (m * n);
         double rest = 0;
         r = (int)(i / (m * n));
-        for (step = (int)c->desc.dense_steps; step < c->steps; step++)
+        for (step = (int)c->how.dense_steps; step < c->steps; step++)
             rest += (double)field_own(c, p, r, step, i % (m * n)) - (double)seen->mean[0][step][at];
         if (!(fabs(rest - (double)seen->residual[r][at]) <= tolerance * size)) break;
     }
-    CHECK_MSG(i == m * n * c->ranks || c->desc.no_error_feedback,
+    CHECK_MSG(i == m * n * c->ranks || c->how.no_error_feedback,
               "%s: what rank %d keeps of \"%s\" is not what was not applied", what, r,
               field_tensors[p].name);
     CHECK_MSG(bad_q == n * k, "%s: Q of \"%s\" is %g, expected %g", what, field_tensors[p].name,
@@ -935,7 +938,7 @@ static field_seen *check_powersgd(const field_case *c, double tolerance, const c
                       "%s: \"%s\" compressed: %d", what, field_tensors[p].name,
                       seen->compressed[r][p]);
         for (step = 0; step < c->steps && field_trained(p); step++)
-            if ((uint64_t)step < c->desc.dense_steps || !powersgd_compresses(c, p))
+            if ((uint64_t)step < c->how.dense_steps || !powersgd_compresses(c, p))
                 CHECK_MSG(memcmp(seen->mean[0][step] + field_at(p),
                                  truth->mean[0][step] + field_at(p), bytes) == 0,
                           "%s: \"%s\" differs from plain in step %d", what, field_tensors[p].name,
@@ -943,7 +946,7 @@ static field_seen *check_powersgd(const field_case *c, double tolerance, const c
         if (powersgd_compresses(c, p)) check_powersgd_tensor(c, seen, p, tolerance, what);
     }
     for (r = 1; r < c->ranks; r++) CHECK(memcmp(seen->q[r], seen->q[0], sizeof seen->q[0]) == 0);
-    if (!c->desc.no_error_feedback) check_conserved(c, seen, what);
+    if (!c->how.no_error_feedback) check_conserved(c, seen, what);
     seen_free(truth);
     return seen;
 }
@@ -956,9 +959,9 @@ static void test_powersgd(void)
         for (rank = 1; rank <= 4; rank *= 2) {
             field_case c = usual(sizes[i], DTRAIN_COMPRESSION_POWERSGD);
             char what[60];
-            c.desc.powersgd_rank = (uint32_t)rank;
+            c.how.powersgd_rank = (uint32_t)rank;
             c.mode = i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS;
-            c.desc.dense_steps = i == 3 ? 2 : 0;
+            c.how.dense_steps = i == 3 ? 2 : 0;
             c.micro = i == 2 ? 3 : 1;
             c.copying = i % 3;
             c.steps = 4;
@@ -997,7 +1000,7 @@ static void test_powersgd_reproduces_low_rank(void)
         int p, step;
         int64_t i;
         c.low_rank = 1;
-        c.desc.powersgd_rank = (uint32_t)rank;
+        c.how.powersgd_rank = (uint32_t)rank;
         c.steps = 3;
         truth = field_truth(&c, NULL);
         seen = field_train(&c);
@@ -1058,7 +1061,7 @@ static void test_powersgd_saves_nothing(void)
 {
     field_case c = usual(3, DTRAIN_COMPRESSION_POWERSGD);
     field_seen *seen;
-    c.desc.powersgd_rank = 64;
+    c.how.powersgd_rank = 64;
     seen = check_powersgd(&c, 0, "rank 64");
     CHECK(seen->info[0].state_bytes == 0);
     seen_free(seen);
@@ -1068,7 +1071,7 @@ static void test_powersgd_without_feedback(void)
 {
     field_case c = usual(2, DTRAIN_COMPRESSION_POWERSGD);
     field_seen *seen;
-    c.desc.no_error_feedback = true;
+    c.how.no_error_feedback = true;
     c.steps = 1; /* nothing is kept: the first step is that of the oracle */
     seen = check_powersgd(&c, 2e-4, "without error feedback");
     seen_free(seen);
@@ -1172,7 +1175,7 @@ static void test_one_node(void)
     c.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
     check_nodes(&c, "one node, bf16");
     c.desc.reduce_dtype = 0;
-    c.desc.compression = DTRAIN_COMPRESSION_TOPK;
+    c.how.kind = DTRAIN_COMPRESSION_TOPK;
     check_nodes(&c, "one node, top-k");
 }
 
@@ -1263,7 +1266,7 @@ static field_seen *topk_nodes_truth(const field_case *c, const field_seen *seen)
     int step, p, r;
     for (step = 0; step < c->steps; step++)
         for (p = 0; p < FIELD_PARAMS; p++) {
-            const bool dense = !topk_compresses(c, p) || (uint64_t)step < c->desc.dense_steps;
+            const bool dense = !topk_compresses(c, p) || (uint64_t)step < c->how.dense_steps;
             if (dense && field_trained(p)) oracle_nodes(c, t, p, step);
             for (r = 0; r < c->ranks && !dense; r++) {
                 const int64_t first = seen->first[r][p], count = seen->pieces[r][p];
@@ -1271,8 +1274,8 @@ static field_seen *topk_nodes_truth(const field_case *c, const field_seen *seen)
                 const int start = r / node * node;
                 if (!count) continue;
                 for (i = 0; i < count; i++) x[i] = node_part(c, p, start, step, first + i);
-                keep(&c->desc, t->residual[r] + at, t->velocity[r] + at, x, count);
-                k = topk_count(topk_ratio_at(&c->desc, step), count);
+                keep(&c->how, t->residual[r] + at, t->velocity[r] + at, x, count);
+                k = topk_count(topk_ratio_at(&c->how, step), count);
                 largest(t->residual[r] + at, count, k, places);
                 for (i = 0; i < k; i++) {
                     float *residual = &t->residual[r][at + places[i]];
@@ -1315,10 +1318,10 @@ static void test_topk_between_nodes(void)
         field_seen *seen, *truth;
         c.desc.hierarchical = true;
         c.desc.node_size = (uint32_t)sizes[i % 5][1];
-        c.desc.topk_momentum = i >= 5 ? 0.5f : 0;
+        c.how.topk_momentum = i >= 5 ? 0.5f : 0;
         c.desc.bucket_bytes = i % 2 ? 3000 : 9000;
         c.desc.no_overlap = i == 3;
-        c.desc.dense_steps = i == 4 || i == 7 ? 2 : 0;
+        c.how.dense_steps = i == 4 || i == 7 ? 2 : 0;
         c.desc.reduce_dtype = i == 2 || i == 6 ? DTRAIN_DTYPE_BF16 : i == 8 ? DTRAIN_DTYPE_F16 : 0;
         seen = field_train(&c);
         check_pieces(&c, seen);
@@ -1335,7 +1338,7 @@ static void test_balanced_between_nodes(void)
     field_seen *seen;
     c.desc.hierarchical = true;
     c.desc.node_size = 2;
-    c.desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     seen = field_train(&c);
     check_pieces(&c, seen);
     check_ranks_agree(&c, seen, "balanced between nodes");
@@ -1511,28 +1514,42 @@ static uint64_t squares_hash(const squares *m)
     return hash;
 }
 
-static dtrain_strategy_desc squares_desc(uint32_t compression)
+typedef struct settings {
+    dtrain_strategy_desc base;
+    dtrain_compression_desc how;
+} settings;
+
+static dtrain_result settings_create(dtrain_world *world, dtrain_param *params, size_t count,
+                                     const settings *desc, dtrain_strategy **strategy)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
-    desc.compression = compression;
-    desc.dense_steps = 1;
-    desc.topk_ratio = 0.01f;
-    desc.powersgd_rank = 2;
-    desc.first_bucket_bytes = desc.bucket_bytes = 7000;
+    dtrain_strategy_desc base = desc->base;
+    base.compression = &desc->how;
+    return dtrain_strategy_create(world, params, count, &base, strategy);
+}
+
+static settings squares_desc(uint32_t compression)
+{
+    settings desc;
+    memset(&desc, 0, sizeof desc);
+    desc.how.kind = compression;
+    desc.how.dense_steps = 1;
+    desc.how.topk_ratio = 0.01f;
+    desc.how.powersgd_rank = 2;
+    desc.base.first_bucket_bytes = desc.base.bucket_bytes = 7000;
     return desc;
 }
 
 /* The forms of the exchange that the tests below go through. */
 enum { METHODS = 6 };
-static dtrain_strategy_desc method_desc(int method)
+static settings method_desc(int method)
 {
-    dtrain_strategy_desc desc =
+    settings desc =
         squares_desc(method == 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
-    if (method == 1 || method == 5) desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-    if (method == 3) desc.compression = DTRAIN_COMPRESSION_NONE;
-    desc.hierarchical = method >= 3;
-    desc.node_size = method >= 3 ? 2 : 0;
-    if (method == 4) desc.topk_momentum = 0.5f;
+    if (method == 1 || method == 5) desc.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    if (method == 3) desc.how.kind = DTRAIN_COMPRESSION_NONE;
+    desc.base.hierarchical = method >= 3;
+    desc.base.node_size = method >= 3 ? 2 : 0;
+    if (method == 4) desc.how.topk_momentum = 0.5f;
     return desc;
 }
 static const char *const method_names[METHODS] = {
@@ -1541,7 +1558,7 @@ static const char *const method_names[METHODS] = {
 /* ---- bytes ---- */
 
 typedef struct bytes_run {
-    dtrain_strategy_desc desc;
+    settings desc;
     uint64_t bytes[FIELD_RANKS], foretold[FIELD_RANKS];
 } bytes_run;
 
@@ -1555,7 +1572,7 @@ static int bytes_rank(dtrain_world *world, void *user)
     dtrain_strategy *s;
     int step;
     squares_init(m);
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &run->desc, &s));
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &run->desc, &s));
     dtrain_strategy_query(s, &info);
     run->foretold[rank] = info.step_bytes;
     for (step = 0; step < 4; step++) {
@@ -1612,14 +1629,14 @@ static void refused(dtrain_result result, const char *what, const char *word, co
               dtrain_result_name(result), text);
 }
 
-static dtrain_result try_create(dtrain_world *world, const dtrain_strategy_desc *desc)
+static dtrain_result try_create(dtrain_world *world, const settings *desc)
 {
     dtrain_param params[2];
     dtrain_strategy *strategy;
     dtrain_result result;
     params[0] = ranks_param("first", NULL, NULL, SIDE, SIDE);
     params[1] = ranks_param("second", NULL, NULL, 3, 0);
-    result = dtrain_strategy_create(world, params, 2, desc, &strategy);
+    result = settings_create(world, params, 2, desc, &strategy);
     CHECK((result == DTRAIN_OK) == (strategy != NULL));
     dtrain_strategy_destroy(strategy);
     return result;
@@ -1627,78 +1644,81 @@ static dtrain_result try_create(dtrain_world *world, const dtrain_strategy_desc 
 
 static void refuse_numbers(dtrain_world *world)
 {
-    static const float ratios[] = {0, -0.1f, 1.5f, NAN, INFINITY};
+    static const float ratios[] = {-0.1f, 1.5f, NAN, INFINITY};
     static const float momenta[] = {-0.1f, 1, 1.5f, NAN};
-    dtrain_strategy_desc desc;
+    settings desc;
     int i;
-    for (i = 0; i < 5; i++) {
-        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.topk_ratio = ratios[i];
+    for (i = 0; i < 4; i++) {
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_ratio = ratios[i];
         refused(try_create(world, &desc), "ratio", "topk_ratio", "");
-        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.warmup_ratio = ratios[i],
-        desc.warmup_steps = 5;
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.warmup_ratio = ratios[i],
+        desc.how.warmup_steps = 5;
         refused(try_create(world, &desc), "warm-up", "warmup_ratio", "");
     }
     for (i = 0; i < 4; i++) {
-        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.topk_momentum = momenta[i];
+        desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_momentum = momenta[i];
         refused(try_create(world, &desc), "momentum", "topk_momentum", "");
     }
-    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.powersgd_rank = 65;
+    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.how.powersgd_rank = 65;
     refused(try_create(world, &desc), "rank", "powersgd_rank", "65");
     for (i = 0; i < 5; i++) { /* fields of top-k without top-k */
         desc = squares_desc(i % 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_NONE);
-        if (i < 2) desc.topk_momentum = 0.5f;
-        else if (i < 4) desc.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-        else desc.no_error_feedback = true;
+        if (i < 2) desc.how.topk_momentum = 0.5f;
+        else if (i < 4) desc.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+        else desc.how.no_error_feedback = true;
         refused(try_create(world, &desc), "not top-k",
                 i < 2   ? "topk_momentum"
                 : i < 4 ? "sparse_exchange"
                         : "no_error_feedback",
                 "compression");
     }
-    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.topk_momentum = 0.5f,
-    desc.no_error_feedback = true;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_momentum = 0.5f,
+    desc.how.no_error_feedback = true;
     refused(try_create(world, &desc), "velocity of nothing", "topk_momentum", "no_error_feedback");
-    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.warmup_steps = 3, desc.warmup_ratio = 0.001f;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.warmup_steps = 3,
+    desc.how.warmup_ratio = 0.001f;
     refused(try_create(world, &desc), "warm-up that rises", "warmup_ratio", "topk_ratio");
-    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.dense_below = -1;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.dense_below = -1;
     refused(try_create(world, &desc), "dense_below", "dense_below", "-1");
     desc = squares_desc(3);
     refused(try_create(world, &desc), "compression 3", "compression", "3");
-    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.sparse_exchange = 2;
+    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.sparse_exchange = 2;
     refused(try_create(world, &desc), "exchange 2", "sparse_exchange", "2");
 }
 
 static int refuse_rank(dtrain_world *world, void *user)
 {
-    dtrain_strategy_desc desc;
+    settings desc;
     uint32_t kind;
     int i;
     (void)user;
     for (kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++)
         for (i = DTRAIN_COMPRESSION_TOPK; i <= DTRAIN_COMPRESSION_POWERSGD; i++) {
-            desc = squares_desc((uint32_t)i), desc.kind = kind;
-            desc.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+            desc = squares_desc((uint32_t)i), desc.base.kind = kind;
+            desc.base.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
             refused(try_create(world, &desc), "compression of shards", "compression",
                     strategy_kind_name(kind));
         }
     for (i = DTRAIN_COMPRESSION_TOPK; i <= DTRAIN_COMPRESSION_POWERSGD; i++) {
-        desc = squares_desc((uint32_t)i), desc.kind = DTRAIN_STRATEGY_AUTO;
+        desc = squares_desc((uint32_t)i), desc.base.kind = DTRAIN_STRATEGY_AUTO;
         refused(try_create(world, &desc), "AUTO", "AUTO", "");
-        desc = squares_desc((uint32_t)i), desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
-        refused(try_create(world, &desc), "every micro-batch", "ACCUMULATE_EVERY", "compression");
+        desc = squares_desc((uint32_t)i), desc.base.accumulation = DTRAIN_ACCUMULATION_EVERY;
+        refused(try_create(world, &desc), "every micro-batch", "ACCUMULATION_EVERY", "compression");
     }
     for (kind = DTRAIN_STRATEGY_ZERO3; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
-        desc = dtrain_strategy_defaults(), desc.kind = kind, desc.hierarchical = true;
-        desc.node_size = 2;
+        memset(&desc, 0, sizeof desc), desc.base.kind = kind, desc.base.hierarchical = true;
+        desc.base.node_size = 2;
         refused(try_create(world, &desc), "hierarchical", "hierarchical", strategy_kind_name(kind));
     }
     for (i = 3; i <= 8; i += 5) {
-        desc = dtrain_strategy_defaults(), desc.hierarchical = true, desc.node_size = (uint32_t)i;
+        memset(&desc, 0, sizeof desc), desc.base.hierarchical = true,
+                                       desc.base.node_size = (uint32_t)i;
         refused(try_create(world, &desc), "node_size", "node_size", i == 3 ? "3" : "8");
     }
-    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.hierarchical = true, desc.node_size = 2;
+    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.base.hierarchical = true,
+    desc.base.node_size = 2;
     refused(try_create(world, &desc), "PowerSGD + nodes", "PowerSGD", "hierarchical");
-    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.reduce_dtype = DTRAIN_DTYPE_BF16;
+    desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.base.reduce_dtype = DTRAIN_DTYPE_BF16;
     refused(try_create(world, &desc), "PowerSGD + bf16", "PowerSGD", "reduce_dtype");
     refuse_numbers(world);
     desc = squares_desc(DTRAIN_COMPRESSION_TOPK);
@@ -1725,7 +1745,7 @@ static int scaling_rank(dtrain_world *world, void *user)
     (void)user;
     for (i = 0; i < 3; i++) {
         const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
-        dtrain_strategy_desc desc =
+        settings desc =
             squares_desc(i == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
         dtrain_trainer_desc trainer_desc;
         dtrain_trainer *trainer = NULL;
@@ -1733,7 +1753,7 @@ static int scaling_rank(dtrain_world *world, void *user)
         dtrain_strategy *s;
         squares *m = (squares *)malloc(sizeof *m);
         squares_init(m);
-        RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+        RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
         RANKS_TRY(dtrain_optimizer_create(world, s, &sgd, &optimizer));
         memset(&trainer_desc, 0, sizeof trainer_desc);
         trainer_desc.strategy = s, trainer_desc.optimizer = optimizer, trainer_desc.loss = no_loss;
@@ -1759,23 +1779,23 @@ static void test_loss_scaling_is_refused(void)
 
 enum { DISPUTES = 13 };
 
-static const char *dispute_desc(dtrain_strategy_desc *desc, int which)
+static const char *dispute_desc(settings *desc, int which)
 {
     *desc = squares_desc(which == 8 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
     switch (which) {
-    case 0: desc->topk_ratio = 0.02f; return "topk_ratio";
-    case 1: desc->compression = DTRAIN_COMPRESSION_NONE; return "compression";
-    case 2: desc->compression = DTRAIN_COMPRESSION_POWERSGD; return "compression";
-    case 3: desc->sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED; return "sparse_exchange";
-    case 4: desc->dense_steps = 7; return "dense_steps";
-    case 5: desc->warmup_steps = 3; return "warmup_steps";
-    case 6: desc->dense_below = 17; return "dense_below";
-    case 7: desc->topk_momentum = 0.5f; return "topk_momentum";
-    case 8: desc->powersgd_rank = 3; return "powersgd_rank";
-    case 9: desc->no_error_feedback = true; return "no_error_feedback";
-    case 10: desc->warmup_ratio = 0.5f; return "warmup_ratio";
-    case 11: desc->hierarchical = true, desc->node_size = 2; return "hierarchical";
-    default: desc->hierarchical = true, desc->node_size = 1; return "node_size";
+    case 0: desc->how.topk_ratio = 0.02f; return "topk_ratio";
+    case 1: desc->how.kind = DTRAIN_COMPRESSION_NONE; return "compression";
+    case 2: desc->how.kind = DTRAIN_COMPRESSION_POWERSGD; return "compression";
+    case 3: desc->how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED; return "sparse_exchange";
+    case 4: desc->how.dense_steps = 7; return "dense_steps";
+    case 5: desc->how.warmup_steps = 3; return "warmup_steps";
+    case 6: desc->how.dense_below = 17; return "dense_below";
+    case 7: desc->how.topk_momentum = 0.5f; return "topk_momentum";
+    case 8: desc->how.powersgd_rank = 3; return "powersgd_rank";
+    case 9: desc->how.no_error_feedback = true; return "no_error_feedback";
+    case 10: desc->how.warmup_ratio = 0.5f; return "warmup_ratio";
+    case 11: desc->base.hierarchical = true, desc->base.node_size = 2; return "hierarchical";
+    default: desc->base.hierarchical = true, desc->base.node_size = 1; return "node_size";
     }
 }
 
@@ -1784,14 +1804,14 @@ static int dispute_rank(dtrain_world *world, void *user)
     int which;
     (void)user;
     for (which = 0; which < DISPUTES; which++) {
-        dtrain_strategy_desc desc;
+        settings desc;
         const char *field = dispute_desc(&desc, which);
         dtrain_result result;
         if (dtrain_world_rank(world) != which % 4) {
             desc = squares_desc(which == 8 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
-            if (which == 12) desc.hierarchical = true, desc.node_size = 2;
-            if (which == 10) desc.warmup_steps = 4;
-        } else if (which == 10) desc.warmup_steps = 4;
+            if (which == 12) desc.base.hierarchical = true, desc.base.node_size = 2;
+            if (which == 10) desc.how.warmup_steps = 4;
+        } else if (which == 10) desc.how.warmup_steps = 4;
         result = try_create(world, &desc);
         CHECK_MSG(result == DTRAIN_ERROR_MISMATCH && strstr(dtrain_last_error(), field) &&
                       strstr(dtrain_last_error(), "rank"),
@@ -1825,7 +1845,7 @@ static int64_t state_copy(dtrain_strategy *s, float *store, bool out, uint32_t r
     if (!CHECK(dtrain_strategy_compression(s, &states, &count) == DTRAIN_OK)) return 0;
     CHECK(count > 0 && count <= SQUARES);
     for (i = 0; i < count; i++) { /* their order is that of buckets: every tensor has its place */
-        int64_t at = (int64_t)states[i].param->index * 3 * SQUARE;
+        int64_t at = (int64_t)states[i].param->state.index * 3 * SQUARE;
         float *const parts[3] = {states[i].residual, states[i].velocity, states[i].q};
         const int64_t sizes[3] = {states[i].count, states[i].count,
                                   states[i].q_rows * (int64_t)rank};
@@ -1844,26 +1864,26 @@ static int state_rank(dtrain_world *world, void *user)
 {
     state_run *run = (state_run *)user;
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = method_desc(run->method);
+    settings desc = method_desc(run->method);
     float *store = (float *)malloc(3 * sizeof(float) * SQUARES * SQUARE);
     squares *m = (squares *)malloc(sizeof *m);
     dtrain_strategy *s;
     int part, step;
     int64_t copied = 0;
-    desc.dense_steps = 0;
+    desc.how.dense_steps = DTRAIN_DENSE_STEPS_NONE;
     for (part = 0; part < 3;
          part++) { /* all steps; the first half; the second, with other buckets */
-        if (part == 2 && !desc.hierarchical) /* there buckets say which piece is whose */
-            desc.first_bucket_bytes = 64, desc.bucket_bytes = (size_t)1 << 20;
+        if (part == 2 && !desc.base.hierarchical) /* there buckets say which piece is whose */
+            desc.base.first_bucket_bytes = 64, desc.base.bucket_bytes = (size_t)1 << 20;
         squares_init(m);
-        RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
-        if (part == 2) CHECK(state_copy(s, store, false, desc.powersgd_rank) == copied);
+        RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
+        if (part == 2) CHECK(state_copy(s, store, false, desc.how.powersgd_rank) == copied);
         for (step = part == 2 ? STATE_HALF : 0; step < (part == 1 ? STATE_HALF : STATE_STEPS);
              step++) {
             RANKS_TRY(squares_step(m, s, rank, step));
             (part ? run->halves : run->whole)[rank][step] = squares_hash(m);
         }
-        if (part == 1) copied = state_copy(s, store, true, desc.powersgd_rank);
+        if (part == 1) copied = state_copy(s, store, true, desc.how.powersgd_rank);
         dtrain_strategy_destroy(s);
     }
     CHECK(copied > 0);
@@ -1893,7 +1913,7 @@ static void test_state(void)
 static int stateless_rank(dtrain_world *world, void *user)
 {
     const dtrain_compression_state *states = NULL;
-    dtrain_strategy_desc desc = squares_desc(DTRAIN_COMPRESSION_NONE);
+    settings desc = squares_desc(DTRAIN_COMPRESSION_NONE);
     dtrain_strategy_info info;
     dtrain_strategy *s;
     squares *m = (squares *)malloc(sizeof *m);
@@ -1902,8 +1922,8 @@ static int stateless_rank(dtrain_world *world, void *user)
     (void)user;
     for (kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO1; kind++) {
         squares_init(m);
-        desc.kind = (uint32_t)kind;
-        RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+        desc.base.kind = (uint32_t)kind;
+        RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
         RANKS_TRY(dtrain_strategy_compression(s, &states, &count));
         dtrain_strategy_query(s, &info);
         CHECK(count == 0 && info.state_bytes == 0);
@@ -1937,7 +1957,7 @@ static dtrain_launch_desc tracked_launch(tracked *t, int method)
 static int steady_rank(dtrain_world *world, void *user)
 {
     tracked *t = (tracked *)user;
-    dtrain_strategy_desc desc = method_desc(t->method);
+    settings desc = method_desc(t->method);
     const dtrain_compression_state *states;
     dtrain_strategy *s;
     squares *m = (squares *)malloc(sizeof *m);
@@ -1946,8 +1966,8 @@ static int steady_rank(dtrain_world *world, void *user)
     long calls = 0;
     int step, p;
     squares_init(m);
-    desc.warmup_steps = desc.compression == DTRAIN_COMPRESSION_TOPK ? 2 : 0;
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+    desc.how.warmup_steps = desc.how.kind == DTRAIN_COMPRESSION_TOPK ? 2 : 0;
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 6; step++) {
         RANKS_TRY(squares_step(m, s, dtrain_world_rank(world), step));
         RANKS_TRY(dtrain_strategy_publish(s));
@@ -1988,12 +2008,12 @@ static void test_steady_state(void)
 static int tracked_rank(dtrain_world *world, void *user)
 {
     const tracked *t = (const tracked *)user;
-    dtrain_strategy_desc desc = method_desc(t->method);
+    settings desc = method_desc(t->method);
     dtrain_strategy *s = NULL;
     int step, bad;
     squares *m = (squares *)malloc(sizeof *m);
     squares_init(m);
-    bad = dtrain_strategy_create(world, m->params, SQUARES, &desc, &s) != DTRAIN_OK;
+    bad = settings_create(world, m->params, SQUARES, &desc, &s) != DTRAIN_OK;
     for (step = 0; step < 3 && !bad; step++)
         bad = squares_step(m, s, dtrain_world_rank(world), step) != DTRAIN_OK;
     dtrain_strategy_destroy(s);
@@ -2032,7 +2052,8 @@ static int plan_rank(dtrain_world *world, void *user)
     int method;
     (void)user;
     for (method = 0; method < METHODS; method++) {
-        const dtrain_strategy_desc desc = method_desc(method);
+        const settings desc = method_desc(method);
+        dtrain_strategy_desc base = desc.base;
         const uint64_t device_before = dtrain_world_device(world)->allocated_bytes;
         uint64_t said, is;
         dtrain_strategy_info info;
@@ -2040,9 +2061,10 @@ static int plan_rank(dtrain_world *world, void *user)
         dtrain_strategy *s;
         squares *m = (squares *)malloc(sizeof *m);
         squares_init(m);
-        RANKS_TRY(dtrain_strategy_plan(m->params, SQUARES, &desc, 4, &plan));
+        base.compression = &desc.how;
+        RANKS_TRY(dtrain_strategy_plan(m->params, SQUARES, &base, 4, &plan));
         squares_init(m);
-        RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+        RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
         dtrain_strategy_query(s, &info);
         is = info.value_bytes + info.grad_bytes + info.buffer_bytes; /* state is in buffers */
         said = plan.params + plan.grads + plan.buffers;
@@ -2111,14 +2133,14 @@ static int death_rank(dtrain_world *world, void *user)
 {
     death *d = (death *)user;
     const int rank = dtrain_world_rank(world);
-    const dtrain_strategy_desc desc = method_desc(d->method);
+    const settings desc = method_desc(d->method);
     dtrain_result result = DTRAIN_OK;
     dtrain_strategy *s;
     squares *m = (squares *)malloc(sizeof *m);
     double start;
     int step;
     squares_init(m);
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
     start = dtrain_seconds();
     if (rank == d->victim && d->after_us) die_after(d->after_us);
     for (step = 0; result == DTRAIN_OK; step++) result = death_step(d, m, s, rank, step);
@@ -2163,13 +2185,13 @@ static void test_deaths(void)
 static int leaving_rank(dtrain_world *world, void *user)
 {
     const int method = *(const int *)user, rank = dtrain_world_rank(world);
-    const dtrain_strategy_desc desc = method_desc(method);
+    const settings desc = method_desc(method);
     dtrain_result result = DTRAIN_OK;
     dtrain_strategy *s;
     squares *m = (squares *)malloc(sizeof *m);
     int step, p;
     squares_init(m);
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 2; step++) RANKS_TRY(squares_step(m, s, rank, step));
     for (p = SQUARES - 1; p >= 0 && (p > 1 || rank != 1) && result == DTRAIN_OK; p--)
         result = dtrain_strategy_ready(s, (size_t)p);
@@ -2202,14 +2224,14 @@ static int missing_rank(dtrain_world *world, void *user)
 {
     missing_run *run = (missing_run *)user;
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = method_desc(run->method);
+    settings desc = method_desc(run->method);
     dtrain_strategy *s;
     squares *m = (squares *)malloc(sizeof *m);
     dtrain_result result;
     int step, p;
     squares_init(m);
-    desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+    desc.base.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 2; step++) RANKS_TRY(squares_step(m, s, rank, step));
     for (p = SQUARES - 1; p >= (rank == 2 ? 1 : 0); p--)
         RANKS_TRY(dtrain_strategy_ready(s, (size_t)p));
@@ -2248,7 +2270,7 @@ static int many_rank(dtrain_world *world, void *user)
 {
     many *run = (many *)user;
     const int rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
-    dtrain_strategy_desc desc = method_desc(run->method);
+    settings desc = method_desc(run->method);
     const dtrain_compression_state *states;
     dtrain_strategy *s;
     size_t count, k;
@@ -2258,10 +2280,10 @@ static int many_rank(dtrain_world *world, void *user)
     squares *m = (squares *)malloc(sizeof *m);
     sent = (float *)calloc(SQUARES * SQUARE, sizeof *sent);
     squares_init(m);
-    desc.dense_steps = 0;
-    desc.topk_momentum = 0;
-    desc.node_size = desc.hierarchical ? 8 : 0;
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &desc, &s));
+    desc.how.dense_steps = DTRAIN_DENSE_STEPS_NONE;
+    desc.how.topk_momentum = 0;
+    desc.base.node_size = desc.base.hierarchical ? 8 : 0;
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 2; step++) {
         RANKS_TRY(squares_step(m, s, rank, step));
         for (i = 0; i < SQUARES * SQUARE; i++) sent[i] += m->params[i / SQUARE].grad[i % SQUARE];
@@ -2273,14 +2295,14 @@ static int many_rank(dtrain_world *world, void *user)
                (size_t)states[k].count * sizeof *kept);
     RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), kept, kept, SQUARES * SQUARE,
                                 DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
-    for (i = 0; i < SQUARES * SQUARE && rank == 0 && desc.compression; i++) {
+    for (i = 0; i < SQUARES * SQUARE && rank == 0 && desc.how.kind; i++) {
         double came = 0;
         for (step = 0; step < 2; step++)
             for (r = 0; r < ranks; r++)
                 came += (double)field_noise(field_mix((int)(i / SQUARE), r, step, 0, i % SQUARE));
         if (fabs(came - (double)kept[i] - (double)sent[i] * ranks) > 2e-2) break;
     }
-    CHECK_MSG(rank || !desc.compression || i == SQUARES * SQUARE, "%s: element %lld is lost",
+    CHECK_MSG(rank || !desc.how.kind || i == SQUARES * SQUARE, "%s: element %lld is lost",
               method_names[run->method], (long long)i);
     dtrain_strategy_destroy(s);
     free(kept);
@@ -2307,7 +2329,7 @@ static void test_64_ranks(void)
 /* ---- learning ---- */
 
 typedef struct pull {
-    dtrain_strategy_desc desc;
+    settings desc;
     int steps;
     float lr;
     double left[FIELD_RANKS]; /* |w - c|^2 / |c|^2 in the end */
@@ -2333,7 +2355,7 @@ static int pull_rank(dtrain_world *world, void *user)
     squares_init(m);
     for (p = 0; p < SQUARES; p++)
         for (i = 0; i < SQUARE; i++) to->values[p][i] = pull_target(p, i) + pull_offset(p, rank, i);
-    RANKS_TRY(dtrain_strategy_create(world, m->params, SQUARES, &run->desc, &s));
+    RANKS_TRY(settings_create(world, m->params, SQUARES, &run->desc, &s));
     for (step = 0; step < run->steps; step++) {
         for (p = SQUARES - 1; p >= 0; p--) {
             for (i = 0; i < SQUARE; i++) m->params[p].grad[i] = m->values[p][i] - to->values[p][i];
@@ -2356,7 +2378,7 @@ static int pull_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-static double pull_run(dtrain_strategy_desc desc, int steps, float lr)
+static double pull_run(settings desc, int steps, float lr)
 {
     pull *run = (pull *)ranks_shared(sizeof *run);
     double left;
@@ -2371,13 +2393,13 @@ static void test_error_feedback(void)
 {
     int method;
     for (method = 0; method < METHODS; method++) {
-        dtrain_strategy_desc desc = method_desc(method);
+        settings desc = method_desc(method);
         double with, without;
         if (method == 3) continue;
-        desc.topk_momentum = 0;
-        desc.topk_ratio = 0.1f;
+        desc.how.topk_momentum = 0;
+        desc.how.topk_ratio = 0.1f;
         with = pull_run(desc, 200, 0.04f);
-        desc.no_error_feedback = true;
+        desc.how.no_error_feedback = true;
         without = pull_run(desc, 200, 0.04f);
         CHECK_MSG(with < 0.05 && without > 4 * with,
                   "%s: with error feedback %g is left, without %g", method_names[method], with,
@@ -2387,7 +2409,7 @@ static void test_error_feedback(void)
 
 /* A classifier: the loss of plain training, after as many steps. */
 typedef struct lesson {
-    dtrain_strategy_desc desc;
+    settings desc;
     int steps;
     double loss; /* mean of the last steps and ranks */
 } lesson;
@@ -2408,7 +2430,7 @@ static int lesson_rank(dtrain_world *world, void *user)
     job.rank = dtrain_world_rank(world), job.ranks = dtrain_world_size(world);
     job.rows = 8;
     matmul_create(&job);
-    RANKS_TRY(dtrain_strategy_create(world, job.params, 3, &run->desc, &job.strategy));
+    RANKS_TRY(settings_create(world, job.params, 3, &run->desc, &job.strategy));
     RANKS_TRY(dtrain_optimizer_create(world, job.strategy, &adamw, &job.optimizer));
     RANKS_TRY(dtrain_tape_create(world, job.strategy, NULL, &job.tape));
     for (step = 0; step < run->steps; step++) {
@@ -2425,13 +2447,13 @@ static int lesson_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-static double lesson_loss(dtrain_strategy_desc desc)
+static double lesson_loss(settings desc)
 {
     lesson *run = (lesson *)ranks_shared(sizeof *run);
     double loss;
     run->desc = desc, run->steps = 200;
-    run->desc.init_seed = 3;
-    run->desc.dense_below = 0;
+    run->desc.base.init_seed = 3;
+    run->desc.how.dense_below = 1;
     ranks_run(4, DTRAIN_LAUNCH_THREADS, lesson_rank, run);
     loss = run->loss;
     munmap(run, sizeof *run);
@@ -2444,11 +2466,11 @@ static void test_learning(void)
     int i;
     CHECK_MSG(plain < 2.2, "plain training ends at %g", plain);
     for (i = 0; i < 6; i++) {
-        dtrain_strategy_desc desc = method_desc(i == 3 ? 0 : i);
+        settings desc = method_desc(i == 3 ? 0 : i);
         double loss;
-        desc.topk_ratio = i == 3 ? 0.01f : 0.1f;
-        desc.topk_momentum = 0;
-        desc.dense_steps = 10;
+        desc.how.topk_ratio = i == 3 ? 0.01f : 0.1f;
+        desc.how.topk_momentum = 0;
+        desc.how.dense_steps = 10;
         loss = lesson_loss(desc);
         CHECK_MSG(loss < plain * 1.05, "%s: loss %g, plain %g", method_names[i == 3 ? 0 : i], loss,
                   plain);

@@ -190,7 +190,7 @@ static void split_batch(const dtrain_world *world, int64_t *first, int64_t *batc
 static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
                                 dtrain_strategy **ddp)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     gpt2_init(model, r->alias);
     desc.no_overlap = r->no_overlap;
     desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
@@ -389,7 +389,7 @@ static int stranger_main(dtrain_world *world, void *user)
     CHECK(dtrain_tape_create(world, ddp, NULL, &tape) == DTRAIN_OK);
     dtrain_tape_begin(tape, 0, 1);
     stranger = model->params[1];
-    stranger.storage = NULL;
+    stranger.state.storage = NULL;
     stranger.name = "stranger";
     int64_t shape[2];
     shape[0] = 1, shape[1] = GOLDEN_POSITIONS;

@@ -18,15 +18,16 @@ static void test_bucket_plan(void)
     for (size_t cap = 1; cap < 4000; cap = cap * 3 + 1) {
         dtrain_param p[N];
         dtrain__layout layout;
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         int64_t next = 0, total = 0;
         uint32_t bucket = 0;
+        desc.kind = DTRAIN_STRATEGY_DDP;
         desc.first_bucket_bytes = cap / 2;
         desc.bucket_bytes = cap;
         for (size_t i = 0; i < N; i++) {
             p[i] = ranks_param("x", NULL, NULL, counts[i], 0);
-            p[i].storage = &p[i];
-            p[i].index = (uint32_t)i;
+            p[i].state.storage = &p[i];
+            p[i].state.index = (uint32_t)i;
             p[i].count = counts[i];
         }
         p[3].flags = DTRAIN_PARAM_FROZEN;

@@ -100,7 +100,7 @@ typedef struct run {
 static run *run_create(uint32_t kind, int64_t width, int64_t batch)
 {
     run *r = (run *)ranks_shared(sizeof *r);
-    r->desc = dtrain_strategy_defaults();
+    memset(&r->desc, 0, sizeof r->desc);
     r->desc.kind = kind;
     r->accumulation = 1;
     r->width = width;
@@ -353,7 +353,7 @@ static void test_auto_keeps_to_the_limit(void)
     model *m = (model *)calloc(1, sizeof *m);
     uint64_t need[3];
     for (int i = 0; i < 3; i++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_memory memory;
         desc.kind = order[i];
         model_init(m, 160);

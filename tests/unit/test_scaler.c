@@ -300,34 +300,42 @@ static void test_overflow_of_one_rank(void)
     }
 }
 
-/* Ranks with different shards: sums are exchanged, and what all of them hold is counted once. */
+/* Ranks with different shards: sums are exchanged, and what all of them hold ("a") is counted once. */
 static int sharded_main(dtrain_world *world, void *user)
 {
+    enum { MANY = 10 * COUNT };
     const int ranks = dtrain_world_size(world), rank = dtrain_world_rank(world);
+    float a[COUNT] = {0}, a_grad[COUNT], b[MANY] = {0}, b_grad[MANY], *norms = (float *)user;
+    dtrain_param params[2] = {ranks_param("a", a, a_grad, COUNT, 0),
+                              ranks_param("b", b, b_grad, MANY, 0)};
+    dtrain_strategy_desc desc = {0};
+    dtrain_strategy *strategy;
     dtrain_loss_scaler scaler;
-    float norm, scale;
-    bool found;
-    double expected = COUNT * 9.0;
-    float *norms = (float *)user;
-    grads g;
+    desc.kind = DTRAIN_STRATEGY_ZERO1;
+    desc.whole_below = COUNT + 1;
     RANKS_TRY(dtrain_loss_scaler_init(&scaler, NULL));
-    RANKS_TRY(grads_create(world, &g));
-    g.ddp->shard_comm = g.ddp->comm;
-    g.ddp->counted[0] = rank == 0; /* "a" is everywhere, each rank has its own "b" */
-    for (int k = 0; k < COUNT; k++) {
-        g.grad[0][k] = 3;
-        g.grad[1][k] = (float)rank + 0.3f;
+    RANKS_TRY(dtrain_strategy_create(world, params, 2, &desc, &strategy));
+    for (int spoilt = 0; spoilt < 2; spoilt++) {
+        const double mean = (ranks - 1) / 2.0 + 0.3,
+                     expected = sqrt(COUNT * 9.0 + MANY * mean * mean);
+        float norm, scale;
+        bool found;
+        for (int k = 0; k < COUNT; k++) a_grad[k] = 3;
+        for (int k = 0; k < MANY; k++) b_grad[k] = (float)rank + 0.3f;
+        if (spoilt && rank == ranks - 1) b_grad[MANY - 1] = float_of(not_finite[0]);
+        RANKS_TRY(dtrain_strategy_ready(strategy, 1));
+        RANKS_TRY(dtrain_strategy_ready(strategy, 0));
+        RANKS_TRY(dtrain_strategy_finish(strategy));
+        if (!spoilt) {
+            RANKS_TRY(dtrain_clip_grad_norm(strategy, 1, &norm, &scale));
+            CHECK_CLOSE(norm, expected, 1e-6);
+            CHECK_CLOSE(scale, 1 / expected, 1e-6);
+            norms[rank] = norm;
+        }
+        RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, strategy, 1, &norm, &scale, &found));
+        CHECK(found == (spoilt != 0));
     }
-    for (int r = 0; r < ranks; r++) expected += COUNT * pow((double)((float)r + 0.3f), 2);
-    RANKS_TRY(dtrain_clip_grad_norm(g.ddp, 1, &norm, &scale));
-    CHECK_CLOSE(norm, sqrt(expected), 1e-6);
-    CHECK_CLOSE(scale, 1 / sqrt(expected), 1e-6);
-    norms[rank] = norm;
-    if (rank == ranks - 1) g.grad[1][COUNT - 1] = float_of(not_finite[0]);
-    RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
-    CHECK(found);
-    g.ddp->shard_comm = NULL;
-    dtrain_strategy_destroy(g.ddp);
+    dtrain_strategy_destroy(strategy);
     return 0;
 }
 
@@ -497,7 +505,7 @@ static int run_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
-    dtrain_strategy_desc how = dtrain_strategy_defaults();
+    dtrain_strategy_desc how = {0};
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.rank = dtrain_world_rank(world);
@@ -693,17 +701,19 @@ static int compression_main(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_optimizer *optimizer;
     dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
-    dtrain_strategy_desc lossy = dtrain_strategy_defaults();
+    dtrain_strategy_desc compressed = {0};
+    dtrain_compression_desc lossy = {0};
     dtrain_loss_scaler scaler;
     float norm, factor;
     bool found_inf;
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.batch = 4;
-    for (lossy.compression = DTRAIN_COMPRESSION_TOPK;
-         lossy.compression <= DTRAIN_COMPRESSION_POWERSGD; lossy.compression++) {
+    compressed.compression = &lossy;
+    for (lossy.kind = DTRAIN_COMPRESSION_TOPK; lossy.kind <= DTRAIN_COMPRESSION_POWERSGD;
+         lossy.kind++) {
         fill_params(s.params);
-        RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &lossy, &strategy));
+        RANKS_TRY(dtrain_strategy_create(world, s.params, 5, &compressed, &strategy));
         RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
         dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
         desc.tape_flags = DTRAIN_TAPE_F16;

@@ -462,7 +462,6 @@ static chain_run *chain_run_create(int units, int64_t width, uint32_t kind, int 
 {
     chain_run *run = (chain_run *)ranks_shared(sizeof *run);
     run->units = units, run->width = width, run->steps = steps;
-    run->desc = dtrain_strategy_defaults();
     run->desc.kind = kind;
     run->desc.optimizer_states = 2;
     return run;
@@ -709,7 +708,7 @@ static void hand_oracle(const hand_run *run, float values[HAND_PARAMS][HAND_MOST
 
 static dtrain_strategy_desc hand_desc(const hand_run *run)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.kind = run->kind;
     desc.accumulation = DTRAIN_ACCUMULATION_LAST;
     desc.node_size = run->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? (uint32_t)run->ranks : 0;
@@ -776,7 +775,7 @@ static dtrain_result hand_backward(hand_model *m, const hand_run *run, dtrain_st
         if (!CHECK_MSG(q->value && q->grad, "%s is not whole in backward", q->name)) return 1;
         for (i = 0; i < q->count; i++) {
             const float g = q->value[i] - hand_target(rank, micro, step, p, i);
-            q->grad[i] = q->grad_written ? q->grad[i] + g : g;
+            q->grad[i] = q->state.grad_written ? q->grad[i] + g : g;
         }
         TRY(dtrain_strategy_ready(strategy, (size_t)p));
     }
@@ -915,7 +914,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
                                    DTRAIN_STRATEGY_HYBRID_SHARD};
     static const uint32_t whole[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
                                      DTRAIN_STRATEGY_SHARD_GRAD_OP};
-    const dtrain_strategy_desc defaults = dtrain_strategy_defaults();
+    const dtrain_strategy_desc defaults = {0};
     dtrain_strategy_desc desc;
     float value[20] = {0};
     int i;
@@ -930,7 +929,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     }
     desc = defaults, desc.kind = DTRAIN_STRATEGY_ZERO1,
     desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "ZERO1 + EVERY", "ZERO1",
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "ZERO1 + EVERY", "zero1",
             "every");
     for (i = DTRAIN_STRATEGY_DDP; i <= DTRAIN_STRATEGY_ZERO3; i++) {
         desc = defaults, desc.kind = (uint32_t)i,
@@ -956,7 +955,7 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kept_units", "kept_units",
             "unit 77");
     desc = defaults, desc.kind = 8;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "kind 8", "kind", "8");
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "kind 8", "kind", "8");
     desc = defaults, desc.accumulation = 4;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "accumulation 4", "accumulation",
             "4");
@@ -967,8 +966,8 @@ static int refuse_create_rank(dtrain_world *world, void *user)
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "offload 8", "offload", "8");
     desc = defaults,
     desc.kind = dtrain_world_rank(world) ? DTRAIN_STRATEGY_ZERO1 : DTRAIN_STRATEGY_FULL_SHARD;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds",
-            "DTRAIN_STRATEGY_ZERO1", "DTRAIN_STRATEGY_FULL_SHARD");
+    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_MISMATCH, "two kinds", "zero1",
+            "full_shard");
     desc = defaults;
     RANKS_TRY(try_create(world, &desc, value));
     return 0;
@@ -980,10 +979,48 @@ static void test_refused_settings(void)
     ranks_run(4, DTRAIN_LAUNCH_THREADS, refuse_create_rank, NULL);
 }
 
+/* A zeroed desc is a good one for every kind, and what its zeros mean can be asked for. */
+static int zeroed_rank(dtrain_world *world, void *user)
+{
+    uint32_t kind;
+    (void)user;
+    for (kind = 0; kind <= DTRAIN_STRATEGY_AUTO; kind++) {
+        const uint32_t expected = kind ? kind : (uint32_t)DTRAIN_STRATEGY_DDP;
+        dtrain_strategy_desc desc = {0};
+        dtrain_compression_desc topk = {0};
+        dtrain_strategy_info info;
+        dtrain_param param = ranks_param("w", NULL, NULL, 20, 0);
+        dtrain_strategy *strategy;
+        desc.kind = kind;
+        if (kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+            desc.node_size = 2; /* all ranks are on one host */
+        topk.kind = DTRAIN_COMPRESSION_TOPK;
+        if (kind == 0) desc.compression = &topk;
+        RANKS_TRY(dtrain_strategy_create(world, &param, 1, &desc, &strategy));
+        dtrain_strategy_query(strategy, &info);
+        CHECK(kind == DTRAIN_STRATEGY_AUTO || info.desc.kind == expected);
+        CHECK(strcmp(info.name, strategy_kind_name(info.desc.kind)) == 0);
+        CHECK(!info.desc.keep_after_forward && info.desc.optimizer_states == 2);
+        CHECK(info.desc.first_bucket_bytes == (size_t)1 << 20);
+        CHECK(info.desc.bucket_bytes == (size_t)25 << 20);
+        CHECK(info.desc.accumulation != DTRAIN_ACCUMULATION_DEFAULT);
+        CHECK((info.desc.compression != NULL) == (kind == 0) && info.desc.compression != &topk);
+        if (info.desc.compression) {
+            CHECK(info.desc.compression->topk_ratio == 0.01f);
+            CHECK(info.desc.compression->dense_steps == 10);
+            CHECK(info.desc.compression->dense_below == 1024);
+        }
+        dtrain_strategy_destroy(strategy);
+    }
+    return 0;
+}
+
+static void test_zeroed_desc(void) { ranks_run(4, DTRAIN_LAUNCH_THREADS, zeroed_rank, NULL); }
+
 /* One host: nodes of 0 are that host; a hybrid of one node is FULL_SHARD and works. */
 static int hybrid_of_one_host_rank(dtrain_world *world, void *user)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     (void)user;
     desc.kind = DTRAIN_STRATEGY_HYBRID_SHARD;
     refused(try_create(world, &desc, NULL), DTRAIN_ERROR_ARGUMENT, "hybrid of one host",
@@ -1043,7 +1080,7 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
     const hook_case *c = (const hook_case *)user;
     const char *word = "", *other = "";
     char what[64];
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     dtrain_param params[3];
     dtrain_result result;
@@ -1084,7 +1121,7 @@ static int wrong_unit_rank(dtrain_world *world, void *user)
     const hook_case *c = (const hook_case *)user;
     const int64_t shape[2] = {2, 4};
     float x[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     dtrain_tape *tape;
     dtrain_tensor *h;
@@ -1131,7 +1168,7 @@ static int missing_rank(dtrain_world *world, void *user)
 {
     const hook_case *c = (const hook_case *)user;
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     dtrain_param params[2];
     dtrain_result result;
@@ -1170,7 +1207,7 @@ static void test_missing_gradient_is_an_error(void)
 /* Copies of a shard on two nodes that drifted apart. */
 static int drift_rank(dtrain_world *world, void *user)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     const dtrain_shard *shards;
     size_t count;
@@ -1211,7 +1248,7 @@ static int auto_rank(dtrain_world *world, void *user)
     chain m;
     int i;
     for (i = 0; i < run->count; i++) {
-        dtrain_strategy_desc desc = dtrain_strategy_defaults();
+        dtrain_strategy_desc desc = {0};
         dtrain_result result;
         chain_init(&m, 16, 64);
         desc.kind = DTRAIN_STRATEGY_AUTO;
@@ -1240,7 +1277,7 @@ static void test_auto(void)
     static const uint32_t order[] = {DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
                                      DTRAIN_STRATEGY_FULL_SHARD, 0};
     auto_run run;
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_memory plan;
     chain m;
     int i;
@@ -1277,7 +1314,7 @@ static int death_rank(dtrain_world *world, void *user)
 {
     const death *d = (const death *)user;
     const int rank = dtrain_world_rank(world);
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     dtrain_strategy *strategy;
     chain m;
     dtrain_result result = DTRAIN_OK;
@@ -1339,6 +1376,7 @@ int main(int argc, char **argv)
     RUN(test_bytes);
     RUN(test_larger_than_a_rank);
     RUN(test_hooks_by_hand);
+    RUN(test_zeroed_desc);
     RUN(test_refused_settings);
     RUN(test_hybrid_of_one_host);
     RUN(test_wrong_hooks);

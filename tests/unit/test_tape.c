@@ -198,7 +198,7 @@ static void check_on_devices(model *m)
         dtrain_device *device = open_device(kind);
         dtrain_tape *tape = NULL;
         CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
-        for (int i = 0; i < m->param_count; i++) m->params[i].grad_written = false;
+        for (int i = 0; i < m->param_count; i++) m->params[i].state.grad_written = false;
         check_model(tape, m);
         dtrain_tape_destroy(tape);
         if (!kind) CHECK(device->allocated_bytes == 0);
@@ -609,8 +609,8 @@ static model language_model(void)
 
 static dtrain_result language_step(dtrain_tape *tape, model *m, uint64_t seed)
 {
-    for (int i = 0; i < m->param_count; i++) m->params[i].grad_written = false;
-    TRY(dtrain_tape_begin(tape, 0, seed));
+    for (int i = 0; i < m->param_count; i++) m->params[i].state.grad_written = false;
+    DTRAIN__TRY(dtrain_tape_begin(tape, 0, seed));
     return dtrain_tape_backward(tape, build_language(tape, m), 1);
 }
 
@@ -709,7 +709,7 @@ static void test_plan_device(void)
     CHECK(dtrain_tape_create(NULL, NULL, plan, &plan_tape) == DTRAIN_OK);
     for (int i = 0; i < m.param_count; i++) { /* never touched: they may be missing */
         plan_model.params[i].value = plan_model.params[i].grad = NULL;
-        plan_model.params[i].pending_uses = 77;
+        plan_model.params[i].state.pending_uses = 77;
     }
     for (int step = 0; step < 2; step++) {
         CHECK(language_step(tape, &m, 1) == DTRAIN_OK);
@@ -722,7 +722,8 @@ static void test_plan_device(void)
         CHECK(planned.node_count == real.node_count && planned.tensor_count == real.tensor_count);
     }
     for (int i = 0; i < m.param_count; i++)
-        CHECK(!plan_model.params[i].grad_written && plan_model.params[i].pending_uses == 77);
+        CHECK(!plan_model.params[i].state.grad_written &&
+              plan_model.params[i].state.pending_uses == 77);
     dtrain_tape_destroy(plan_tape);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(plan);
@@ -806,13 +807,14 @@ static void test_accumulation(void)
     memset(m.params[3].grad, 0x55, WIDTH * sizeof(float));
     CHECK(language_step(tape, &m, 3) == DTRAIN_OK);
     memcpy(whole, m.params[1].grad, sizeof whole);
-    CHECK(!m.params[3].grad_written && m.params[0].grad_written && m.params[0].pending_uses == 0);
+    CHECK(!m.params[3].state.grad_written && m.params[0].state.grad_written &&
+          m.params[0].state.pending_uses == 0);
     for (int i = 0; i < WIDTH; i++) {
         uint32_t bits;
         memcpy(&bits, &m.params[3].grad[i], 4);
         CHECK(bits == 0x55555555u);
     }
-    for (int i = 0; i < m.param_count; i++) m.params[i].grad_written = false;
+    for (int i = 0; i < m.param_count; i++) m.params[i].state.grad_written = false;
     for (int micro = 0; micro < 4; micro++) {
         dtrain_tape_begin(tape, 0, 3);
         CHECK(dtrain_tape_backward(tape, build_language(tape, &m), 0.25f) == DTRAIN_OK);
@@ -822,7 +824,7 @@ static void test_accumulation(void)
     free(m.params[1].grad); /* without strategy: no place, no gradient */
     m.params[1].grad = NULL;
     CHECK(language_step(tape, &m, 3) == DTRAIN_OK);
-    CHECK(!m.params[1].grad_written && m.params[0].grad_written);
+    CHECK(!m.params[1].state.grad_written && m.params[0].state.grad_written);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     model_free(&m);

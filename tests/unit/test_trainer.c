@@ -144,7 +144,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
 {
     dtrain_trainer_desc desc;
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
-    dtrain_strategy_desc ddp = dtrain_strategy_defaults();
+    dtrain_strategy_desc ddp = {0};
     ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
     ddp.bucket_bytes = 1024;
     fill_param(&s->params[0], "embedding", VOCAB, WIDTH);

@@ -275,9 +275,10 @@ static dtrain_result train_step(dtrain_strategy *strategy, dtrain_optimizer *opt
     return dtrain_optimizer_step(optimizer, 1e-3f, 1);
 }
 
-static dtrain_strategy_desc describe(const row *r, double activations, dtrain_comm *comm)
+static dtrain_strategy_desc describe(const row *r, double activations, dtrain_comm *comm,
+                                     dtrain_compression_desc *compression)
 {
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.kind = (uint32_t)(r->strategy + 1);
     desc.comm = comm;
     desc.param_dtype = desc.kind >= DTRAIN_STRATEGY_FULL_SHARD
@@ -285,15 +286,16 @@ static dtrain_strategy_desc describe(const row *r, double activations, dtrain_co
                            : 0;
     desc.reduce_dtype = (uint32_t)(DTRAIN_DTYPE_F32 + flags.reduce_dtype);
     desc.bucket_bytes = (size_t)flags.bucket_mib << 20;
-    if (desc.first_bucket_bytes > desc.bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes;
     desc.no_overlap = flags.no_overlap != 0;
-    desc.reshard_after_forward = flags.reshard != 0;
+    desc.keep_after_forward = !flags.reshard;
     desc.hierarchical = flags.hierarchical != 0;
-    desc.compression = (uint32_t)flags.compression;
-    desc.sparse_exchange = (uint32_t)flags.exchange;
-    desc.powersgd_rank = (uint32_t)flags.powersgd_rank;
-    desc.topk_ratio = (float)flags.topk_ratio;
-    desc.dense_steps = 0;
+    memset(compression, 0, sizeof *compression);
+    compression->kind = (uint32_t)flags.compression;
+    compression->sparse_exchange = (uint32_t)flags.exchange;
+    compression->powersgd_rank = (uint32_t)flags.powersgd_rank;
+    compression->topk_ratio = (float)flags.topk_ratio;
+    compression->dense_steps = DTRAIN_DENSE_STEPS_NONE;
+    desc.compression = compression;
     desc.optimizer_states = flags.optimizer ? 1 : 2;
     desc.memory_limit = (uint64_t)(sim.machine.memory_gib * 1073741824.0);
     desc.other_bytes = (uint64_t)activations;
@@ -346,9 +348,10 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
                            "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
                            per_node, per_node);
     void *const first_address = device->state;
-    TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus, (int)r->nodes),
-                     &comm));
-    dtrain_strategy_desc desc = describe(r, activations, comm);
+    DTRAIN__TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes,
+                             sim_rank((int)r->gpus, (int)r->nodes), &comm));
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc desc = describe(r, activations, comm, &compression);
     dtrain_result result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);
     if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, strategy, &how, &optimizer);
     if (result == DTRAIN_OK) result = time_steps(strategy, optimizer, m, r);

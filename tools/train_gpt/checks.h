@@ -81,7 +81,8 @@ static int rank_count(const settings *s, bool cpu)
  * does not fit and what a strategy cannot do. For auto: what its last choice needs. */
 static int check_memory(const settings *s, bool cpu)
 {
-    dtrain_strategy_desc desc = strategy_desc(s);
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc desc = strategy_desc(s, &compression);
     const int ranks = rank_count(s, cpu);
     const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     dtrain_memory memory;

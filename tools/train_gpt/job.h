@@ -70,14 +70,15 @@ typedef struct job {
     dtrain_memory memory;
 } job;
 
-static dtrain_strategy_desc strategy_desc(const settings *s)
+/* What the flags ask of the strategy; *compression must live as long as the desc is used. */
+static dtrain_strategy_desc strategy_desc(const settings *s, dtrain_compression_desc *compression)
 {
     static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16,
                                      DTRAIN_DTYPE_F16}; /* as in dtypes */
     static const uint32_t classes[] = {
         0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
         DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
-    dtrain_strategy_desc desc = dtrain_strategy_defaults();
+    dtrain_strategy_desc desc = {0};
     desc.kind = (uint32_t)s->strategy + 1;
     desc.accumulation = (uint32_t)s->accum_mode;
     desc.param_dtype = types[s->param_dtype];
@@ -85,21 +86,22 @@ static dtrain_strategy_desc strategy_desc(const settings *s)
     desc.offload = classes[s->offload];
     desc.node_size = (uint32_t)s->node_size;
     desc.no_overlap = s->no_overlap != 0;
-    desc.reshard_after_forward = s->reshard != 0;
+    desc.keep_after_forward = !s->reshard;
     desc.init_seed = (uint64_t)s->init_seed;
     desc.bucket_bytes = (size_t)s->bucket_kib * 1024;
-    if (desc.first_bucket_bytes > desc.bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes;
-    desc.compression = (uint32_t)s->compression;
-    desc.sparse_exchange = (uint32_t)s->exchange;
-    desc.powersgd_rank = (uint32_t)s->powersgd_rank;
     desc.hierarchical = s->hierarchical != 0;
-    desc.no_error_feedback = s->no_feedback != 0;
-    desc.topk_ratio = (float)s->topk_ratio;
-    desc.topk_momentum = (float)s->topk_momentum;
-    desc.warmup_ratio = (float)s->warmup_ratio;
-    desc.dense_below = s->dense_below;
-    desc.dense_steps = (uint64_t)s->dense_steps;
-    desc.warmup_steps = (uint64_t)s->warmup_steps;
+    memset(compression, 0, sizeof *compression);
+    compression->kind = (uint32_t)s->compression;
+    compression->sparse_exchange = (uint32_t)s->exchange;
+    compression->powersgd_rank = (uint32_t)s->powersgd_rank;
+    compression->no_error_feedback = s->no_feedback != 0;
+    compression->topk_ratio = (float)s->topk_ratio;
+    compression->topk_momentum = (float)s->topk_momentum;
+    compression->warmup_ratio = (float)s->warmup_ratio;
+    compression->dense_below = s->dense_below > 1 ? s->dense_below : 1;
+    compression->dense_steps = s->dense_steps ? (uint64_t)s->dense_steps : DTRAIN_DENSE_STEPS_NONE;
+    compression->warmup_steps = (uint64_t)s->warmup_steps;
+    desc.compression = compression;
     return desc;
 }
 
@@ -175,7 +177,8 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
 {
     dtrain_result result = DTRAIN_OK;
     dtrain_dataset_desc dataset = dataset_desc(s);
-    dtrain_strategy_desc strategy = strategy_desc(s);
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc strategy = strategy_desc(s, &compression);
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     dtrain_trainer_desc trainer;
     dtrain_metrics_desc metrics;

@@ -54,16 +54,22 @@ static double dense_bytes(const dtrain_strategy_info *info, int ranks)
 /* Write "top-k 0.01 (balanced), hierarchical", or nothing for plain DDP. */
 static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
 {
+    const dtrain_compression_desc *how = desc->compression;
     *text = 0;
-    if (desc->compression == DTRAIN_COMPRESSION_TOPK)
-        snprintf(text, room, "top-k %g (%s)", (double)desc->topk_ratio,
-                 exchanges[desc->sparse_exchange]);
-    if (desc->compression == DTRAIN_COMPRESSION_POWERSGD)
-        snprintf(text, room, "PowerSGD rank %u", desc->powersgd_rank);
-    if (desc->compression && desc->no_error_feedback)
+    if (how && how->kind == DTRAIN_COMPRESSION_TOPK)
+        snprintf(text, room, "top-k %g (%s)", (double)how->topk_ratio,
+                 exchanges[how->sparse_exchange]);
+    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD)
+        snprintf(text, room, "PowerSGD rank %u", how->powersgd_rank);
+    if (how && how->no_error_feedback)
         snprintf(text + strlen(text), room - strlen(text), " without error feedback");
     if (desc->hierarchical)
         snprintf(text + strlen(text), room - strlen(text), "%shierarchical", *text ? ", " : "");
+}
+
+static unsigned long long dense_steps(const dtrain_compression_desc *how)
+{
+    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
 static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks)
@@ -75,7 +81,7 @@ static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *in
     if (desc->compression)
         printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
                "than fp32 and keeps %.1f MiB of state",
-               (unsigned long long)desc->dense_steps, (unsigned long long)desc->warmup_steps,
+               dense_steps(desc->compression), (unsigned long long)desc->compression->warmup_steps,
                info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1,
                mib(info->state_bytes));
     if (*text) printf("\n");

@@ -46,6 +46,11 @@ static settings flags = {
     .val_split = 0.1,
     .temperature = 0.8,
     .bucket_kib = 25 * 1024,
+    .topk_ratio = 0.01,
+    .warmup_ratio = 0.25,
+    .powersgd_rank = 1,
+    .dense_below = 1024,
+    .dense_steps = 10,
 };
 
 typedef const char *const words[8];                        /* ends with NULL */
@@ -199,19 +204,6 @@ static void print_help(void)
         printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld  %g\n", p->name, p->config.layers,
                p->config.heads, p->config.channels, p->config.seq,
                p->config.vocab ? p->config.vocab : 256, p->batch, p->lr);
-}
-
-/* Take the defaults of the library, so that --help shows them. */
-static void take_defaults(settings *s)
-{
-    const dtrain_strategy_desc usual = dtrain_strategy_defaults();
-    s->topk_ratio = (double)usual.topk_ratio;
-    s->topk_momentum = (double)usual.topk_momentum;
-    s->warmup_ratio = (double)usual.warmup_ratio;
-    s->powersgd_rank = (long)usual.powersgd_rank;
-    s->dense_below = (long)usual.dense_below;
-    s->dense_steps = (long)usual.dense_steps;
-    s->warmup_steps = (long)usual.warmup_steps;
 }
 
 /* Whether a flag stood on the command line. */

@@ -117,7 +117,6 @@ int main(int argc, char **argv)
     dtrain_launch_desc launch;
     dtrain_launch_info info;
     settings *s = &flags;
-    take_defaults(s);
     for (int a = 1; a < argc; a++)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (flags_parse("train_gpt", flag_table, FLAG_COUNT, argc - 1, argv + 1)) return 2;

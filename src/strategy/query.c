@@ -1,0 +1,199 @@
+/* Queries: what a strategy is, what a step of it sends, and the values of its parameters */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "comm/comm.h"
+#include "comm/comm_internal.h"
+#include "strategy/compression_internal.h"
+#include "strategy/layout_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* ---- What a step sends ------------------------------------------------------------------------*/
+
+/* Bytes that this rank sends in one collective of count elements. */
+DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks)
+{
+    dtrain_collective what;
+    memset(&what, 0, sizeof what);
+    what.kind = kind;
+    what.dtype = (dtrain_dtype)dtype;
+    what.count = (size_t)count;
+    return dtrain__wire_bytes(&what, ranks);
+}
+
+/* Bytes that this rank sends when a bucket is reduced to shards, or gathered from them: one
+ * collective an owner, or one of everything, or with nodes one in each level. */
+static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                    bool reduce, uint32_t dtype)
+{
+    const uint32_t kind = reduce ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_GATHER;
+    uint64_t bytes = 0;
+    if (layout->node_ranks > 1)
+        return dtrain__wire(kind, bucket->shard_count, dtype, layout->hop_ranks) +
+               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_DTYPE_F32 : dtype,
+                            layout->node_ranks);
+    if (!bucket->cuts) return dtrain__wire(kind, bucket->shard_count, dtype, layout->ranks);
+    for (int r = 0; r < layout->ranks; r++)
+        bytes += dtrain__wire(reduce ? DTRAIN_COLLECTIVE_REDUCE : DTRAIN_COLLECTIVE_BROADCAST,
+                              bucket->cuts[r + 1] - bucket->cuts[r], dtype, layout->ranks);
+    return bytes;
+}
+
+/* The same of a whole bucket's way. */
+static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
+{
+    uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
+                                      DTRAIN_DTYPE_F32, layout->node_ranks);
+    if (layout->compression) return bytes + dtrain__compressed_wire(layout, bucket);
+    return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                layout->desc->reduce_dtype, layout->hop_ranks);
+}
+
+/* Is a unit still in its slot when backward comes to it? */
+static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
+{
+    if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
+    for (uint32_t later = unit + 2; later < layout->unit_count; later += 2) {
+        const dtrain__unit *u = &layout->units[later];
+        if (!u->kept && (u->trainable != DTRAIN__NONE || u->frozen != DTRAIN__NONE)) return false;
+    }
+    return true;
+}
+
+/* Bytes that this rank sends in a step of one micro-batch, by the ring formula. */
+DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
+{
+    const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
+    uint64_t bytes = 0;
+    if (layout->all == 1) return 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        if (!bucket->sharded) {
+            bytes += dtrain__whole_wire(layout, bucket);
+            continue;
+        }
+        if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
+        if (bucket->trainable && layout->kind->replicas)
+            bytes += dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads,
+                                  layout->all / layout->ranks);
+        const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
+        bytes += gather;
+        if (layout->shards.params && !dtrain__stays(layout, bucket->unit)) bytes += gather;
+    }
+    return bytes;
+}
+
+DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!strategy) return;
+    const dtrain__layout *layout = &strategy->layout;
+    info->desc = strategy->desc;
+    info->name = strategy->kind->name;
+    info->param_count = strategy->param_count;
+    info->bucket_count = layout->bucket_count;
+    info->unit_count = layout->unit_count;
+    info->shard_ranks = layout->ranks;
+    info->replicas = layout->all / layout->ranks;
+    info->sync_count = strategy->sync_count;
+    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->host_bytes = layout->bytes[DTRAIN__HOST];
+    info->step_bytes = dtrain__step_bytes(layout);
+    info->state_bytes = layout->state_bytes;
+    dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].trainable)
+            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p) continue;
+        info->total_elements += (uint64_t)p->count;
+        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
+    }
+    memcpy(info->reason, strategy->reason, sizeof info->reason);
+}
+
+DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
+{
+    return strategy ? strategy->comm : NULL;
+}
+
+/* Adds up the counters of all communicators of a strategy. */
+DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
+                                                dtrain_comm_info *info)
+{
+    dtrain_comm_query(strategy->comm, info);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm_info one;
+        if (!strategy->groups[i]) continue;
+        dtrain_comm_query(strategy->groups[i], &one);
+        info->operation_count += one.operation_count;
+        info->payload_bytes += one.payload_bytes;
+        info->wire_bytes += one.wire_bytes;
+        info->staged_bytes += one.staged_bytes;
+        info->inside_seconds += one.inside_seconds;
+        info->flight_seconds += one.flight_seconds;
+    }
+}
+
+/* ---- Values -----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
+{
+    dtrain_param whole;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
+    if (index >= strategy->param_count || !host)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
+            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+    const size_t storage = strategy->params[index].state.storage->state.index;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
+    return dtrain_device_copy(strategy->device, host, whole.value,
+                              (size_t)whole.count * sizeof(float));
+}
+
+/* Fails with the first parameter whose values are not the same on all ranks. */
+static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
+        uint64_t hash;
+        int usual, odd;
+        bool common;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
+        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
+        if (common) continue;
+        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
+        return dtrain_fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
+            dtrain_comm_world_rank(strategy->comm, usual));
+    }
+    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
+                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    uint64_t all = DTRAIN__FNV_BASIS;
+    bool common;
+    if (hash) *hash = 0;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_param whole;
+        uint64_t one;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
+        all = dtrain__fnv1a(all, &one, sizeof one);
+    }
+    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
+    if (!common) return dtrain__name_drift(strategy);
+    if (hash) *hash = all;
+    return DTRAIN_OK;
+}

@@ -1,0 +1,211 @@
+/* Sharded gradients
+ *
+ * A sharded bucket takes the road of strategy/strategy.c and ends in shards: what every rank
+ * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
+ * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
+ *
+ *     backward       unit 3        unit 2        unit 1        unit 0
+ *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
+ *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
+ *     shards                                     3             2 ...
+ *
+ * A unit claims its buffer before its first gradient and waits there for the unit before the last.
+ *
+ *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
+ *
+ * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
+ * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
+ * is added or put from there. */
+
+#include "core/platform_internal.h"
+#include "comm/comm.h"
+#include "strategy/layout_internal.h"
+#include "strategy/strategy_internal.h"
+#include "device/backend.h"
+
+/* ---- The alternating buffers ------------------------------------------------------------------*/
+
+/* Empties the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
+ * has reduced it, if what travels between nodes is the shard. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+{
+    const dtrain__home *home = strategy->layout.grad_home;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated)) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
+    return DTRAIN_OK;
+}
+
+/* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
+ * left there has been reduced. A unit without gradients needs no buffer. */
+DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
+{
+    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
+    uint32_t *working = &strategy->working[unit & 1];
+    const uint32_t before = *working;
+    *working = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    const uint32_t bucket = strategy->layout.units[before].trainable;
+    if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
+    return dtrain__vacate_work(strategy, bucket);
+}
+
+/* Does one of the alternating buffers hold gradients that have not been launched? */
+static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t unit = strategy->working[turn];
+    const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
+    if (b == DTRAIN__NONE || b < strategy->launched) return false;
+    for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
+        if (layout->entries[i].bucket == b && dtrain__holds_part(&strategy->params[i])) return true;
+    return false;
+}
+
+/* Does another unit make gradients where this bucket's would be made? */
+DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket)
+{
+    if (!bucket->work || bucket->unit == DTRAIN__NONE) return false;
+    const uint32_t turn = bucket->unit & 1;
+    return strategy->working[turn] != bucket->unit && dtrain__work_is_live(strategy, turn);
+}
+
+/* Reduces zeros for a unit that lies behind the one in which this backward has begun. Its own
+ * buffer is taken: it borrows the other, and gives it back at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
+{
+    const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
+    const uint32_t other = (bucket->unit & 1) ^ 1;
+    float *own = bucket->grads;
+    if (dtrain__work_is_live(strategy, other))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_strategy_gather: two units have gradients and unit %u, behind "
+                           "them, has none; gather units in the order of backward",
+                           strategy->layout.units[bucket->unit].id);
+    DTRAIN__TRY(dtrain__reduce_until(strategy, index)); /* whoever has used it */
+    strategy->working[other] = DTRAIN__NONE;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
+        if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
+    bucket->pending = 0;
+    bucket->grads = strategy->layout.work_grads[other];
+    dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                       (size_t)bucket->count * sizeof(float));
+    if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
+    strategy->launched = (size_t)index + 1;
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, strategy->launched);
+    bucket->grads = own;
+    return result;
+}
+
+/* ---- To the shard -----------------------------------------------------------------------------*/
+
+/* The place where the fp32 result of this backward is to be. */
+static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
+        return bucket->grads + bucket->shard_first;
+    return bucket->grad_shard;
+}
+
+/* REDUCE_SCATTER: every rank's slice of a bucket to that rank, among those that exchange the hop.
+ * With ZERO3 slices have different lengths, and each owner gets a reduce. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
+                                                           dtrain__bucket *bucket)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    const dtrain_reduce_op op = dtrain__level_op(strategy, bucket);
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    dtrain_work **works = bucket->reduces;
+    void *wire, *own = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts)
+        return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
+                                     (size_t)bucket->shard_count, dtype, op, works);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
+                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
+                                  r, &works[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* With replicas this is a node's sum, and the mean is made later. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
+{
+    float *target = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(
+        dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, target));
+    if (strategy->kind->replicas) return DTRAIN_OK;
+    return dtrain__scale(strategy, bucket, target, bucket->shard_count);
+}
+
+/* The end of a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is
+ * also put there when the result is of the first. */
+DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const float *result = dtrain__reduce_target(strategy, bucket);
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    if (bucket->grad_home->put)
+        return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
+    return strategy->device->ops->add(strategy->device, &add);
+}
+
+/* ---- Replicas
+ *
+ * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
+ * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
+
+static bool dtrain__sums_shard(const dtrain_strategy *strategy)
+{
+    return strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+}
+
+/* The place in device memory where this node's sum becomes that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    if (dtrain__sums_shard(strategy) && !bucket->grad_home->host) return bucket->grad_shard;
+    return dtrain__reduce_target(strategy, bucket);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
+{
+    const dtrain__home *home = bucket->grad_home;
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    void *wire;
+    if (dtrain__sums_shard(strategy) && strategy->accumulated) {
+        DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
+        if (home->get) DTRAIN__TRY(home->get(strategy, bucket, sum));
+    }
+    DTRAIN__TRY(
+        dtrain__to_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, &wire));
+    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
+                             (size_t)bucket->shard_count, (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket)
+{
+    const dtrain__home *home = bucket->grad_home;
+    float *sum = dtrain__replica_sum(strategy, bucket);
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, sum));
+    DTRAIN__TRY(dtrain__scale(strategy, bucket, sum, bucket->shard_count));
+    if (!dtrain__sums_shard(strategy) || !home->put) return DTRAIN_OK;
+    return home->put(strategy, bucket, sum, false);
+}

@@ -1,0 +1,635 @@
+/* The road of a gradient
+ *
+ * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
+ * stand at the stations below. The other kinds take the same road with other steps at 3:
+ * strategy/shards.c, hierarchy.c, compression.c; and sharded values come and go in gather.c.
+ *
+ *       the tape or the host        on this rank                         among the ranks
+ *
+ *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
+ *     2                             dtrain__launch_buckets: every bucket that is complete, if
+ *                                   those before it have been launched
+ *     3                             dtrain__reduce_start: begin of the   all-reduce of the bucket,
+ *                                   way's first step                     under way from here on
+ *       backward of the next layer
+ *       dtrain_strategy_ready(q)    ... dtrain__progress: what is done   all-reduce done
+ *                                   goes on with the way's next step
+ *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
+ *                                   was not marked; 2 and 3 for the rest
+ *                                   dtrain__reduce_until: wait           gradients are the mean
+ *       clipping, optimizer         on what dtrain_strategy_shards lists
+ *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *
+ * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
+ * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
+ * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
+ * but each kind of step has a communicator of its own, and there buckets go in their order.
+ *
+ * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
+ * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
+ * another: HYBRID_SHARD has its own bits.) */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "comm/comm.h"
+#include "strategy/compression_internal.h"
+#include "strategy/layout_internal.h"
+#include "strategy/strategy_internal.h"
+#include "device/backend.h"
+
+/* ---- The kinds --------------------------------------------------------------------------------*/
+
+/* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
+ * need them; and whether every node has a replica, so that shards are summed across nodes. */
+static const dtrain__kind_row dtrain__kind_rows[] = {
+    /* kind, name, {state, grads, params are sharded}, owners, replicas */
+    {DTRAIN_STRATEGY_DDP, "ddp", {false, false, false}, false, false},
+    {DTRAIN_STRATEGY_ZERO1, "zero1", {true, false, false}, false, false},
+    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", {true, true, false}, false, false},
+    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", {true, true, true}, false, false},
+    {DTRAIN_STRATEGY_ZERO3, "zero3", {true, true, true}, true, false},
+    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", {true, true, true}, false, true},
+};
+
+/* Finds the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
+DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
+{
+    const size_t count = sizeof dtrain__kind_rows / sizeof dtrain__kind_rows[0];
+    if (kind == DTRAIN_STRATEGY_DEFAULT) kind = DTRAIN_STRATEGY_DDP;
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__kind_rows[i].kind == kind) return &dtrain__kind_rows[i];
+    return NULL;
+}
+
+enum {
+    DTRAIN__BY_NOTHING,
+    DTRAIN__BY_ALL_REDUCE,
+    DTRAIN__BY_REDUCE_SCATTER,
+    DTRAIN__BY_REPLICAS,
+    DTRAIN__BY_REPLICAS_AT_LAST,
+    DTRAIN__BY_NODE_SCATTER,
+    DTRAIN__BY_NODE_GATHER,
+    DTRAIN__BY_TOPK_GATHER,
+    DTRAIN__BY_TOPK_TRADE,
+    DTRAIN__BY_TOPK_PUBLISH,
+    DTRAIN__BY_P,
+    DTRAIN__BY_Q
+};
+
+/* Begin and end of each; the order is that of the numbers above. */
+static const dtrain__step dtrain__steps[] = {
+    {NULL, NULL, false}, /* one rank: its mean is what it has */
+    {dtrain__all_reduce_begin, dtrain__all_reduce_end, false},
+    {dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, true},
+    {dtrain__node_scatter_begin, NULL, false},
+    {dtrain__node_gather_begin, NULL, false},
+    {dtrain__topk_gather_begin, dtrain__topk_gather_end, false},
+    {dtrain__topk_trade_begin, dtrain__topk_trade_end, false},
+    {dtrain__topk_publish_begin, dtrain__topk_publish_end, false},
+    {dtrain__p_begin, dtrain__p_end, false},
+    {dtrain__q_begin, dtrain__q_end, false},
+};
+
+/* Chooses the ways of the step that begins:
+ *
+ *                    whole buckets                           sharded buckets
+ *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
+ *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
+ *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
+ */
+static void dtrain__choose_ways(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
+    const dtrain__step *steps = dtrain__steps;
+    const dtrain_compression_desc *how = layout->compression;
+    const bool nodes = layout->node_ranks > 1;
+    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
+    memset(strategy->ways, 0, sizeof strategy->ways);
+    if (layout->all == 1) {
+        *whole = *sharded = &steps[DTRAIN__BY_NOTHING];
+        return;
+    }
+    if (nodes) *whole++ = *sharded++ = &steps[DTRAIN__BY_NODE_SCATTER];
+    if (!how) *whole++ = &steps[DTRAIN__BY_ALL_REDUCE];
+    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
+        *whole++ = &steps[DTRAIN__BY_P];
+        *whole++ = &steps[DTRAIN__BY_Q];
+    } else if (dtrain__is_balanced(how)) {
+        *whole++ = &steps[DTRAIN__BY_TOPK_TRADE];
+        *whole++ = &steps[DTRAIN__BY_TOPK_PUBLISH];
+    } else *whole++ = &steps[DTRAIN__BY_TOPK_GATHER];
+    if (nodes) *whole++ = &steps[DTRAIN__BY_NODE_GATHER];
+    *sharded++ = &steps[DTRAIN__BY_REDUCE_SCATTER];
+    if (strategy->kind->replicas)
+        *sharded++ = &steps[strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY
+                                ? DTRAIN__BY_REPLICAS_AT_LAST
+                                : DTRAIN__BY_REPLICAS];
+}
+
+/* ---- 1. Ready ---------------------------------------------------------------------------------*/
+
+/* True while gradients only add up on this rank: nothing is marked then, nor communicated. */
+static bool dtrain__only_adds(const dtrain_strategy *strategy)
+{
+    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
+}
+
+/* Does a storage's grad hold a part of this step's gradient? The tape says so at its first write,
+ * ready for a host with its own backward; dtrain__rewind takes it back when the gradient has been
+ * moved on. A gradient of which nobody holds a part in the whole step counts as zero. */
+DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage)
+{
+    return storage->state.grad_written;
+}
+
+/* Copies a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
+ * there. */
+static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
+                                       bool back)
+{
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
+    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
+    const size_t bytes = (size_t)storage->count * sizeof(float);
+    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
+    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
+                              back ? place : storage->grad, bytes);
+}
+
+/* Constant time: three counters tell what became final, no list is searched. */
+static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
+{
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_param *storage = strategy->params[index].state.storage;
+    dtrain__entry *entry = &layout->entries[index];
+    dtrain__entry *place = &layout->entries[storage->state.index];
+    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
+    entry->marked = true;
+    strategy->marked_count++;
+    bucket->pending--;
+    if (--place->pending == 0) DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    return dtrain__progress(strategy);
+}
+
+/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+ * are not kept. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
+{
+    const char *const call = "dtrain_strategy_ready";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (index >= strategy->param_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
+                           index, strategy->param_count);
+    dtrain__entry *entry = &strategy->layout.entries[index];
+    dtrain_param *p = &strategy->params[index];
+    if (!entry->trainable)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: parameter %zu (\"%.100s\") is frozen", call,
+                           index, p->name);
+    if (entry->marked)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %zu (\"%.100s\") is marked twice in one backward; call "
+                           "dtrain_strategy_finish between two",
+                           call, index, p->name);
+    entry->seen = true;
+    p->state.storage->state.grad_written = true;
+    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_accumulate"));
+    if (more != strategy->more && strategy->marked_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_accumulate: %zu parameters of this backward are already marked; "
+            "call it before a backward, and dtrain_strategy_finish after each",
+            strategy->marked_count);
+    strategy->more = more;
+    return DTRAIN_OK;
+}
+
+/* ---- 2. Launch --------------------------------------------------------------------------------*/
+
+/* Launches complete buckets in their order, up to the first that waits for a gradient. Frozen
+ * buckets have no gradients. */
+DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
+{
+    for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
+        if (bucket->pending) break;
+        if (bucket->trainable && dtrain__steps_are_placed(strategy))
+            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
+        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
+        else bucket->stage = DTRAIN__REDUCED;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- 3. Reduce --------------------------------------------------------------------------------*/
+
+/* Step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket, uint32_t stage)
+{
+    const dtrain__step *step = strategy->ways[bucket->sharded][stage - 1];
+    return step && step->last_only && strategy->more ? NULL : step;
+}
+
+/* Begins the first step of a bucket's way. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    bucket->stage = 1;
+    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
+    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
+}
+
+/* Waits for the collectives of a bucket's step, ends it and begins the next one. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
+    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
+    if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
+    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
+    if (next) return next->begin(strategy, bucket);
+    return done->last_only ? DTRAIN_OK : dtrain__shard_add(strategy, bucket);
+}
+
+/* Must a bucket's further steps start at a place in the program that is the same on every rank?
+ * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
+ * wait for each other in a circle. */
+DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
+{
+    return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
+}
+
+/* Takes all buckets under way one step further, in their order: called at such a place. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
+{
+    for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+    return DTRAIN_OK;
+}
+
+/* Gives the communicator a turn at every ready: without a progress thread, buckets move only then.
+ * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
+ * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
+ * step when all of those have. */
+DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
+{
+    uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
+    bool done = true;
+    if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
+    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
+        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        const bool chain = strategy->ways[bucket->sharded][1] != NULL;
+        while (bucket->stage != DTRAIN__REDUCED) {
+            if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
+                break;
+            DTRAIN__TRY(dtrain__test_works(strategy, bucket->reduces, &done));
+            if (!done) break;
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        }
+        if (bucket->stage < most) most = bucket->stage;
+        if (b == strategy->oldest && bucket->stage == DTRAIN__REDUCED) strategy->oldest++;
+        if (!done && !chain) break;
+    }
+    return DTRAIN_OK;
+}
+
+/* Finishes buckets in their order; while one is waited for, those behind it go on. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
+{
+    while (strategy->oldest < end) {
+        if (dtrain__steps_are_placed(strategy)) {
+            DTRAIN__TRY(dtrain__reduce_step_all(strategy, end));
+        } else {
+            DTRAIN__TRY(dtrain__progress(strategy));
+            if (strategy->oldest < end)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, strategy->oldest));
+        }
+        while (strategy->oldest < end &&
+               strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
+            strategy->oldest++;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
+
+/* Do gradients travel rounded, in low_grads? */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
+{
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype)
+{
+    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
+    if (count == 0) return DTRAIN_OK;
+    return strategy->device->ops->convert(strategy->device, &args);
+}
+
+/* *wire = x (count elements of the bucket, from `first` on) as it travels. */
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* x (count elements of the bucket, from `first` on) = what has come. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                int64_t first, int64_t count, float *x)
+{
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
+                           x, DTRAIN_DTYPE_F32);
+}
+
+/* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
+ * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
+DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
+                                        const dtrain__bucket *bucket)
+{
+    const bool levels =
+        strategy->layout.node_ranks > 1 || (bucket->sharded && strategy->kind->replicas);
+    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
+}
+
+DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
+                                                  const dtrain__bucket *bucket)
+{
+    return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+}
+
+/* Applies the factor of sums: x (count elements of the bucket) becomes the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count)
+{
+    const float factor = 1.0f / (float)strategy->layout.all;
+    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
+    if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
+ * hop. */
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), wire, wire,
+                             (size_t)bucket->hop_count, (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
+{
+    float *hop = bucket->grads + bucket->hop_first;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->hop_first, bucket->hop_count, hop));
+    return dtrain__scale(strategy, bucket, hop, bucket->hop_count);
+}
+
+/* ---- 4. Finish --------------------------------------------------------------------------------*/
+
+/* Makes a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
+ * or another use has left counts, the rest is zero. */
+static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    dtrain__layout *layout = &strategy->layout;
+    const uint32_t index = (uint32_t)(bucket - layout->buckets);
+    if (bucket->pending == 0) return DTRAIN_OK;
+    if (dtrain__work_is_taken(strategy, bucket)) return dtrain__reduce_unvisited(strategy, bucket);
+    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->pending || entry->bucket != index) continue;
+        if (dtrain__holds_part(p)) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        else
+            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
+                                                    (size_t)p->count * sizeof(float)));
+        entry->pending = 0;
+    }
+    bucket->pending = 0;
+    return DTRAIN_OK;
+}
+
+/* Closes and launches buckets up to `end`, one by one: a buffer is zeroed for the next only when
+ * the one before it has been launched. */
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+{
+    while (strategy->launched < end) {
+        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    }
+    return DTRAIN_OK;
+}
+
+/* Names at most eight parameters that ready has not seen in this step; returns how many there
+ * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
+static size_t dtrain__list_missing(dtrain_strategy *strategy, bool only_new, char *text,
+                                   size_t room)
+{
+    size_t count = 0, used = 0;
+    text[0] = 0;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &strategy->layout.entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->trainable || entry->seen || !p->count) continue;
+        if (only_new && entry->warned) continue;
+        entry->warned = true;
+        if (count++ < 8 && used < room)
+            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
+                                     p->name);
+    }
+    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
+    return count;
+}
+
+/* All buckets have been launched: whatever this rank lacks, the others are not left waiting. */
+static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
+{
+    char names[640];
+    dtrain_result result = DTRAIN_OK;
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+    const size_t count = dtrain__list_missing(strategy, !strict, names, sizeof names);
+    if (count && !strict)
+        dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
+                   "dtrain_strategy_finish: no gradient from this backward, zero is used: %s",
+                   names);
+    if (!strict) return DTRAIN_OK;
+    if (count)
+        result = dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
+            "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+            names);
+    return dtrain__agree(strategy->comm, result);
+}
+
+/* Copies whole gradients back to the arrays of a host that has its own. */
+static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_param *p = strategy->shards[i].param;
+        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
+        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    }
+    return DTRAIN_OK;
+}
+
+/* Sets the state between two backwards, and between two steps. Work buffers have been emptied: the
+ * next backward overwrites them. Whole gradients go on until the step ends. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
+{
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        entry->marked = false;
+        if (step_done) entry->seen = false;
+        entry->pending = entry->uses;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].pending = layout->buckets[b].uses;
+        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
+    }
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
+    strategy->accumulated = !step_done;
+    if (step_done) dtrain__choose_ways(strategy);
+}
+
+/* The order matters: everything is launched before ranks exchange what is missing, and waited for
+ * before anything is reported. So a step that fails for a missing gradient has made the same
+ * collectives as one that succeeds, and the next step finds all ranks at the same place. Units
+ * fetched ahead and not used are waited for, because they read the shards that will be updated. */
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    dtrain_result missing = DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    const dtrain__layout *layout = &strategy->layout;
+    const bool last = !strategy->more;
+    dtrain_result result = dtrain__close_buckets(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && layout->grad_home->settle)
+        result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
+    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__rewind(strategy, last);
+    return missing;
+}
+
+/* Between finish and publish: what the optimizer updates on this rank. */
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count)
+{
+    if (shards) *shards = NULL;
+    if (count) *count = 0;
+    if (!strategy || !shards || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
+                           !strategy ? "strategy"
+                           : !shards ? "shards"
+                                     : "count");
+    *shards = strategy->shards;
+    *count = strategy->shard_count;
+    return DTRAIN_OK;
+}
+
+/* ---- 5. Publish -------------------------------------------------------------------------------*/
+
+/* Whole values that ranks have updated by slices are gathered here; values that are kept in shards
+ * are only forgotten, and the next gather brings them. */
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
+    if (!strategy->layout.shards.state) return DTRAIN_OK;
+    if (!strategy->layout.shards.params)
+        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
+    dtrain__forget_units(strategy);
+    return DTRAIN_OK;
+}
+
+/* ---- Handles ----------------------------------------------------------------------------------*/
+
+/* Every handle goes back, also after an error: waiting on a failed communicator returns at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
+                                                 dtrain_work **works)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
+        const dtrain_result one = dtrain_work_wait(works[i]);
+        works[i] = NULL;
+        if (result == DTRAIN_OK) result = one;
+    }
+    return result;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
+                                                 dtrain_work **works, bool *done)
+{
+    *done = true;
+    for (size_t i = 0; i < strategy->works_per_bucket && *done; i++)
+        if (works[i]) DTRAIN__TRY(dtrain_work_test(works[i], done));
+    return DTRAIN_OK;
+}
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call)
+{
+    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+}
+
+/* Fails all communicators, wherever other ranks may be waiting; returns the error that stands. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                                    const char *text)
+{
+    char kept[DTRAIN__ERROR_BYTES];
+    snprintf(kept, sizeof kept, "%s", text);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm *group = strategy->groups[i];
+        if (group) group->ops->fail(group, code, kept);
+    }
+    return strategy->comm->ops->fail(strategy->comm, code, kept);
+}
+
+/* Communicator and device do not recover, and some gradients are averaged while others are not:
+ * the error stands. The communicator fails with it, for the other ranks count on this one; when the
+ * error came from there, it is what fail returns. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
+{
+    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
+    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
+    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
+             dtrain__bare(dtrain_last_error()));
+    return strategy->failure;
+}
