@@ -43,6 +43,7 @@
        src/train/data.h                     Data, samplers.
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics.
+       src/tape/op.h                        Operations of one's own
        src/device/backend.h                 Numbers that change from step to step, in device memory: kernels that are given their address
        src/comm/backend.h                   One operation as a backend sees it; the calls above check and fill it.
        src/core/platform.c                  Platform.
@@ -98,15 +99,14 @@
        src/strategy/settings.c              Settings.
        src/strategy/create.c                Creation
        src/strategy/plan.c                  What a step sends.
-       src/tape/arena.c                     Tape and tensors
-       src/tape/tape_internal.h             What other files may use of tape/ beside the public API.
-       src/tape/tape.c                      Gradients of tensors
+       src/tape/tape.c                      Tape and tensors
+       src/tape/tape_internal.h             The tape's own structures, and what its files share.
+       src/tape/op.c                        Operations
+       src/tape/backward.c                  Backward
+       src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
+       src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
-       src/tape/backward.c                  Reading.
-       src/tape/ops.c                       Operations
-       src/tape/ops_internal.h              What other files may use of tape/ beside the public API.
-       src/tape/layers.c                    Linear.
-       src/tape/elementwise.c               Elementwise.
+       src/tape/arena.c                     The tape's memory
        src/optim/clip.c                     Loss scaling, clipping
        src/optim/optim_internal.h           What other files may use of optim/ beside the public API.
        src/optim/scaler.c                   Loss scaling.
@@ -1725,7 +1725,99 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
  * file. Safe on NULL. DTRAIN_ERROR_FILE when lines were lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
 
-/* What an author of a backend needs besides. */
+/* What an author of an operation or a backend needs besides. */
+
+/* ================================================================================================
+ * src/tape/op.h
+ * ==============================================================================================*/
+
+/* Operations of one's own
+ *
+ * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply; the built-in ones
+ * (tape/layers.c) are made of the same two. One call of it lives from dtrain_tape_apply until the
+ * next dtrain_tape_begin and has three stations:
+ *
+ *     prepare    once: check shapes, make the outputs, take memory for what backward will read
+ *     forward    outputs and saved memory from inputs and parameters; once, and once more where
+ *                activation checkpointing has dropped the results
+ *     backward   gradients of inputs and parameters from the gradients of the outputs
+ *
+ * All addresses in a dtrain_op are device memory. On the CPU device that is host memory, which a
+ * loop in C may read and write; code for several devices calls the kernels of device->ops, or
+ * launches its own on dtrain_device_ops.stream_native(device, NULL). The order of work is that of
+ * the compute stream: nothing has to be synchronised. */
+
+#define DTRAIN_OP_INPUTS 8 /* at most, in one call */
+#define DTRAIN_OP_PARAMS 8
+#define DTRAIN_OP_OUTPUTS 2
+
+/* What backward reads beside gradients, parameters and saved memory. Activation checkpointing makes
+ * again only what somebody reads, and an output that nobody reads may be overwritten. */
+#define DTRAIN_OP_READS_INPUTS 1u
+#define DTRAIN_OP_READS_OUTPUTS 2u
+
+typedef struct dtrain_op_desc dtrain_op_desc;
+
+/* One call of an operation. The tensors have shapes and gradients; values are read and written at
+ * the addresses below, which stay the same for the whole call (tensor->data may move). */
+typedef struct dtrain_op {
+    const dtrain_op_desc *desc;
+    dtrain_tape *tape;
+    dtrain_device *device;
+    void *args; /* this call's copy of the arguments; prepare may leave addresses in it */
+    uint32_t input_count, output_count, param_count;
+    dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
+    bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
+    bool planning;     /* on the plan device addresses have no memory behind them: forward is not
+                          called, backward asks for gradients as always and touches none */
+    dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
+    dtrain_param *params[DTRAIN_OP_PARAMS];
+    const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
+    const void *param_data[DTRAIN_OP_PARAMS]; /* fp32, or see autocast; the unit is gathered */
+    void *output_data[DTRAIN_OP_OUTPUTS];     /* of outputs[i]->dtype */
+} dtrain_op;
+
+struct dtrain_op_desc {
+    uint32_t reads;          /* DTRAIN_OP_READS_* */
+    uint32_t checkpoint;     /* the DTRAIN_CHECKPOINT_* that drops its results; 0: always kept */
+    uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
+    bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
+                                 of the type `cast`. A gradient keeps the type of its tensor */
+    const char *name;        /* what error sentences begin with */
+    dtrain_result (*prepare)(dtrain_op *op); /* makes outputs[0] at least */
+    dtrain_result (*forward)(dtrain_op *op);
+    dtrain_result (*backward)(dtrain_op *op);
+};
+
+/* Runs an operation on the tape and returns its first output; NULL after an error, which sticks.
+ * Checks that inputs and parameters are there, of the right type and gathered; the desc must outlive
+ * the pass, args (args_bytes, may be NULL and 0) are copied. */
+DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                            dtrain_tensor *const *inputs, uint32_t input_count,
+                                            dtrain_param *const *params, uint32_t param_count,
+                                            const void *args, size_t args_bytes);
+
+/* The calls below are for prepare and backward, where their errors stick to the tape: whoever only
+ * stores the address need not look at it, the tape stops by itself. */
+
+/* In prepare: makes the next output, contents undefined. */
+DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
+                                           const int64_t *shape);
+/* In prepare: memory for `count` values that forward writes and backward reads. */
+DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count);
+/* In prepare: parameter i must have the shape (rows, columns), or (rows) when columns is 0; -1
+ * stands for any length. */
+DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
+                                               int64_t columns);
+
+/* In backward: the gradients to read are outputs[i]->grad, of the output's type. That of output 0
+ * is always there (zeros where the loss does not depend on it); NULL of another output means zero.
+ *
+ * Where the gradient of input i goes (of the input's type), or that of parameter i (fp32); NULL
+ * when nobody wants it. *accumulate says whether to add to what is there or to overwrite it. Who
+ * asks must write, and before asking again. */
+DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate);
+DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);
 
 /* ================================================================================================
  * src/device/backend.h
@@ -14645,10 +14737,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 }
 
 /* ================================================================================================
- * src/tape/arena.c
+ * src/tape/tape.c
  * ==============================================================================================*/
 
 /* Tape and tensors
+ *
+ * A pass from begin to backward: inputs and unit marks are here, operations in tape/op.c, the walk
+ * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
+
+/* ================================================================================================
+ * src/tape/tape_internal.h
+ * ==============================================================================================*/
+
+/* The tape's own structures, and what its files share.
  *
  * Where things live during a step, and who gives them back:
  *
@@ -14661,19 +14762,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
  * the last one asked for allocates nothing and gets the same addresses. That also makes memory
- * predictable: the plan device runs this very code and only its allocations do nothing.
- *
- * Backward is one walk in reverse. Nodes are recorded after the nodes that made their inputs, so
- * when the walk reaches a node every use of its output has contributed: the gradient is complete,
- * is spent, and its buffer goes back. A handful of buffers serves a model of any depth. */
+ * predictable: the plan device runs this very code and only its allocations do nothing. */
 
-/* ================================================================================================
- * src/tape/tape_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of tape/ beside the public API. */
-
-#define DTRAIN__FEED_ITEMS 16 /* inputs of a pass that can be replayed */
+/* ---- Memory -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__chunk {
     struct dtrain__chunk *next;
@@ -14683,9 +14774,9 @@ typedef struct dtrain__chunk {
     bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
-/* Chunks in the order they were made; memory is handed out by moving forward through them. A pass
- * that asks for a part of what an earlier one asked for (an evaluation after a training step) is
- * never further along than that one was, so it finds room everywhere.
+/* An arena: chunks in the order they were made; memory is handed out by moving forward through
+ * them. A pass that asks for a part of what an earlier one asked for (an evaluation after a
+ * training step) is never further along than that one was, so it finds room everywhere.
  *
  * A chunk of device memory has exactly the size of the request it was made for: nothing is lost at
  * its end, and a few hundred allocations in the first step are soon forgotten. */
@@ -14696,68 +14787,62 @@ typedef struct dtrain__bump {
     size_t used;        /* bytes of that chunk */
 } dtrain__bump;
 
-/* A kernel of any kind. */
-typedef dtrain_result (*dtrain__kernel_fn)(dtrain_device *device, const void *args);
+/* ---- Nodes and tensors ------------------------------------------------------------------------*/
 
-/* A kernel call whose results were dropped. */
-typedef struct dtrain__call {
-    struct dtrain__call *next; /* made before this one, until the segment is run again */
-    dtrain__kernel_fn kernel;
-    const void *args;
-    const struct dtrain_node *node;
-} dtrain__call;
-
-/* What is recorded between two marks in a unit that drops results. */
-typedef struct dtrain__tape_segment {
-    int64_t unit;
-    uint32_t region;
-    dtrain__call *calls; /* the last one first */
-    const struct dtrain__tape_segment
-        *successor; /* the first to overwrite the results; NULL: intact */
-} dtrain__tape_segment;
-
-/* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
+/* One executed operation. */
 typedef struct dtrain_node {
-    struct dtrain_node *previous; /* recorded before this one */
-    const char *name;             /* of the public function */
-    dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
-    dtrain_tensor *in[2], *out;
-    dtrain_param *param[2];
-    const struct dtrain_node *sum; /* layernorm of a sum: its node, whose value this kernel makes */
-    dtrain__tape_segment *segment; /* NULL: this unit drops nothing */
-    int64_t unit;                  /* -1: before the first mark */
-    uint32_t mark;                 /* how many marks came before it */
-    bool dropped;                  /* its results are in the segment's region */
-    bool needs_grad;               /* some input or parameter does, and the tape records */
-    bool reads_input;              /* backward looks at in[0]->data */
-    bool reads_output;             /* backward looks at out->data: nobody may overwrite it */
-    bool reads_rest;               /* backward looks at other results of the forward kernels */
-    bool grad_is_inner; /* linear: out->grad is already that of the value before the activation */
-    bool residual_done; /* add: in[1] has had its share */
-    bool reached;       /* by the gradient of this backward's loss */
-    float factor;       /* of scale, sum, mean and cross-entropy: d out / d kernel result */
-    union {
-        dtrain_gemm_args linear;
-        dtrain_layernorm_args layernorm;
-        dtrain_embedding_args embedding;
-        dtrain_attention_args attention;
-        dtrain_dropout_args dropout;
-        dtrain_cross_entropy_args cross_entropy;
-    } forward;
+    dtrain_op op;                            /* first: a dtrain_op * of this library is a node */
+    struct dtrain_node *previous;            /* recorded before this one */
+    struct dtrain__tape_segment *segment;    /* NULL: this unit drops nothing */
+    struct dtrain_node *redo;                /* in that segment's list of dropped nodes */
+    dtrain_param *storage[DTRAIN_OP_PARAMS]; /* whose value and gradient params[i] are */
+    const void *source[DTRAIN_OP_INPUTS];    /* where inputs[i] was when the node was made ... */
+    void *rounded[DTRAIN_OP_INPUTS];         /* ... and its copy in the type of autocast, or NULL */
+    int64_t unit;                            /* -1: before the first mark */
+    uint32_t mark;                           /* how many marks came before it */
+    bool dropped;                            /* its results are in the segment's region */
+    bool saves;                              /* it has saved memory, which backward reads */
+    bool reached;                            /* by the gradient of this backward's loss */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient;       /* what tensor.grad points into */
-    int64_t valid_count;           /* of I32 inputs: entries that are not -1 */
-    dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
-    bool kept;                     /* tensor.data is a copy in the data arena */
+    dtrain__chunk *gradient;              /* what tensor.grad points into */
+    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
+    bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
 } dtrain__tape_tensor;
 
-/* Inputs of a pass that will be replayed: each goes through page-locked memory of its own, which
- * the next step can fill while nobody calls the model. */
+/* What is recorded between two marks in a unit that drops results. */
+typedef struct dtrain__tape_segment {
+    int64_t unit;
+    uint32_t region;
+    dtrain_node *dropped;                         /* the last one first */
+    const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
+} dtrain__tape_segment;
+
+/* Where segments put what they drop, one after the other. */
+typedef struct dtrain__tape_region {
+    dtrain__bump memory;
+    dtrain__tape_segment *owner;
+} dtrain__tape_region;
+
+/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
+ * not its address: a strategy that gathers units may have several weights there in turn. */
+typedef struct dtrain__cast {
+    struct dtrain__cast *next;
+    const dtrain_param *storage;
+    const void *low;
+} dtrain__cast;
+
+/* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
+
+#define DTRAIN__FEED_ITEMS 16
+
+/* Each input goes through page-locked memory of its own, which the next step can fill while nobody
+ * calls the model. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
     void *pinned;
@@ -14772,19 +14857,7 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
-/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
- * not its address: a strategy that gathers units may have several weights there in turn. */
-typedef struct dtrain__cast {
-    struct dtrain__cast *next;
-    const dtrain_param *storage;
-    const void *low;
-} dtrain__cast;
-
-/* Where segments put what they drop, one after the other. */
-typedef struct dtrain__tape_region {
-    dtrain__bump memory;
-    dtrain__tape_segment *owner;
-} dtrain__tape_region;
+/* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
@@ -14811,18 +14884,57 @@ struct dtrain_tape {
     size_t recomputed_count;
     const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
-    dtrain_dtype cast;                  /* of matrix multiplications: F32, or that of autocast */
+    dtrain_dtype cast;                  /* the type of autocast; F32 without */
     dtrain__cast *casts;                /* weights rounded in this pass */
 
-    dtrain_result error;
+    dtrain_result error; /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
-/* tape/arena.c */
+/* tape/tape.c */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
                                                  const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
+DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
+
+/* tape/op.c */
+typedef struct dtrain__text {
+    char text[96];
+} dtrain__text;
+DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to);
+DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4]);
+DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i);
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
+DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
+                                            dtrain_dtype to, int64_t count);
+
+/* tape/backward.c */
+DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
+DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
+                                                    bool *accumulate);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
+                                                     dtrain__chunk **earlier);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
+                                                     dtrain__chunk *earlier);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
+                                                    dtrain_tensor *x);
+
+/* tape/checkpointing.c */
+DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape);
+DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
+                                                  const char *call);
+
+/* tape/arena.c */
 DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
                                             dtrain__chunk *chunk);
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
@@ -14834,42 +14946,285 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
-DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 
-/* tape/tape.c */
-DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
-DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
-DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
-                                                    bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk **earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
-                                                    dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p);
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_tape *tape, dtrain_param *p);
-DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *node, int i,
-                                          bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
+static dtrain_result dtrain__flags_check(uint32_t flags);
+static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
+                                         const void *host, bool requires_grad);
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x,
+                                       const void **host);
+static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                        const float *host, const char *call);
 
-/* tape/checkpointing.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
-                                                  const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
-                                                 dtrain__kernel_fn kernel, const void *args,
-                                                 size_t args_bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
+                                            dtrain_device *device, dtrain_tape **out)
+{
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
+    *out = NULL;
+    if (!world && !device)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
+                                                  "NULL; a tape needs a device to run on");
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
+    if (!tape) return DTRAIN_ERROR_MEMORY;
+    tape->allocator = allocator;
+    tape->strategy = strategy;
+    tape->device = device ? device : dtrain_world_device(world);
+    tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    tape->data.device = tape->device;
+    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
+    tape->unit = -1;
+    *out = tape;
+    return DTRAIN_OK;
+}
 
-#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
+{
+    if (!tape) return;
+    dtrain__chunks_destroy(tape, tape->device, tape->data.first);
+    for (int i = 0; i < 2; i++)
+        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
+    dtrain__chunks_destroy(tape, tape->device, tape->gradients);
+    dtrain__chunks_destroy(tape, NULL, tape->host.first);
+    dtrain_allocator allocator = tape->allocator;
+    dtrain__free(&allocator, tape, 1, sizeof *tape);
+}
+
+/* ---- A pass -----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    tape->error = DTRAIN_OK;
+    dtrain__bump_rewind(&tape->host);
+    dtrain__bump_rewind(&tape->data);
+    dtrain__segments_forget(tape);
+    for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
+    tape->last = NULL;
+    tape->node_count = tape->tensor_count = 0;
+    tape->flags = flags;
+    tape->seed = seed;
+    tape->dropout_count = 0;
+    tape->state = DTRAIN__TAPE_FORWARD;
+    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
+                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
+                                           : DTRAIN_DTYPE_F32;
+    tape->casts = NULL;
+    dtrain_result result = dtrain__flags_check(flags);
+    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
+}
+
+static dtrain_result dtrain__flags_check(uint32_t flags)
+{
+    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
+    if ((flags & low) == low)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
+                           "pass has one of them",
+                           flags);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
+{
+    if (!tape || tape->error != DTRAIN_OK) return;
+    if (tape->state != DTRAIN__TAPE_FORWARD)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
+    else if (unit != tape->unit) {
+        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+        dtrain__segment_begin(tape);
+    }
+}
+
+/* Lets go of the unit that is gathered and gathers another; -1 = none. Releasing comes first: two
+ * whole units at once would double what a sharded strategy keeps in memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
+{
+    int64_t before = tape->unit;
+    if (unit == before) return DTRAIN_OK;
+    tape->unit = unit;
+    if (tape->planning || !tape->strategy) return DTRAIN_OK;
+    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
+    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+}
+
+/* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (tape->error != DTRAIN_OK) return tape->error;
+    if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
+    const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
+                                                       : "this pass has had its backward";
+    dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call, why);
+    return tape->error;
+}
+
+/* ---- Inputs -----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad)
+{
+    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
+    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
+        return NULL;
+    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
+    if (!x) return NULL;
+    x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
+    const size_t bytes = (size_t)x->count * 4;
+    dtrain_result result;
+    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    else
+        result =
+            tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    /* counted here because only here are they in host memory */
+    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
+        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
+    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
+}
+
+static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
+                                         const void *host, bool requires_grad)
+{
+    const char *const call = "dtrain_tape_input";
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
+                           dtrain_dtype_name(dtype));
+    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
+    if (!shape || !host)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
+    if (ndim < 1 || ndim > 4)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+    for (uint32_t i = 0; i < ndim; i++)
+        if (shape[i] < 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                               (long long)shape[i]);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid;
+}
+
+/* The caller's data goes to the input's page-locked place, if it is not there yet, and from there
+ * to the device when the stream comes to it. *host becomes that place. */
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
+{
+    dtrain__feed *feed = tape->feed;
+    dtrain__feed_item *item = &feed->items[feed->next];
+    const size_t bytes = (size_t)x->count * 4;
+    if (feed->next == DTRAIN__FEED_ITEMS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_tape_input: a pass that is replayed has at most %d inputs",
+                           DTRAIN__FEED_ITEMS);
+    if (feed->next == feed->count) {
+        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
+        item->bytes = bytes;
+        item->dtype = (dtrain_dtype)x->dtype;
+        feed->count++;
+    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
+                           "step; a step that is replayed must repeat its shapes",
+                           feed->next + 1, bytes, item->bytes);
+    }
+    if (!feed->filled) memcpy(item->pinned, *host, bytes);
+    item->host = *host;
+    if (item->dtype == DTRAIN_DTYPE_I32)
+        item->valid_count = dtrain__count_valid(item->pinned, x->count);
+    *host = item->pinned;
+    feed->next++;
+    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
+                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                            float *host)
+{
+    const char *const call = "dtrain_tensor_read";
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    DTRAIN__TRY(dtrain__check_intact(tensor, call));
+    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
+                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
+    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
+    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
+        uint16_t bits;
+        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
+        host[i] =
+            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                                 float *host)
+{
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
+    if (tensor->producer || !tensor->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
+                                               "requires_grad keep their gradient");
+    if (tape->state != DTRAIN__TAPE_DONE)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
+    size_t bytes = (size_t)tensor->count * sizeof(float);
+    if (!tensor->grad) { /* the loss does not depend on it */
+        memset(host, 0, bytes);
+        return DTRAIN_OK;
+    }
+    return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
+                                   DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                        const float *host, const char *call)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
+    if (!tensor || !host)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                           tensor ? "host" : "tensor");
+    if (!dtrain__is_float(tensor))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
+                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    memset(info, 0, sizeof *info);
+    if (!tape) return;
+    info->node_count = tape->node_count;
+    info->tensor_count = tape->tensor_count;
+    info->recomputed_count = tape->recomputed_count;
+    info->activation_bytes = tape->activation_bytes;
+    info->gradient_bytes = tape->gradient_bytes;
+    info->block_allocations = tape->allocation_count;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
+{
+    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
+           x->dtype == DTRAIN_DTYPE_F16;
+}
+
+DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
+{
+    return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
+}
 
 /* ---- Errors
-*
+ *
  * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
  * have left theirs in the thread's last error. */
 
@@ -14903,138 +15258,445 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
     return tape->error;
 }
 
-/* ---- Memory -----------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/tape/op.c
+ * ==============================================================================================*/
 
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
-                                            dtrain__chunk *chunk)
-{
-    while (chunk) {
-        dtrain__chunk *next = chunk->next;
-        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
-        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-        chunk = next;
-    }
-}
+/* Operations
+ *
+ * One way onto the tape, for built-in operations and those of a program: check the inputs and
+ * parameters, prepare, forward, record. What only one of them needs is in its own functions. */
 
-/* device NULL: host memory. NULL when there is none; the error sticks. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
-                                                    size_t bytes)
+static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                     const void *args, size_t args_bytes);
+static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
+static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
+static void dtrain__record(dtrain_node *node);
+
+DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                            dtrain_tensor *const *inputs, uint32_t input_count,
+                                            dtrain_param *const *params, uint32_t param_count,
+                                            const void *args, size_t args_bytes)
 {
-    const dtrain_allocator *host = &tape->allocator;
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    void *memory = NULL;
-    dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
-    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
-    else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
-    if (memory) {
-        chunk->bytes = bytes;
-        chunk->memory = (char *)memory;
-        if (device) tape->allocation_count++;
-        return chunk;
-    }
+    const char *const call = desc && desc->name ? desc->name : "dtrain_tape_apply";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return NULL;
+    if (!desc || !desc->name || !desc->prepare || !desc->forward || !desc->backward)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: desc is NULL or has no name, prepare, forward or backward",
+                                 call);
+    if (input_count > DTRAIN_OP_INPUTS || param_count > DTRAIN_OP_PARAMS)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: %u inputs and %u parameters, but an operation has at most %d "
+                                 "and %d",
+                                 call, input_count, param_count, DTRAIN_OP_INPUTS,
+                                 DTRAIN_OP_PARAMS);
+    dtrain_node *node = dtrain__node_new(tape, desc, args, args_bytes);
+    if (!node) return NULL;
+    for (uint32_t i = 0; i < input_count && !result; i++)
+        result = dtrain__take_input(node, inputs[i]);
+    for (uint32_t i = 0; i < param_count && !result; i++)
+        result = dtrain__take_param(node, params[i]);
+    if (result == DTRAIN_OK) result = desc->prepare(&node->op);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && node->op.output_count == 0)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK) result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
-    dtrain__chunks_destroy(tape, device, chunk);
-    return NULL;
+    if (tape->error != DTRAIN_OK) return NULL;
+    dtrain__record(node);
+    return node->op.outputs[0];
 }
 
-DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
+/* A node for one call. Without gradients too: the arguments have to be somewhere, and it costs
+ * nothing but a little host memory until the next begin. */
+static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                     const void *args, size_t args_bytes)
 {
-    arena->at = &arena->first;
-    arena->used = 0;
+    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, sizeof *node);
+    void *copy = args_bytes ? dtrain__take_host(tape, args_bytes) : NULL;
+    if (!node || (args_bytes && !copy)) return NULL;
+    if (args_bytes) memcpy(copy, args, args_bytes);
+    node->op.desc = desc;
+    node->op.tape = tape;
+    node->op.device = tape->device;
+    node->op.args = copy;
+    node->op.cast = tape->cast;
+    node->op.planning = tape->planning;
+    node->unit = tape->unit;
+    node->mark = tape->mark_count;
+    node->segment = tape->segment;
+    node->dropped = tape->segment && (tape->dropped_ops & desc->checkpoint);
+    return node;
 }
 
-static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
+/* The next input: it is there, of the right type, and stays where it is as long as the node needs
+ * it. A gradient that it needs makes the node need one. */
+static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
-    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
-    while (*arena->at && (*arena->at)->bytes - arena->used < bytes) {
-        arena->at = &(*arena->at)->next;
-        arena->used = 0;
+    dtrain_op *op = &node->op;
+    const uint32_t i = op->input_count++;
+    const bool integer = (op->desc->integer_inputs >> i & 1) != 0;
+    if (!x || (integer ? x->dtype != DTRAIN_DTYPE_I32 : !dtrain__is_float(x)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: input %u is %s, expected %s", op->desc->name,
+                           i + 1, x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL",
+                           integer ? "i32" : "f32");
+    DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
+    if (x->needs_grad) op->needs_grad = true;
+    op->inputs[i] = x;
+    op->input_data[i] = node->source[i] = x->data;
+    if (!op->desc->autocast || integer || x->dtype == (uint32_t)op->cast) return DTRAIN_OK;
+    op->input_data[i] = node->rounded[i] = dtrain_op_save(op, op->cast, x->count);
+    return op->tape->error;
+}
+
+/* ---- Parameters -------------------------------------------------------------------------------*/
+
+/* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
+static dtrain_param *dtrain__param_storage(dtrain_param *p)
+{
+    if (p->storage) return p->storage;
+    while (p->alias_of) p = p->alias_of;
+    return p;
+}
+
+/* A sharded strategy has values of the gathered unit only. */
+static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
+                                         const dtrain_param *storage)
+{
+    const dtrain_tape *tape = op->tape;
+    const char *call = op->desc->name, *name = p->name ? p->name : "?";
+    const bool foreign = tape->strategy && !p->storage;
+    if (tape->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (foreign || !tape->strategy)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s %s; give it to dtrain_strategy_create first", call,
+                           name, foreign ? "belongs to no strategy" : "has no value");
+    if (tape->unit < 0)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark "
+                           "it with dtrain_tape_unit",
+                           call, name, p->unit);
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
+                       "register an alias of it in each other unit that uses it",
+                       call, name, p->unit, (long long)tape->unit);
+}
+
+/* The next parameter, with its value; of the type of autocast, the strategy's copy is taken, or one
+ * that is made at the first use in this pass: no result of the node, other units may use it too. */
+static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
+{
+    dtrain_op *op = &node->op;
+    dtrain_tape *tape = op->tape;
+    const uint32_t i = op->param_count++;
+    int64_t shape[4];
+    if (!p)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
+                           i + 1);
+    dtrain_param *storage = dtrain__param_storage(p);
+    DTRAIN__TRY(dtrain__check_value(op, p, storage));
+    op->params[i] = p;
+    op->param_data[i] = storage->value;
+    node->storage[i] = storage;
+    if (dtrain__param_trainable(node, i)) op->needs_grad = true;
+    if (!op->desc->autocast || op->cast == DTRAIN_DTYPE_F32 ||
+        dtrain__param_shape(op, i, shape) < 2)
+        return DTRAIN_OK;
+    if (tape->strategy) op->param_data[i] = dtrain__strategy_low(tape->strategy, storage, op->cast);
+    else op->param_data[i] = NULL;
+    for (dtrain__cast *cast = tape->casts; cast && !op->param_data[i]; cast = cast->next)
+        if (cast->storage == storage) op->param_data[i] = cast->low;
+    if (op->param_data[i]) return DTRAIN_OK;
+    dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
+    if (!cast) return tape->error;
+    cast->storage = storage;
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast, storage->count);
+    cast->next = tape->casts;
+    tape->casts = cast;
+    op->param_data[i] = cast->low;
+    return tape->error;
+}
+
+/* The axes of a parameter: all zero means one axis of count, and for an alias its target's. */
+DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4])
+{
+    const dtrain_param *p = op->params[i];
+    const dtrain_param *from = p->shape[0] || p->count ? p : ((const dtrain_node *)op)->storage[i];
+    uint32_t ndim = 0;
+    memcpy(shape, from->shape, sizeof from->shape);
+    while (ndim < 4 && shape[ndim] != 0) ndim++;
+    if (ndim > 0) return ndim;
+    shape[0] = from->count;
+    return 1;
+}
+
+/* Whether it gets a gradient in this pass. A plan may be made before gradients are allocated: there
+ * only the flag counts. */
+DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i)
+{
+    const dtrain_tape *tape = node->op.tape;
+    const dtrain_param *p = node->op.params[i], *storage = node->storage[i];
+    if (tape->flags & DTRAIN_TAPE_NO_GRAD) return false;
+    if ((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) return false;
+    return tape->planning || tape->strategy || storage->grad;
+}
+
+/* ---- Running ----------------------------------------------------------------------------------*/
+
+/* Runs the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    if (op->planning) return DTRAIN_OK;
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        dtrain_convert_args args;
+        if (!node->rounded[i]) continue;
+        memset(&args, 0, sizeof args);
+        args.count = op->inputs[i]->count;
+        args.x = node->source[i];
+        args.y = node->rounded[i];
+        args.x_dtype = (dtrain_dtype)op->inputs[i]->dtype;
+        args.y_dtype = op->cast;
+        DTRAIN__TRY(op->device->ops->convert(op->device, &args));
     }
-    if (!*arena->at) {
-        size_t chunk_bytes = arena->device ? bytes : DTRAIN__TAPE_HOST_BYTES;
-        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
-        if (!*arena->at) return NULL;
-        if (arena->device) tape->activation_bytes += chunk_bytes;
+    return op->desc->forward(op);
+}
+
+/* The node goes on the tape if a gradient will have to pass through it. Uses are counted for
+ * in-place backwards, which must know that nobody else will look at an input. */
+static void dtrain__record(dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    dtrain_tape *tape = op->tape;
+    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
+        node->redo = node->segment->dropped;
+        node->segment->dropped = node;
     }
-    void *memory = (*arena->at)->memory + arena->used;
-    arena->used += bytes;
-    return memory;
+    if (!op->needs_grad) return;
+    for (uint32_t i = 0; i < op->output_count; i++) {
+        op->outputs[i]->producer = node;
+        op->outputs[i]->needs_grad = true;
+    }
+    for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
+    node->previous = tape->last;
+    tape->last = node;
+    tape->node_count++;
 }
 
-/* A zeroed node or tensor. */
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+/* count values in another type, to stay until the next begin; themselves when they have it. NULL
+ * after an error. */
+DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
+                                            dtrain_dtype to, int64_t count)
 {
-    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
-    if (memory) memset(memory, 0, bytes);
-    return memory;
-}
-
-/* Device memory for count values of this pass, contents undefined: results of the node, or what
- * stays until the next begin when node is NULL. */
-DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
-                                        uint32_t dtype)
-{
-    const bool dropped = node && node->dropped;
-    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
-    size_t bytes;
-    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
-        bytes > PTRDIFF_MAX) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
-                          "a tensor of %lld elements is more than this machine can address",
-                          (long long)count);
+    dtrain_convert_args args;
+    if (from == (uint32_t)to) return values;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.x = values;
+    args.y = dtrain__take_data(tape, NULL, count, to);
+    args.x_dtype = (dtrain_dtype)from;
+    args.y_dtype = to;
+    if (!args.y || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
         return NULL;
-    }
-    return dtrain__bump_take(tape, arena, bytes);
+    return args.y;
 }
 
-/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
- */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
-                                                  dtrain_dtype dtype, uint32_t ndim,
-                                                  const int64_t *shape)
+/* ---- For authors ------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
+                                           const int64_t *shape)
 {
-    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
-    if (!tensor) return NULL;
-    size_t count = 1;
+    const uint32_t i = op->output_count;
+    if (op->tape->error != DTRAIN_OK) return NULL;
+    if (i == DTRAIN_OP_OUTPUTS)
+        return dtrain__tape_fail(op->tape, DTRAIN_ERROR_USAGE,
+                                 "%s: an operation has at most %d outputs", op->desc->name,
+                                 DTRAIN_OP_OUTPUTS);
+    op->outputs[i] = dtrain__tensor_new(op->tape, (dtrain_node *)op, dtype, ndim, shape);
+    if (!op->outputs[i]) return NULL;
+    op->output_data[i] = op->outputs[i]->data;
+    op->output_count++;
+    return op->outputs[i];
+}
+
+DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count)
+{
+    dtrain_node *node = (dtrain_node *)op;
+    node->saves = true;
+    return dtrain__take_data(op->tape, node, count, dtype);
+}
+
+/* "(6, 16)", with "any" for -1. Written to *to, so that one sentence can have several. */
+static const char *dtrain__axes_text(uint32_t ndim, const int64_t *shape, dtrain__text *to)
+{
+    size_t used = 0;
     for (uint32_t i = 0; i < ndim; i++) {
-        /* what overflows is left at the largest count, which take_data refuses */
-        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
-        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
-        tensor->shape[i] = shape[i];
+        char length[24] = "any";
+        if (shape[i] >= 0) snprintf(length, sizeof length, "%lld", (long long)shape[i]);
+        used += (size_t)snprintf(to->text + used, sizeof to->text - used, "%s%s", i ? ", " : "(",
+                                 length); /* 4 axes of 19 digits fit */
     }
-    tensor->dtype = dtype;
-    tensor->ndim = ndim;
-    tensor->count = (int64_t)count;
-    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
-    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
-    tape->tensor_count++;
-    return tensor->data ? tensor : NULL;
+    snprintf(to->text + used, sizeof to->text - used, ")");
+    return to->text;
 }
 
-DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
+DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to)
 {
-    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
-           x->dtype == DTRAIN_DTYPE_F16;
+    return dtrain__axes_text(x->ndim, x->shape, to);
+}
+
+DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
+                                               int64_t columns)
+{
+    const int64_t expected[2] = {rows, columns};
+    const uint32_t ndim = columns ? 2 : 1;
+    int64_t shape[4];
+    dtrain__text found_text, expected_text, input_text;
+    if (i >= op->param_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: there is no parameter %u", op->desc->name,
+                           i + 1);
+    const uint32_t found = dtrain__param_shape(op, i, shape);
+    bool same = found == ndim;
+    for (uint32_t a = 0; same && a < ndim; a++) same = expected[a] < 0 || expected[a] == shape[a];
+    if (same) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s",
+                       op->desc->name, op->params[i]->name ? op->params[i]->name : "?",
+                       dtrain__axes_text(found, shape, &found_text),
+                       op->input_count ? dtrain__shape_text(op->inputs[0], &input_text) : "(none)",
+                       dtrain__axes_text(ndim, expected, &expected_text));
+}
+
+DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate)
+{
+    *accumulate = false;
+    if (i >= op->input_count || !op->inputs[i]->needs_grad) return NULL;
+    dtrain__tape_stick(op->tape, dtrain__gradient_open(op->tape, op->inputs[i], accumulate));
+    return op->inputs[i]->grad;
+}
+
+/* Whoever asks must write: the gradient counts as written from here on. */
+DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
+{
+    dtrain_node *node = (dtrain_node *)op;
+    *accumulate = false;
+    if (i >= op->param_count || !dtrain__param_trainable(node, i)) return NULL;
+    dtrain_param *storage = node->storage[i];
+    *accumulate = storage->grad_written;
+    if (!op->planning) storage->grad_written = true;
+    return storage->grad;
 }
 
 /* ================================================================================================
- * src/tape/tape.c
+ * src/tape/backward.c
  * ==============================================================================================*/
 
-/* Gradients of tensors
-*
+/* Backward
+ *
+ * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
+ *    will get a contribution; alias and target are counted apart, as the strategy registered them
+ * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
+ *    backward, give its outputs' gradients back, tell the strategy about parameters that have had
+ *    their last contribution
+ *
+ * Nodes are recorded after the nodes that made their inputs, so when the walk reaches a node every
+ * use of its outputs has contributed: their gradients are complete, are spent, and their buffers go
+ * back. A handful of buffers serves a model of any depth. */
+
+static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
+{
+    dtrain_node *node;
+    if (loss->producer) loss->producer->reached = true;
+    for (node = tape->last; node; node = node->previous) {
+        const dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        for (uint32_t i = 0; i < op->input_count; i++)
+            if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
+                op->inputs[i]->producer->reached = true;
+        /* a backward that failed half-way leaves a count behind */
+        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
+            op->params[i]->pending_uses = 0;
+    }
+    for (node = tape->last; node && !tape->planning; node = node->previous)
+        for (uint32_t i = 0; i < node->op.param_count && node->reached; i++)
+            node->op.params[i]->pending_uses++;
+}
+
+/* No contribution came to the first output: another output did, or nothing depends on it. */
+static dtrain_result dtrain__gradient_zero(dtrain_tape *tape, dtrain_tensor *x)
+{
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    return tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x));
+}
+
+static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__segment_again(tape, node));
+    if (!op->outputs[0]->grad) DTRAIN__TRY(dtrain__gradient_zero(tape, op->outputs[0]));
+    DTRAIN__TRY(op->desc->backward(op));
+    DTRAIN__TRY(tape->error);
+    for (uint32_t i = 0; i < op->output_count; i++) dtrain__gradient_drop(op->outputs[i]);
+    for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
+        dtrain_param *p = op->params[i];
+        if (--p->pending_uses == 0 && tape->strategy && dtrain__param_trainable(node, i))
+            DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->index));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    bool accumulate;
+    dtrain_axpby_args seed;
+    tape->segment = NULL;
+    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
+    dtrain__mark_reached(tape, loss);
+    DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
+    memset(&seed, 0, sizeof seed);
+    seed.count = 1;
+    seed.a = scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
+    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
+    for (dtrain_node *node = tape->last; node; node = node->previous)
+        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    return dtrain__tape_enter(tape, -1);
+}
+
+DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    const char *const call = "dtrain_tape_backward";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
+    if (tape->flags & DTRAIN_TAPE_NO_GRAD)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
+                             call);
+    else if (!loss) result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
+    else if (loss->count != 1)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: the loss has %lld elements, not one; use dtrain_mean or "
+                             "dtrain_sum",
+                             call, (long long)loss->count);
+    else if (!loss->needs_grad)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: the loss depends on no trainable parameter "
+                             "and no input with requires_grad",
+                             call);
+    else result = dtrain__backward_run(tape, loss, scale);
+    tape->state = DTRAIN__TAPE_DONE;
+    return dtrain__tape_stick(tape, result);
+}
+
+/* ---- Gradients of tensors
+ *
  * The first contribution overwrites, later ones add. An operation that only hands its gradient on
  * (add) makes the buffer shared instead of copying it; who wants to write into a shared buffer
  * makes a copy first. In a residual network
  *
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
  *                         and by the time it adds its own share to d x that is the only owner */
-
-DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
-{
-    return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-}
 
 static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, const dtrain_tensor *x)
 {
@@ -15100,120 +15762,959 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_t
     return dtrain__gradient_open(tape, x, &accumulate);
 }
 
+/* x's gradient += what is at `more`, of type dtype. */
+static dtrain_result dtrain__gradient_add(dtrain_tape *tape, dtrain_tensor *x, const void *more,
+                                          uint32_t dtype)
+{
+    dtrain_add_args args;
+    memset(&args, 0, sizeof args);
+    args.count = x->count;
+    args.x = x->grad;
+    args.y = more;
+    args.out = x->grad;
+    args.x_dtype = (dtrain_dtype)x->dtype;
+    args.y_dtype = (dtrain_dtype)dtype;
+    return tape->device->ops->add(tape->device, &args);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
                                                      dtrain__chunk *earlier)
 {
     if (!earlier) return DTRAIN_OK;
-    const dtrain_dtype dtype = (dtrain_dtype)x->dtype;
-    dtrain_add_args args = {x->count, x->grad, earlier->memory, x->grad, dtype, dtype};
     earlier->owners--;
-    return tape->device->ops->add(tape->device, &args);
+    return dtrain__gradient_add(tape, x, earlier->memory, x->dtype);
 }
 
 /* x's gradient += from's gradient, by sharing the buffer when x has none yet and the same type. */
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
                                                     dtrain_tensor *x)
 {
-    const dtrain_dtype from_dtype = (dtrain_dtype)from->dtype, x_dtype = (dtrain_dtype)x->dtype;
     dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
     bool accumulate;
-    if (!x->grad_written && from_dtype == x_dtype && !chunk->in_region) {
+    if (!x->needs_grad) return DTRAIN_OK;
+    if (!x->grad_written && from->dtype == x->dtype && !chunk->in_region) {
         chunk->owners++;
         dtrain__gradient_set(x, chunk);
         return DTRAIN_OK;
     }
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    if (!accumulate && from_dtype == x_dtype)
-        return tape->device->ops->copy(tape->device, x->grad, from->grad, dtrain__tensor_bytes(x),
-                                       DTRAIN_COPY_DEVICE_TO_DEVICE);
-    if (!accumulate) {
-        dtrain_convert_args convert = {x->count, from->grad, x->grad, from_dtype, x_dtype};
-        return tape->device->ops->convert(tape->device, &convert);
-    }
-    dtrain_add_args args = {x->count, x->grad, from->grad, x->grad, x_dtype, from_dtype};
-    return tape->device->ops->add(tape->device, &args);
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
+    if (accumulate) return dtrain__gradient_add(op->tape, x, from->grad, from->dtype);
+    if (from->dtype == x->dtype)
+        return op->device->ops->copy(op->device, x->grad, from->grad, dtrain__tensor_bytes(x),
+                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
+    dtrain_convert_args args;
+    memset(&args, 0, sizeof args);
+    args.count = x->count;
+    args.x = from->grad;
+    args.y = x->grad;
+    args.x_dtype = (dtrain_dtype)from->dtype;
+    args.y_dtype = (dtrain_dtype)x->dtype;
+    return op->device->ops->convert(op->device, &args);
 }
 
-/* ---- Parameters -------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/tape/layers.c
+ * ==============================================================================================*/
 
-/* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
-DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p)
+/* Layers: linear, layer normalisation, embedding, attention
+ *
+ * What a node keeps alive until its backward, beside its parameters:
+ *
+ *     linear          x; with GELU the value before it, with ReLU the output
+ *     layernorm       x (or the sum that it normalises), mean and rstd of each row
+ *     embedding       tokens
+ *     attention       qkv, y, log-sum-exp of each row and head */
+
+/* The output with x's shape and n in the last axis. */
+static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                dtrain_dtype dtype)
 {
-    if (p->storage) return p->storage;
-    while (p->alias_of) p = p->alias_of;
-    return p;
+    int64_t shape[4];
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = n;
+    dtrain_op_output(op, dtype, x->ndim, shape);
 }
 
-/* Whether p gets a gradient in this pass. A plan may be made before gradients are allocated: there
- * only the flag counts. */
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_tape *tape, dtrain_param *p)
-{
-    const dtrain_param *storage = dtrain__param_storage(p);
-    if (tape->flags & DTRAIN_TAPE_NO_GRAD) return false;
-    if ((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) return false;
-    return tape->planning || tape->strategy || storage->grad;
-}
+/* ---- Linear
+ *
+ * With z = x weight^T + bias and y = act(z):
+ *
+ *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
+ *
+ * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
+ * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
+ * output and has no other use, the product that makes d_x multiplies by that activation's
+ * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
 
-/* Where node's backward writes the gradient of param[i], and whether it has to add; NULL when none
- * is wanted. Whoever asks must write: the gradient counts as written from here on. */
-DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *node, int i,
-                                          bool *accumulate)
-{
-    *accumulate = false;
-    if (!node->param[i] || !dtrain__param_trainable(tape, node->param[i])) return NULL;
-    dtrain_param *storage = dtrain__param_storage(node->param[i]);
-    *accumulate = storage->grad_written;
-    if (!tape->planning) storage->grad_written = true;
-    return storage->grad;
-}
+typedef struct dtrain__linear {
+    dtrain_gemm_args forward;
+    bool grad_is_inner; /* the output's gradient is already that of z */
+} dtrain__linear;
 
-/* ---- Life of a tape ---------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
-                                            dtrain_device *device, dtrain_tape **out)
+static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 {
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
-    *out = NULL;
-    if (!world && !device)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
-                                                  "NULL; a tape needs a device to run on");
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
-    if (!tape) return DTRAIN_ERROR_MEMORY;
-    tape->allocator = allocator;
-    tape->strategy = strategy;
-    tape->device = device ? device : dtrain_world_device(world);
-    tape->planning = tape->device->ops == dtrain_plan_device_ops();
-    tape->data.device = tape->device;
-    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
-    tape->unit = -1;
-    *out = tape;
+    dtrain_gemm_args *args = &((dtrain__linear *)op->args)->forward;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t in = x->shape[x->ndim - 1];
+    int64_t weight[4];
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
+    dtrain__param_shape(op, 0, weight);
+    const int64_t out = weight[0];
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
+                           args->activation);
+    dtrain__output_like(op, x, out, op->cast);
+    args->flags = DTRAIN_GEMM_TRANS_B;
+    args->m = x->count / in, args->n = out, args->k = in;
+    args->alpha = 1;
+    args->a = op->input_data[0], args->lda = in;
+    args->b = op->param_data[0], args->ldb = in;
+    args->c = op->output_data[0], args->ldc = out;
+    args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
+    args->bias = (const float *)op->param_data[1];
+    if (args->activation == DTRAIN_ACTIVATION_GELU && op->needs_grad)
+        args->aux = dtrain_op_save(op, op->cast, args->m * out);
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
+static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    if (!tape) return;
-    dtrain__chunks_destroy(tape, tape->device, tape->data.first);
-    for (int i = 0; i < 2; i++)
-        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
-    dtrain__chunks_destroy(tape, tape->device, tape->gradients);
-    dtrain__chunks_destroy(tape, NULL, tape->host.first);
-    dtrain_allocator allocator = tape->allocator;
-    dtrain__free(&allocator, tape, 1, sizeof *tape);
+    return op->device->ops->gemm(op->device, &((const dtrain__linear *)op->args)->forward);
 }
 
-/* Lets go of the unit that is gathered and gathers another; -1 = none. Releasing comes first: two
- * whole units at once would double what a sharded strategy keeps in memory. */
-DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
+/* The layer that made x, if this product may finish its activation's backward. Both must be of the
+ * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
+static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
 {
-    int64_t before = tape->unit;
-    if (unit == before) return DTRAIN_OK;
-    tape->unit = unit;
-    if (tape->planning || !tape->strategy) return DTRAIN_OK;
-    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
-    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_node *inner = x->producer;
+    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad_written ||
+        inner->mark != ((const dtrain_node *)op)->mark)
+        return NULL;
+    const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
+    return layer->forward.activation == DTRAIN_ACTIVATION_GELU ? inner : NULL;
+}
+
+/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
+static dtrain_result dtrain__linear_backward_x(dtrain_op *op, dtrain_gemm_args gemm)
+{
+    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
+    dtrain_tensor *x = op->inputs[0];
+    dtrain_node *inner = dtrain__inner_layer(op);
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
+    gemm.flags = 0;
+    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
+    gemm.b = forward->b, gemm.ldb = forward->k;
+    gemm.c = x->grad, gemm.ldc = forward->k;
+    gemm.c_dtype = (dtrain_dtype)x->dtype;
+    gemm.beta = accumulate ? 1.0f : 0.0f;
+    gemm.bias_grad = NULL;
+    if (inner) {
+        dtrain__linear *layer = (dtrain__linear *)inner->op.args;
+        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
+        gemm.activation = layer->forward.activation;
+        gemm.aux = layer->forward.aux;
+        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
+        layer->grad_is_inner = true;
+    }
+    return op->device->ops->gemm(op->device, &gemm);
+}
+
+static dtrain_result dtrain__linear_backward(dtrain_op *op)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_tensor *y = op->outputs[0];
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
+    bool add_weight, add_bias = false;
+    float *d_weight = dtrain_op_param_grad(op, 0, &add_weight), *d_bias = NULL;
+    dtrain_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    if (!layer->grad_is_inner) d_bias = dtrain_op_param_grad(op, 1, &add_bias);
+
+    if (activated) DTRAIN__TRY(dtrain__gradient_own(op->tape, y));
+    if (activated || (d_bias && !d_weight)) {
+        dtrain_activation_backward_args args;
+        memset(&args, 0, sizeof args);
+        args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+        args.accumulate = add_bias;
+        args.rows = forward->m;
+        args.n = forward->n;
+        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+        args.x = forward->aux ? forward->aux : forward->c;
+        args.d_out = args.d_in = y->grad;
+        args.d_bias = d_bias;
+        args.dtype = forward->c_dtype;
+        DTRAIN__TRY(ops->activation_backward(op->device, &args));
+        d_bias = NULL;
+    }
+    gemm.alpha = 1;
+    gemm.a = y->grad;
+    gemm.lda = forward->n;
+    gemm.a_dtype = forward->c_dtype;
+    gemm.b_dtype = forward->a_dtype;
+    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
+        gemm.flags = DTRAIN_GEMM_TRANS_A;
+        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
+        gemm.b = forward->a, gemm.ldb = forward->k;
+        gemm.c = d_weight, gemm.ldc = forward->k;
+        gemm.c_dtype = DTRAIN_DTYPE_F32;
+        gemm.beta = add_weight ? 1.0f : 0.0f;
+        gemm.bias_grad = d_bias;
+        gemm.accumulate_bias_grad = add_bias;
+        DTRAIN__TRY(ops->gemm(op->device, &gemm));
+    }
+    return op->inputs[0]->needs_grad ? dtrain__linear_backward_x(op, gemm) : DTRAIN_OK;
+}
+
+static const dtrain_op_desc dtrain__linear_op = {DTRAIN_OP_READS_INPUTS,
+                                                 DTRAIN_CHECKPOINT_LINEAR,
+                                                 0,
+                                                 true,
+                                                 "dtrain_linear",
+                                                 dtrain__linear_prepare,
+                                                 dtrain__linear_forward,
+                                                 dtrain__linear_backward};
+/* The same behind ReLU, whose backward looks at the output. */
+static const dtrain_op_desc dtrain__linear_relu_op = {DTRAIN_OP_READS_INPUTS |
+                                                          DTRAIN_OP_READS_OUTPUTS,
+                                                      DTRAIN_CHECKPOINT_LINEAR,
+                                                      0,
+                                                      true,
+                                                      "dtrain_linear",
+                                                      dtrain__linear_prepare,
+                                                      dtrain__linear_forward,
+                                                      dtrain__linear_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, dtrain_activation activation)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain__linear args;
+    memset(&args, 0, sizeof args);
+    args.forward.activation = activation;
+    return dtrain_tape_apply(
+        tape, activation == DTRAIN_ACTIVATION_RELU ? &dtrain__linear_relu_op : &dtrain__linear_op,
+        &x, 1, params, bias ? 2 : 1, &args, sizeof args);
+}
+
+/* ---- Layer normalisation
+ *
+ * With h = (x - mean) rstd, rows of n elements, and d_h = d_y weight:
+ *
+ *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
+ *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
+ *
+ * Behind a residual connection x is the sum of both inputs and the operation's second output. Its
+ * gradient, complete with this d_x, becomes that of both inputs; where the residual has a narrower
+ * type the kernel writes the rounded copy while the values are at hand. */
+
+static dtrain_result dtrain__layernorm_args_fill(dtrain_op *op, const dtrain_tensor *x)
+{
+    dtrain_layernorm_args *args = (dtrain_layernorm_args *)op->args;
+    args->n = x->shape[x->ndim - 1];
+    args->rows = x->count / args->n;
+    for (uint32_t i = 0; i < op->param_count; i++)
+        DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
+    dtrain__output_like(op, x, args->n, op->cast);
+    args->epsilon = 1e-5f;
+    args->x = op->input_data[0];
+    args->weight = (const float *)op->param_data[0];
+    args->bias = (const float *)op->param_data[1];
+    args->y = op->output_data[0];
+    args->mean = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
+    args->rstd = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
+    args->x_dtype = (dtrain_dtype)x->dtype;
+    args->y_dtype = op->cast;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
+{
+    return dtrain__layernorm_args_fill(op, op->inputs[0]);
+}
+
+static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
+{
+    return op->device->ops->layernorm(op->device, (const dtrain_layernorm_args *)op->args);
+}
+
+/* The gradient of what was normalised, x, whose values are at `values`; residual NULL, or where
+ * its rounded copy goes. */
+static dtrain_result dtrain__layernorm_gradient(dtrain_op *op, dtrain_tensor *x, const void *values,
+                                                void *d_residual)
+{
+    const dtrain_layernorm_args *forward = (const dtrain_layernorm_args *)op->args;
+    bool add_weight, add_bias;
+    dtrain_layernorm_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.n = forward->n;
+    args.x = values;
+    args.weight = forward->weight;
+    args.mean = forward->mean;
+    args.rstd = forward->rstd;
+    args.d_y = op->outputs[0]->grad;
+    args.d_residual = d_residual;
+    args.x_dtype = forward->x_dtype;
+    args.y_dtype = forward->y_dtype;
+    args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
+    args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
+    args.accumulate_params = add_weight || add_bias;
+    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
+    if (args.d_weight && args.d_bias && add_weight != add_bias)
+        DTRAIN__TRY(op->device->ops->zero(op->device, add_weight ? args.d_bias : args.d_weight,
+                                          (size_t)args.n * sizeof(float)));
+    if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate_x));
+    args.d_x = x->grad;
+    return op->device->ops->layernorm_backward(op->device, &args);
+}
+
+static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
+{
+    return dtrain__layernorm_gradient(op, op->inputs[0], op->input_data[0], NULL);
+}
+
+static const dtrain_op_desc dtrain__layernorm_op = {DTRAIN_OP_READS_INPUTS,
+                                                    DTRAIN_CHECKPOINT_LAYERNORM,
+                                                    0,
+                                                    false,
+                                                    "dtrain_layernorm",
+                                                    dtrain__layernorm_prepare,
+                                                    dtrain__layernorm_forward,
+                                                    dtrain__layernorm_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                           dtrain_param *weight, dtrain_param *bias)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain_layernorm_args args;
+    memset(&args, 0, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
+}
+
+typedef struct dtrain__add_layernorm {
+    dtrain_layernorm_args forward; /* first: the functions above read it */
+    dtrain_tensor **sum;           /* the caller's */
+} dtrain__add_layernorm;
+
+static dtrain_result dtrain__add_layernorm_prepare(dtrain_op *op)
+{
+    dtrain__add_layernorm *args = (dtrain__add_layernorm *)op->args;
+    const dtrain_tensor *x = op->inputs[0], *residual = op->inputs[1];
+    dtrain__text left, right;
+    if (x->count != residual->count || x->shape[x->ndim - 1] != residual->shape[residual->ndim - 1])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
+                           dtrain__shape_text(x, &left), dtrain__shape_text(residual, &right));
+    DTRAIN__TRY(dtrain__layernorm_args_fill(op, x));
+    *args->sum = dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
+    args->forward.residual = op->input_data[1];
+    args->forward.sum = op->output_data[1];
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
+{
+    dtrain_tensor *residual = op->inputs[1], *sum = op->outputs[1];
+    bool rounded = false, accumulate;
+    if (residual->needs_grad && !residual->grad_written && residual->dtype != sum->dtype) {
+        DTRAIN__TRY(dtrain__gradient_open(op->tape, residual, &accumulate));
+        rounded = true;
+    }
+    DTRAIN__TRY(
+        dtrain__layernorm_gradient(op, sum, op->output_data[1], rounded ? residual->grad : NULL));
+    dtrain__gradient_drop(op->outputs[0]); /* spent: the buffer may serve the residual */
+    DTRAIN__TRY(dtrain__gradient_pass(op, sum, op->inputs[0]));
+    return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, sum, residual);
+}
+
+static const dtrain_op_desc dtrain__add_layernorm_op = {DTRAIN_OP_READS_OUTPUTS,
+                                                        DTRAIN_CHECKPOINT_LAYERNORM,
+                                                        0,
+                                                        false,
+                                                        "dtrain_add_layernorm",
+                                                        dtrain__add_layernorm_prepare,
+                                                        dtrain__layernorm_forward,
+                                                        dtrain__add_layernorm_backward};
+
+/* The fused kernel takes a residual of the type that autocast computes in. */
+DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                               dtrain_tensor *residual, dtrain_param *weight,
+                                               dtrain_param *bias, dtrain_tensor **sum)
+{
+    dtrain_tensor *const inputs[2] = {x, residual};
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain__add_layernorm args;
+    memset(&args, 0, sizeof args);
+    args.sum = sum;
+    if (dtrain__tape_check(tape, "dtrain_add_layernorm") != DTRAIN_OK) return NULL;
+    if (!sum)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add_layernorm: sum is NULL");
+    if (x && residual && residual->dtype != (uint32_t)tape->cast) {
+        *sum = dtrain_add(tape, x, residual);
+        return dtrain_layernorm(tape, *sum, weight, bias);
+    }
+    return dtrain_tape_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
+                             &args, sizeof args);
+}
+
+/* ---- Embedding
+ *
+ * d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
+ * The kernel touches only rows that occur, so the others have to become zero first. */
+
+static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
+{
+    dtrain_embedding_args *args = (dtrain_embedding_args *)op->args;
+    const dtrain_tensor *tokens = op->inputs[0];
+    int64_t token[4], position[4];
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
+    dtrain__param_shape(op, 0, token);
+    args->rows = tokens->count;
+    args->sequence = tokens->shape[tokens->ndim - 1];
+    args->vocab = token[0];
+    args->n = token[1];
+    if (op->param_count > 1) {
+        DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
+        dtrain__param_shape(op, 1, position);
+        if (position[0] < args->sequence)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
+                               op->params[1]->name ? op->params[1]->name : "?",
+                               (long long)position[0], (long long)args->sequence);
+    }
+    const int64_t shape[2] = {args->rows, args->n};
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
+    args->tokens = (const int32_t *)op->input_data[0];
+    args->wte = (const float *)op->param_data[0];
+    args->wpe = (const float *)op->param_data[1];
+    args->y = op->output_data[0];
+    args->dtype = DTRAIN_DTYPE_F32;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__embedding_forward(dtrain_op *op)
+{
+    return op->device->ops->embedding(op->device, (const dtrain_embedding_args *)op->args);
+}
+
+static dtrain_result dtrain__embedding_backward(dtrain_op *op)
+{
+    const dtrain_embedding_args *forward = (const dtrain_embedding_args *)op->args;
+    dtrain_embedding_backward_args args;
+    float *grad[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        int64_t shape[4];
+        bool add;
+        grad[i] = dtrain_op_param_grad(op, i, &add);
+        if (!grad[i] || add) continue;
+        dtrain__param_shape(op, i, shape);
+        DTRAIN__TRY(op->device->ops->zero(op->device, grad[i],
+                                          (size_t)shape[0] * (size_t)shape[1] * sizeof(float)));
+    }
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.sequence = forward->sequence;
+    args.n = forward->n;
+    args.vocab = forward->vocab;
+    args.tokens = forward->tokens;
+    args.d_y = op->outputs[0]->grad;
+    args.d_wte = grad[0];
+    args.d_wpe = grad[1];
+    args.dtype = DTRAIN_DTYPE_F32;
+    return op->device->ops->embedding_backward(op->device, &args);
+}
+
+static const dtrain_op_desc dtrain__embedding_op = {0,
+                                                    DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                                    1u,
+                                                    false,
+                                                    "dtrain_embedding",
+                                                    dtrain__embedding_prepare,
+                                                    dtrain__embedding_forward,
+                                                    dtrain__embedding_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
+                                           dtrain_param *token, dtrain_param *position)
+{
+    dtrain_param *const params[2] = {token, position};
+    dtrain_embedding_args args;
+    memset(&args, 0, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__embedding_op, &tokens, 1, params, position ? 2 : 1,
+                             &args, sizeof args);
+}
+
+/* ---- Attention
+ *
+ * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
+ *
+ *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
+
+static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+{
+    dtrain_attention_args *args = (dtrain_attention_args *)op->args;
+    const dtrain_tensor *qkv = op->inputs[0];
+    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width, n = width / 3;
+    dtrain__text text;
+    if (args->sequence < 1 || rows % args->sequence || args->heads < 1 || width % 3 ||
+        n % args->heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_attention: qkv %s does not divide into sequences of %lld rows "
+                           "and 3 x %lld heads",
+                           dtrain__shape_text(qkv, &text), (long long)args->sequence,
+                           (long long)args->heads);
+    args->dtype = (dtrain_dtype)qkv->dtype;
+    dtrain__output_like(op, qkv, n, args->dtype);
+    args->batch = rows / args->sequence;
+    args->n = n;
+    args->qkv = op->input_data[0];
+    args->y = op->output_data[0];
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * args->heads);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_forward(dtrain_op *op)
+{
+    return op->device->ops->attention(op->device, (const dtrain_attention_args *)op->args);
+}
+
+static dtrain_result dtrain__attention_backward(dtrain_op *op)
+{
+    const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
+    dtrain_attention_backward_args args;
+    dtrain_tensor *qkv = op->inputs[0];
+    dtrain__chunk *earlier;
+    DTRAIN__TRY(dtrain__gradient_fresh(op->tape, qkv, &earlier));
+    memset(&args, 0, sizeof args);
+    args.batch = forward->batch;
+    args.sequence = forward->sequence;
+    args.heads = forward->heads;
+    args.n = forward->n;
+    args.causal = forward->causal;
+    args.qkv = forward->qkv;
+    args.y = forward->y;
+    args.lse = forward->lse;
+    args.d_y = op->outputs[0]->grad;
+    args.d_qkv = qkv->grad;
+    args.dtype = forward->dtype;
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    return dtrain__gradient_merge(op->tape, qkv, earlier);
+}
+
+static const dtrain_op_desc dtrain__attention_op = {DTRAIN_OP_READS_INPUTS |
+                                                        DTRAIN_OP_READS_OUTPUTS,
+                                                    DTRAIN_CHECKPOINT_ATTENTION,
+                                                    0,
+                                                    false,
+                                                    "dtrain_attention",
+                                                    dtrain__attention_prepare,
+                                                    dtrain__attention_forward,
+                                                    dtrain__attention_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
+                                           int64_t heads, uint32_t flags)
+{
+    dtrain_attention_args args;
+    memset(&args, 0, sizeof args);
+    args.sequence = sequence;
+    args.heads = heads;
+    args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
+    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
+    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
+                                 flags);
+    return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ================================================================================================
+ * src/tape/elementwise.c
+ * ==============================================================================================*/
+
+/* Elementwise operations and losses
+ *
+ * Nothing is kept for their backwards but what cross-entropy needs: logits, targets and the
+ * log-sum-exp of each row. */
+
+/* ---- Add
+ *
+ * Both inputs share the gradient of the sum until one of them has more to add. The sum has the
+ * wider type of the two, x's when they are as wide. */
+
+static dtrain_result dtrain__add_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
+    dtrain__text left, right;
+    if (x->count != y->count || x->shape[x->ndim - 1] != y->shape[y->ndim - 1])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
+                           dtrain__shape_text(x, &left), dtrain__shape_text(y, &right));
+    const bool y_is_wide = y->dtype == DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, (dtrain_dtype)(y_is_wide ? y : x)->dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__add_forward(dtrain_op *op)
+{
+    const int wide = op->inputs[1]->dtype == DTRAIN_DTYPE_F32 ? 1 : 0;
+    dtrain_add_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[wide];
+    args.y = op->input_data[1 - wide];
+    args.out = op->output_data[0];
+    args.x_dtype = (dtrain_dtype)op->inputs[wide]->dtype;
+    args.y_dtype = (dtrain_dtype)op->inputs[1 - wide]->dtype;
+    return op->device->ops->add(op->device, &args);
+}
+
+/* The gradient as it is, for every input: of add and of cast. */
+static dtrain_result dtrain__pass_backward(dtrain_op *op)
+{
+    for (uint32_t i = 0; i < op->input_count; i++)
+        DTRAIN__TRY(dtrain__gradient_pass(op, op->outputs[0], op->inputs[i]));
+    return DTRAIN_OK;
+}
+
+static const dtrain_op_desc dtrain__add_op = {0,
+                                              DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                              0,
+                                              false,
+                                              "dtrain_add",
+                                              dtrain__add_prepare,
+                                              dtrain__add_forward,
+                                              dtrain__pass_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
+{
+    dtrain_tensor *const inputs[2] = {x, y};
+    return dtrain_tape_apply(tape, &dtrain__add_op, inputs, 2, NULL, 0, NULL, 0);
+}
+
+/* ---- Cast -------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__cast_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    const dtrain_dtype dtype = *(const dtrain_dtype *)op->args;
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
+                           dtrain_dtype_name(dtype));
+    dtrain_op_output(op, dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cast_forward(dtrain_op *op)
+{
+    dtrain_convert_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[0];
+    args.y = op->output_data[0];
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
+    return op->device->ops->convert(op->device, &args);
+}
+
+static const dtrain_op_desc dtrain__cast_op = {0,
+                                               DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                               0,
+                                               false,
+                                               "dtrain_cast",
+                                               dtrain__cast_prepare,
+                                               dtrain__cast_forward,
+                                               dtrain__pass_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
+{
+    if (dtrain__tape_check(tape, "dtrain_cast") != DTRAIN_OK) return NULL;
+    if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
+    return dtrain_tape_apply(tape, &dtrain__cast_op, &x, 1, NULL, 0, &dtype, sizeof dtype);
+}
+
+/* ---- Scale ------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__same_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+/* y = factor x, or added to what is there. */
+static dtrain_result dtrain__scale_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.accumulate = accumulate;
+    args.a = *(const float *)op->args;
+    args.b = accumulate ? 1.0f : 0.0f;
+    args.x = x;
+    args.y = y;
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return op->device->ops->axpby(op->device, &args);
+}
+
+static dtrain_result dtrain__scale_forward(dtrain_op *op)
+{
+    return dtrain__scale_to(op, op->input_data[0], op->output_data[0], false);
+}
+
+static dtrain_result dtrain__scale_backward(dtrain_op *op)
+{
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
+    return dtrain__scale_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
+}
+
+static const dtrain_op_desc dtrain__scale_op = {0,
+                                                DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                                0,
+                                                false,
+                                                "dtrain_scale",
+                                                dtrain__same_prepare,
+                                                dtrain__scale_forward,
+                                                dtrain__scale_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
+{
+    return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &factor, sizeof factor);
+}
+
+/* ---- Dropout
+ *
+ * Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
+
+static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    dtrain_dropout_args args = *(const dtrain_dropout_args *)op->args;
+    args.count = op->inputs[0]->count;
+    args.accumulate = accumulate;
+    args.x = x;
+    args.y = y;
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return op->device->ops->dropout(op->device, &args);
+}
+
+static dtrain_result dtrain__dropout_forward(dtrain_op *op)
+{
+    return dtrain__dropout_to(op, op->input_data[0], op->output_data[0], false);
+}
+
+static dtrain_result dtrain__dropout_backward(dtrain_op *op)
+{
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
+    return dtrain__dropout_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
+}
+
+static const dtrain_op_desc dtrain__dropout_op = {0,
+                                                  DTRAIN_CHECKPOINT_ELEMENTWISE,
+                                                  0,
+                                                  false,
+                                                  "dtrain_dropout",
+                                                  dtrain__same_prepare,
+                                                  dtrain__dropout_forward,
+                                                  dtrain__dropout_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
+{
+    dtrain_dropout_args args;
+    if (dtrain__tape_check(tape, "dtrain_dropout") != DTRAIN_OK) return NULL;
+    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_dropout: probability is %g, not in [0, 1)",
+                                 (double)probability);
+    if (x && dtrain__is_float(x) && (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)))
+        return x;
+    memset(&args, 0, sizeof args);
+    args.probability = probability;
+    args.seed = tape->seed;
+    args.stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
+    args.scalars = tape->scalars;
+    return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ---- Sum and mean -----------------------------------------------------------------------------*/
+
+/* out (1) = factor * sum of x (count); added up in double: a float sum over many rows would lose
+ * digits of the loss. */
+static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
+                                           int64_t count, float factor)
+{
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.scale = (double)factor;
+    args.x = x;
+    args.dtype = (dtrain_dtype)dtype;
+    args.out = (float *)op->output_data[0];
+    return op->device->ops->sum(op->device, &args);
+}
+
+static dtrain_result dtrain__sum_prepare(dtrain_op *op)
+{
+    const int64_t shape[1] = {1};
+    float *factor = (float *)op->args;
+    if (*factor == 0) *factor = 1.0f / (float)op->inputs[0]->count;
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__sum_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
+                                 *(const float *)op->args);
+}
+
+/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
+ * the factor: a scaled loss may be beyond fp16 while its mean is not. */
+static dtrain_result dtrain__sum_backward(dtrain_op *op)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_tensor *x = op->inputs[0];
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.a = *(const float *)op->args;
+    args.x = op->outputs[0]->grad;
+    if (x->dtype != DTRAIN_DTYPE_F32) {
+        float *scaled = (float *)dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
+        if (!scaled) return op->tape->error;
+        args.count = 1;
+        args.y = scaled;
+        args.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(ops->axpby(op->device, &args));
+        args.a = 1;
+        args.x = dtrain__cast_to(op->tape, scaled, DTRAIN_DTYPE_F32, (dtrain_dtype)x->dtype, 1);
+        DTRAIN__TRY(op->tape->error);
+    }
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate));
+    args.count = x->count;
+    args.b = 1;
+    args.y = x->grad;
+    args.broadcast = true;
+    args.dtype = (dtrain_dtype)x->dtype;
+    return ops->axpby(op->device, &args);
+}
+
+static const dtrain_op_desc dtrain__sum_op = {
+    0, 0, 0, false, "dtrain_sum", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
+static const dtrain_op_desc dtrain__mean_op = {
+    0, 0, 0, false, "dtrain_mean", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
+{
+    const float factor = 1;
+    return dtrain_tape_apply(tape, &dtrain__sum_op, &x, 1, NULL, 0, &factor, sizeof factor);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
+{
+    const float factor = 0; /* one over the count of x, which prepare knows */
+    return dtrain_tape_apply(tape, &dtrain__mean_op, &x, 1, NULL, 0, &factor, sizeof factor);
+}
+
+/* ---- Cross-entropy
+ *
+ * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
+ *
+ * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
+ * only use and the operation that made them does not look at them in its own backward, they are
+ * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
+ * The chunk that says so belongs to no pool: it goes with the nodes of the pass. */
+
+typedef struct dtrain__cross_entropy {
+    dtrain_cross_entropy_args forward;
+    float factor; /* 1 / valid targets */
+} dtrain__cross_entropy;
+
+static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
+{
+    dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
+    dtrain_cross_entropy_args *args = &loss->forward;
+    const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
+    const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
+    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
+    dtrain__text left, right;
+    if (targets->count != rows)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
+                           dtrain__shape_text(logits, &left), (long long)rows,
+                           dtrain__shape_text(targets, &right));
+    args->rows = rows;
+    args->n = n;
+    args->logits = op->input_data[0];
+    args->dtype = (dtrain_dtype)logits->dtype;
+    args->targets = (const int32_t *)op->input_data[1];
+    args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    loss->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
+{
+    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
+    return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
+                                 loss->factor);
+}
+
+static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
+{
+    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    dtrain_tensor *logits = op->inputs[0];
+    dtrain__chunk *earlier = NULL;
+    if (logits->producer && logits->pending_uses == 1 &&
+        !(logits->producer->op.desc->reads & DTRAIN_OP_READS_OUTPUTS)) {
+        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(op->tape, sizeof *in_place);
+        if (!in_place) return op->tape->error;
+        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
+        in_place->memory = (char *)logits->data;
+        in_place->owners = 1;
+        in_place->in_region = made->segment && !made->kept;
+        dtrain__gradient_set(logits, in_place);
+    } else {
+        DTRAIN__TRY(dtrain__gradient_fresh(op->tape, logits, &earlier));
+    }
+    dtrain_cross_entropy_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = loss->forward.rows;
+    args.n = loss->forward.n;
+    args.scale = loss->factor;
+    args.logits = loss->forward.logits;
+    args.targets = loss->forward.targets;
+    args.lse = loss->forward.lse;
+    args.d_logits = logits->grad;
+    args.upstream = (const float *)op->outputs[0]->grad;
+    args.dtype = loss->forward.dtype;
+    DTRAIN__TRY(op->device->ops->cross_entropy_backward(op->device, &args));
+    return dtrain__gradient_merge(op->tape, logits, earlier);
+}
+
+static const dtrain_op_desc dtrain__cross_entropy_op = {DTRAIN_OP_READS_INPUTS,
+                                                        0,
+                                                        2u,
+                                                        false,
+                                                        "dtrain_cross_entropy",
+                                                        dtrain__cross_entropy_prepare,
+                                                        dtrain__cross_entropy_forward,
+                                                        dtrain__cross_entropy_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
+                                               dtrain_tensor *targets)
+{
+    dtrain_tensor *const inputs[2] = {logits, targets};
+    dtrain__cross_entropy args;
+    memset(&args, 0, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
+                             sizeof args);
 }
 
 /* ================================================================================================
@@ -15221,7 +16722,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
  * ==============================================================================================*/
 
 /* Activation checkpointing
-*
+ *
  * In a unit that drops results these do not go to the data arena but to one of two regions, which
  * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
  *
@@ -15237,7 +16738,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
  * intact then, for the one that follows writes to the other region; and from there on tensor->data
  * is the copy, in the data arena, for everyone. The calls of its own unit keep their address. */
 
-static void dtrain__segments_forget(dtrain_tape *tape)
+DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape)
 {
     tape->every = tape->checkpoint_every;
     tape->dropped_ops = tape->checkpoint_ops;
@@ -15255,7 +16756,7 @@ static void dtrain__region_take(dtrain_tape *tape, dtrain__tape_segment *segment
 }
 
 /* After a mark: what follows is a segment, if this unit drops results. */
-static void dtrain__segment_begin(dtrain_tape *tape)
+DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
 {
     const uint32_t every = tape->every, mark = tape->mark_count++;
     tape->segment = NULL;
@@ -15299,71 +16800,55 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* Runs a kernel of the node, and notes the call if its results are dropped. */
-DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
-                                                 dtrain__kernel_fn kernel, const void *args,
-                                                 size_t args_bytes)
+/* These values will be read at the addresses at which the segment made them. */
+static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
+                         uint32_t count)
 {
-    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
-        dtrain__call *call = (dtrain__call *)dtrain__take_host(tape, sizeof *call);
-        void *copy = dtrain__take_host(tape, args_bytes);
-        if (!call || !copy) return tape->error;
-        memcpy(copy, args, args_bytes);
-        call->kernel = kernel;
-        call->args = copy;
-        call->node = node;
-        call->next = node->segment->calls;
-        node->segment->calls = call;
-    }
-    return kernel(tape->device, args);
-}
-
-/* The value of x will be read at the address at which the segment made it. */
-static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *x)
-{
-    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
-    if (x && made->segment == segment) made->wanted = true;
-}
-
-static bool dtrain__is_wanted(const dtrain_tensor *x)
-{
-    return ((const dtrain__tape_tensor *)x)->wanted;
-}
-
-/* What the backward functions of the segment will read; node is the last that has one to run. */
-static void dtrain__want_backward(const dtrain__tape_segment *segment, const dtrain_node *node)
-{
-    for (; node && node->segment == segment; node = node->previous) {
-        if (!node->reached) continue;
-        if (node->reads_input) dtrain__want(segment, node->in[0]);
-        if (node->reads_output) dtrain__want(segment, node->out);
+    for (uint32_t i = 0; i < count; i++) {
+        dtrain__tape_tensor *made = (dtrain__tape_tensor *)tensors[i];
+        if (made->segment == segment) made->wanted = true;
     }
 }
 
-/* Makes the segment's values again as far as backward needs them, if they are gone. */
+/* Whether the node's results are needed: saved memory by its own backward, outputs by others. */
+static bool dtrain__is_needed(const dtrain_node *node)
+{
+    bool needed = node->reached && node->saves;
+    for (uint32_t i = 0; i < node->op.output_count; i++)
+        needed = needed || ((const dtrain__tape_tensor *)node->op.outputs[i])->wanted;
+    return needed;
+}
+
+/* Makes the segment's values again as far as backward needs them, if they are gone; node is the
+ * last that has a backward to run.
+ *
+ * 1. what the backward functions read is wanted
+ * 2. from the last dropped node to the first: if it is needed, its inputs are wanted as well
+ * 3. the needed ones run, in the order of forward */
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
 {
     dtrain__tape_segment *segment = node->segment;
-    dtrain__call *call, *before, *first = NULL;
+    dtrain_node *first = NULL, *made, *before;
     if (!segment || !segment->successor) return DTRAIN_OK;
     if (tape->regions[segment->region].owner == segment) return DTRAIN_OK; /* done already */
     dtrain__region_take(tape, segment);
-    dtrain__want_backward(segment, node);
-    for (call = segment->calls; call; call = before) {
-        const dtrain_node *made_by = call->node, *sum = made_by->sum;
-        before = call->next;
-        if (!(made_by->reached && made_by->reads_rest) && !dtrain__is_wanted(made_by->out) &&
-            !(sum && dtrain__is_wanted(sum->out)))
-            continue;
-        for (int i = 0; i < 2; i++) {
-            dtrain__want(segment, made_by->in[i]);
-            if (sum) dtrain__want(segment, sum->in[i]);
-        }
-        call->next = first;
-        first = call;
+    for (; node && node->segment == segment; node = node->previous) {
+        const dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        if (op->desc->reads & DTRAIN_OP_READS_INPUTS)
+            dtrain__want(segment, op->inputs, op->input_count);
+        if (op->desc->reads & DTRAIN_OP_READS_OUTPUTS)
+            dtrain__want(segment, op->outputs, op->output_count);
     }
-    for (call = first; call; call = call->next, tape->recomputed_count++)
-        DTRAIN__TRY(call->kernel(tape->device, call->args));
+    for (made = segment->dropped; made; made = before) {
+        before = made->redo;
+        if (!dtrain__is_needed(made)) continue;
+        dtrain__want(segment, made->op.inputs, made->op.input_count);
+        made->redo = first;
+        first = made;
+    }
+    for (made = first; made; made = made->redo, tape->recomputed_count++)
+        DTRAIN__TRY(dtrain__op_run(made));
     return DTRAIN_OK;
 }
 
@@ -15378,1220 +16863,124 @@ DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t ever
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
+/* ================================================================================================
+ * src/tape/arena.c
+ * ==============================================================================================*/
+
+/* The tape's memory
+ *
+ * Chunks from the device or the host, arenas that are moved through and rewound, and tensors made
+ * in them. */
+
+#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+
+DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
+                                            dtrain__chunk *chunk)
 {
-    if (!tape || tape->error != DTRAIN_OK) return;
-    if (tape->state != DTRAIN__TAPE_FORWARD)
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
-    else if (unit != tape->unit) {
-        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
-        dtrain__segment_begin(tape);
+    while (chunk) {
+        dtrain__chunk *next = chunk->next;
+        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
+        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+        chunk = next;
     }
 }
 
-static dtrain_result dtrain__flags_check(uint32_t flags)
+/* device NULL: host memory. NULL when there is none; the error sticks. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+                                                    size_t bytes)
 {
-    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
-    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
-    if ((flags & low) == low)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
-                           "pass has one of them",
-                           flags);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
-    tape->error = DTRAIN_OK;
-    dtrain__bump_rewind(&tape->host);
-    dtrain__bump_rewind(&tape->data);
-    dtrain__segments_forget(tape);
-    for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
-    tape->last = NULL;
-    tape->node_count = tape->tensor_count = 0;
-    tape->flags = flags;
-    tape->seed = seed;
-    tape->dropout_count = 0;
-    tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
-                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
-                                           : DTRAIN_DTYPE_F32;
-    tape->casts = NULL;
-    dtrain_result result = dtrain__flags_check(flags);
-    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
-}
-
-/* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
-DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (tape->error != DTRAIN_OK) return tape->error;
-    if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
-    const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
-                                                       : "this pass has had its backward";
-    dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call, why);
-    return tape->error;
-}
-
-static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
-                                         const void *host, bool requires_grad)
-{
-    const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
-                           dtrain_dtype_name(dtype));
-    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
-    if (!shape || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
-    if (ndim < 1 || ndim > 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
-    for (uint32_t i = 0; i < ndim; i++)
-        if (shape[i] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
-                               (long long)shape[i]);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
-{
-    const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid;
-}
-
-/* The caller's data goes to the input's page-locked place, if it is not there yet, and from there
- * to the device when the stream comes to it. *host becomes that place. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
-{
-    dtrain__feed *feed = tape->feed;
-    dtrain__feed_item *item = &feed->items[feed->next];
-    const size_t bytes = (size_t)x->count * 4;
-    if (feed->next == DTRAIN__FEED_ITEMS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_tape_input: a pass that is replayed has at most %d inputs",
-                           DTRAIN__FEED_ITEMS);
-    if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
-        item->bytes = bytes;
-        item->dtype = (dtrain_dtype)x->dtype;
-        feed->count++;
-    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
-                           "step; a step that is replayed must repeat its shapes",
-                           feed->next + 1, bytes, item->bytes);
+    const dtrain_allocator *host = &tape->allocator;
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    void *memory = NULL;
+    dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
+    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
+    else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
+    if (memory) {
+        chunk->bytes = bytes;
+        chunk->memory = (char *)memory;
+        if (device) tape->allocation_count++;
+        return chunk;
     }
-    if (!feed->filled) memcpy(item->pinned, *host, bytes);
-    item->host = *host;
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        item->valid_count = dtrain__count_valid(item->pinned, x->count);
-    *host = item->pinned;
-    feed->next++;
-    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
-                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+    dtrain__tape_stick(tape, result);
+    dtrain__chunks_destroy(tape, device, chunk);
+    return NULL;
 }
 
-DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                            const int64_t *shape, const void *host,
-                                            bool requires_grad)
+DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
-    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
-    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
+    arena->at = &arena->first;
+    arena->used = 0;
+}
+
+static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
+{
+    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    while (*arena->at && (*arena->at)->bytes - arena->used < bytes) {
+        arena->at = &(*arena->at)->next;
+        arena->used = 0;
+    }
+    if (!*arena->at) {
+        size_t chunk_bytes = bytes;
+        if (!arena->device && bytes < DTRAIN__TAPE_HOST_BYTES)
+            chunk_bytes = DTRAIN__TAPE_HOST_BYTES;
+        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
+        if (!*arena->at) return NULL;
+        if (arena->device) tape->activation_bytes += chunk_bytes;
+    }
+    void *memory = (*arena->at)->memory + arena->used;
+    arena->used += bytes;
+    return memory;
+}
+
+/* A zeroed node or tensor. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+{
+    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+/* Device memory for count values of this pass, contents undefined: results of the node, or what
+ * stays until the next begin when node is NULL. */
+DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                                        uint32_t dtype)
+{
+    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
+    size_t bytes;
+    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
+        bytes > PTRDIFF_MAX) {
+        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
+                          "a tensor of %lld elements is more than this machine can address",
+                          (long long)count);
         return NULL;
-    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
-    if (!x) return NULL;
-    x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
-    const size_t bytes = (size_t)x->count * 4;
-    dtrain_result result;
-    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
-    else
-        result =
-            tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
-    /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
-        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
-    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
-}
-
-/* ================================================================================================
- * src/tape/backward.c
- * ==============================================================================================*/
-
-/* Reading. */
-
-static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                        const float *host, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
-    if (!tensor || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                           tensor ? "host" : "tensor");
-    if (!dtrain__is_float(tensor))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
-                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host)
-{
-    const char *const call = "dtrain_tensor_read";
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
-    DTRAIN__TRY(dtrain__check_intact(tensor, call));
-    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
-                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
-    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
-        uint16_t bits;
-        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] =
-            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
-    return DTRAIN_OK;
+    return dtrain__bump_take(tape, arena, bytes);
 }
 
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host)
+/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
+ */
+DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
+                                                  dtrain_dtype dtype, uint32_t ndim,
+                                                  const int64_t *shape)
 {
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
-    if (tensor->producer || !tensor->needs_grad)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
-                                               "requires_grad keep their gradient");
-    if (tape->state != DTRAIN__TAPE_DONE)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
-    size_t bytes = (size_t)tensor->count * sizeof(float);
-    if (!tensor->grad) { /* the loss does not depend on it */
-        memset(host, 0, bytes);
-        return DTRAIN_OK;
-    }
-    return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
-                                   DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
-{
-    memset(info, 0, sizeof *info);
-    if (!tape) return;
-    info->node_count = tape->node_count;
-    info->tensor_count = tape->tensor_count;
-    info->recomputed_count = tape->recomputed_count;
-    info->activation_bytes = tape->activation_bytes;
-    info->gradient_bytes = tape->gradient_bytes;
-    info->block_allocations = tape->allocation_count;
-}
-
-/* ---- Backward
-*
- * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
- *    will get a contribution; alias and target are counted apart, as the strategy registered them
- * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
- *    backward, give its output's gradient back, tell the strategy about parameters that have had
- *    their last contribution */
-
-static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
-{
-    dtrain_node *node;
-    if (loss->producer) loss->producer->reached = true;
-    for (node = tape->last; node; node = node->previous) {
-        if (!node->reached) continue;
-        for (int i = 0; i < 2; i++) {
-            dtrain_tensor *x = node->in[i];
-            if (x && x->needs_grad && x->producer) x->producer->reached = true;
-            /* a backward that failed half-way leaves a count behind */
-            if (node->param[i] && !tape->planning) node->param[i]->pending_uses = 0;
-        }
-    }
-    if (tape->planning) return;
-    for (node = tape->last; node; node = node->previous)
-        for (int i = 0; i < 2; i++)
-            if (node->reached && node->param[i]) node->param[i]->pending_uses++;
-}
-
-static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
-{
-    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-    DTRAIN__TRY(dtrain__segment_again(tape, node));
-    DTRAIN__TRY(node->backward(tape, node));
-    dtrain__gradient_drop(node->out);
-    for (int i = 0; i < 2 && !tape->planning; i++) {
-        dtrain_param *p = node->param[i];
-        if (!p || --p->pending_uses > 0 || !tape->strategy || !dtrain__param_trainable(tape, p))
-            continue;
-        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->index));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    bool accumulate;
-    tape->segment = NULL;
-    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
-    dtrain__mark_reached(tape, loss);
-    DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
-    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
-    for (dtrain_node *node = tape->last; node; node = node->previous)
-        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
-    return dtrain__tape_enter(tape, -1);
-}
-
-DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    const char *const call = "dtrain_tape_backward";
-    dtrain_result result = dtrain__tape_check(tape, call);
-    if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
-    if (tape->flags & DTRAIN_TAPE_NO_GRAD)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
-                             call);
-    else if (!loss) result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
-    else if (loss->count != 1)
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                             "%s: the loss has %lld elements, not one; use dtrain_mean or "
-                             "dtrain_sum",
-                             call, (long long)loss->count);
-    else if (!loss->needs_grad)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE,
-                             "%s: the loss depends on no trainable parameter "
-                             "and no input with requires_grad",
-                             call);
-    else result = dtrain__backward_run(tape, loss, scale);
-    tape->state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, result);
-}
-
-/* ================================================================================================
- * src/tape/ops.c
- * ==============================================================================================*/
-
-/* Operations
- *
- * Every operation has the same steps, and its own arguments:
- *
- *     node = dtrain__op(...)               NULL after an error: the operation does nothing
- *     dtrain__check_input, _check_param    the sentence says what differs from what
- *     fill node->forward                   memory from dtrain__output and dtrain__take_data
- *     if (tape->error) return NULL         one look for all allocations above
- *     return dtrain__record(tape, node, dtrain__run_kernel(tape, node, kernel, arguments))
- *
- * Its backward reads node->forward and node->out->grad and contributes to the gradients of inputs
- * and parameters. What a node keeps alive until then, beside its parameters:
- *
- *     linear          x; with GELU the value before it, with ReLU the output
- *     layernorm       x, mean and rstd of each row
- *     embedding       tokens
- *     attention       qkv, y, log-sum-exp of each row and head
- *     cross_entropy   logits, targets, log-sum-exp of each row
- *     add, scale, cast, dropout, sum, mean: nothing
- *
- * node->reads_input, reads_output and reads_rest say the same to activation checkpointing. */
-
-/* ================================================================================================
- * src/tape/ops_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of tape/ beside the public API. */
-
-typedef struct dtrain__text {
-    char text[96];
-} dtrain__text;
-
-/* tape/ops.c */
-DTRAIN__PRIVATE dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kind,
-                                        dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
-                                        dtrain_tensor *first, dtrain_tensor *second);
-DTRAIN__PRIVATE const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape,
-                                               dtrain__text *to);
-DTRAIN__PRIVATE bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_dtype dtype);
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(dtrain_param *p, int64_t shape[4]);
-DTRAIN__PRIVATE int64_t dtrain__param_rows(dtrain_param *p);
-DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
-DTRAIN__PRIVATE bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_param *p, int64_t rows, int64_t columns);
-DTRAIN__PRIVATE float *dtrain__param_value(dtrain_param *p);
-DTRAIN__PRIVATE void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x,
-                                     int64_t n, uint32_t dtype);
-DTRAIN__PRIVATE float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node,
-                                           int64_t count);
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count);
-DTRAIN__PRIVATE const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node);
-DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p);
-DTRAIN__PRIVATE dtrain_tensor *dtrain__record(dtrain_tape *tape, dtrain_node *node,
-                                              dtrain_result kernel);
-DTRAIN__PRIVATE int64_t dtrain__last_axis(const dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_dtype dtrain__dtype(const dtrain_tensor *x);
-
-/* tape/layers.c */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name,
-                                                 dtrain_tensor *x, dtrain_param *weight,
-                                                 dtrain_param *bias, const dtrain_node *sum);
-
-/* Kernels as a node calls them: tape/ops.c */
-DTRAIN__PRIVATE dtrain_result dtrain__call_gemm(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_layernorm(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_embedding(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_attention(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_add(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_axpby(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_dropout(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_convert(dtrain_device *device, const void *args);
-
-#define DTRAIN__CALL(op)                                                                     \
-    DTRAIN__PRIVATE dtrain_result dtrain__call_##op(dtrain_device *device, const void *args) \
-    {                                                                                        \
-        return device->ops->op(device, (const dtrain_##op##_args *)args);                    \
-    }
-DTRAIN__CALL(gemm)
-DTRAIN__CALL(layernorm)
-DTRAIN__CALL(embedding)
-DTRAIN__CALL(attention)
-DTRAIN__CALL(add)
-DTRAIN__CALL(axpby)
-DTRAIN__CALL(dropout)
-DTRAIN__CALL(convert)
-#undef DTRAIN__CALL
-
-/* A node for one call. Without gradients too: the kernel's arguments have to be somewhere, and it
- * costs nothing but a little host memory until the next begin. kind is the operation's
- * DTRAIN_CHECKPOINT bit, 0 if its results are always kept. */
-DTRAIN__PRIVATE dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kind,
-                                        dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
-                                        dtrain_tensor *first, dtrain_tensor *second)
-{
-    if (dtrain__tape_check(tape, name) != DTRAIN_OK) return NULL;
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, sizeof *node);
-    if (!node) return NULL;
-    node->name = name;
-    node->backward = backward;
-    node->in[0] = first;
-    node->in[1] = second;
-    node->unit = tape->unit;
-    node->mark = tape->mark_count;
-    node->segment = tape->segment;
-    node->dropped = tape->segment && (tape->dropped_ops & kind);
-    return node;
-}
-
-/* ---- Checks -----------------------------------------------------------------------------------*/
-
-/* "(6, 16)", with "any" for -1. Written to *to, so that one sentence can have several. */
-DTRAIN__PRIVATE const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape,
-                                               dtrain__text *to)
-{
-    size_t used = 0;
+    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
+    if (!tensor) return NULL;
+    size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
-        char length[24] = "any";
-        if (shape[i] >= 0) snprintf(length, sizeof length, "%lld", (long long)shape[i]);
-        used += (size_t)snprintf(to->text + used, sizeof to->text - used, "%s%s", i ? ", " : "(",
-                                 length); /* 4 axes of 19 digits fit */
+        /* what overflows is left at the largest count, which take_data refuses */
+        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
+        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
+        tensor->shape[i] = shape[i];
     }
-    snprintf(to->text + used, sizeof to->text - used, ")");
-    return to->text;
-}
-
-/* Input i is there, of this type (for F32 any type of float) and stays where it is as long as the
- * node needs it. A gradient that it needs makes the node need one. */
-DTRAIN__PRIVATE bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_dtype dtype)
-{
-    dtrain_tensor *x = node->in[i];
-    if (x && (dtype == DTRAIN_DTYPE_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
-        if (x->needs_grad) node->needs_grad = true;
-        return dtrain__tape_stick(tape, dtrain__tensor_keep(tape, x, node->name)) == DTRAIN_OK;
-    }
-    const char *found = x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL";
-    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: input %d is %s, expected %s", node->name,
-                      i + 1, found, dtrain_dtype_name(dtype));
-    return false;
-}
-
-/* The axes of a parameter: all zero means one axis of count, and for an alias its target's. */
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(dtrain_param *p, int64_t shape[4])
-{
-    const dtrain_param *from = p->shape[0] || p->count ? p : dtrain__param_storage(p);
-    uint32_t ndim = 0;
-    memcpy(shape, from->shape, sizeof from->shape);
-    while (ndim < 4 && shape[ndim] != 0) ndim++;
-    if (ndim > 0) return ndim;
-    shape[0] = from->count;
-    return 1;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__param_rows(dtrain_param *p)
-{
-    int64_t shape[4];
-    dtrain__param_shape(p, shape);
-    return shape[0];
-}
-
-DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
-{
-    return p->name ? p->name : "?";
-}
-
-static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p,
-                                uint32_t ndim, const int64_t *expected)
-{
-    int64_t shape[4];
-    dtrain__text found_text, expected_text, input_text;
-    uint32_t found = dtrain__param_shape(p, shape);
-    bool same = found == ndim;
-    for (uint32_t i = 0; same && i < ndim; i++) same = expected[i] < 0 || expected[i] == shape[i];
-    if (same) return true;
-    const dtrain_tensor *x = node->in[0];
-    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s",
-                      node->name, dtrain__param_name(p),
-                      dtrain__shape_text(found, shape, &found_text),
-                      dtrain__shape_text(x->ndim, x->shape, &input_text),
-                      dtrain__shape_text(ndim, expected, &expected_text));
-    return false;
-}
-
-/* A sharded strategy has values of the gathered unit only. */
-static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p)
-{
-    const dtrain_param *storage = dtrain__param_storage(p);
-    const char *name = dtrain__param_name(p);
-    const bool foreign = tape->strategy && !p->storage;
-    if (storage->value && !foreign) return true;
-    if (foreign || !tape->strategy)
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
-                          node->name, name, foreign ? "belongs to no strategy" : "has no value");
-    else if (tape->unit < 0)
-        dtrain__tape_fail(
-            tape, DTRAIN_ERROR_USAGE,
-            "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark it "
-            "with dtrain_tape_unit",
-            node->name, name, p->unit);
-    else
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
-                          "register an alias of it in each other unit that uses it",
-                          node->name, name, p->unit, (long long)tape->unit);
-    return false;
-}
-
-/* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
- * is 0; -1 takes any length. */
-DTRAIN__PRIVATE bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_param *p, int64_t rows, int64_t columns)
-{
-    const int64_t expected[2] = {rows, columns};
-    node->param[i] = p;
-    if (!p) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: parameter %d is NULL", node->name,
-                          i + 1);
-        return false;
-    }
-    if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
-    if (!tape->planning && !dtrain__check_value(tape, node, p)) return false;
-    if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
-    return true;
-}
-
-DTRAIN__PRIVATE float *dtrain__param_value(dtrain_param *p)
-{
-    return p ? dtrain__param_storage(p)->value : NULL;
-}
-
-/* ---- Results ----------------------------------------------------------------------------------*/
-
-/* Output of the node: x's shape with n in the last axis. NULL after an error. */
-DTRAIN__PRIVATE void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x,
-                                     int64_t n, uint32_t dtype)
-{
-    int64_t shape[4];
-    memcpy(shape, x->shape, sizeof shape);
-    shape[x->ndim - 1] = n;
-    node->out = dtrain__tensor_new(tape, node, (dtrain_dtype)dtype, x->ndim, shape);
-    return node->out ? node->out->data : NULL;
-}
-
-DTRAIN__PRIVATE float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node,
-                                           int64_t count)
-{
-    return (float *)dtrain__take_data(tape, node, count, DTRAIN_DTYPE_F32);
-}
-
-/* count values in another type, to stay until the next begin; themselves when they have it. NULL
- * after an error. */
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count)
-{
-    if (from == (uint32_t)to) return values;
-    void *made = dtrain__take_data(tape, NULL, count, to);
-    dtrain_convert_args args = {count, values, made, (dtrain_dtype)from, to};
-    if (!made || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
-        return NULL;
-    return made;
-}
-
-/* The node's input in the type of autocast: a result of the node like others. */
-DTRAIN__PRIVATE const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_tensor *x = node->in[0];
-    if (x->dtype == (uint32_t)tape->cast) return x->data;
-    void *made = dtrain__take_data(tape, node, x->count, tape->cast);
-    dtrain_convert_args args = {x->count, x->data, made, (dtrain_dtype)x->dtype, tape->cast};
-    node->reads_rest = true;
-    if (!made || dtrain__tape_stick(tape, dtrain__run_kernel(tape, node, dtrain__call_convert,
-                                                             &args, sizeof args)))
-        return NULL;
-    return made;
-}
-
-/* A weight in the type of autocast: the strategy's copy, or rounded at its first use in this pass.
- * The copy is no result of a node: other units may use it too. */
-DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
-{
-    const dtrain_param *storage = dtrain__param_storage(p);
-    if (tape->cast == DTRAIN_DTYPE_F32) return storage->value;
-    const void *low =
-        tape->strategy ? dtrain__strategy_low(tape->strategy, storage, tape->cast) : NULL;
-    if (low) return low;
-    for (dtrain__cast *cast = tape->casts; cast; cast = cast->next)
-        if (cast->storage == storage) return cast->low;
-    dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
-    if (!cast) return NULL;
-    cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, tape->cast, storage->count);
-    cast->next = tape->casts;
-    tape->casts = cast;
-    return cast->low;
-}
-
-/* Ends an operation: the node goes on the tape if a gradient will have to pass through it. Uses are
- * counted for in-place backwards, which must know that nobody else will look at an input. */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__record(dtrain_tape *tape, dtrain_node *node,
-                                              dtrain_result kernel)
-{
-    if (dtrain__tape_stick(tape, kernel) != DTRAIN_OK) return NULL;
-    if (!node->needs_grad) return node->out;
-    node->out->producer = node;
-    node->out->needs_grad = true;
-    for (int i = 0; i < 2; i++)
-        if (node->in[i]) node->in[i]->pending_uses++;
-    node->previous = tape->last;
-    tape->last = node;
-    tape->node_count++;
-    return node->out;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__last_axis(const dtrain_tensor *x) { return x->shape[x->ndim - 1]; }
-DTRAIN__PRIVATE dtrain_dtype dtrain__dtype(const dtrain_tensor *x)
-{
-    return (dtrain_dtype)x->dtype;
-}
-
-/* ================================================================================================
- * src/tape/layers.c
- * ==============================================================================================*/
-
-/* Linear. */
-
-/* With z = x weight^T + bias and y = act(z):
- *
- *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
- *
- * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
- * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
- * output and has no other use, the product that makes d_x multiplies by that activation's
- * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
-
-/* The layer that made x, if this product may finish its activation's backward. Both must be of the
- * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
-static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_tensor *x)
-{
-    dtrain_node *inner = x->producer;
-    const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
-                      inner->forward.linear.activation == DTRAIN_ACTIVATION_GELU &&
-                      x->pending_uses == 1 && !x->grad_written;
-    return fits ? inner : NULL;
-}
-
-/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
-static dtrain_result dtrain__linear_backward_x(dtrain_tape *tape, dtrain_node *node,
-                                               dtrain_gemm_args gemm)
-{
-    const dtrain_gemm_args *forward = &node->forward.linear;
-    dtrain_tensor *x = node->in[0];
-    dtrain_node *inner = dtrain__inner_layer(node, x);
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    gemm.flags = 0;
-    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
-    gemm.b = forward->b, gemm.ldb = forward->k;
-    gemm.c = x->grad, gemm.ldc = forward->k;
-    gemm.c_dtype = dtrain__dtype(x);
-    gemm.beta = accumulate ? 1.0f : 0.0f;
-    gemm.bias_grad = NULL;
-    if (inner) {
-        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
-        gemm.activation = inner->forward.linear.activation;
-        gemm.aux = inner->forward.linear.aux;
-        gemm.bias_grad = dtrain__param_grad(tape, inner, 1, &gemm.accumulate_bias_grad);
-        inner->grad_is_inner = true;
-    }
-    return tape->device->ops->gemm(tape->device, &gemm);
-}
-
-static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_gemm_args *forward = &node->forward.linear;
-    const dtrain_device_ops *ops = tape->device->ops;
-    dtrain_tensor *y = node->out;
-    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !node->grad_is_inner;
-    bool add_weight, add_bias = false;
-    float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight), *d_bias = NULL;
-    dtrain_gemm_args gemm;
-    memset(&gemm, 0, sizeof gemm);
-    if (!node->grad_is_inner) d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
-
-    if (activated) DTRAIN__TRY(dtrain__gradient_own(tape, y));
-    if (activated || (d_bias && !d_weight)) {
-        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-        const void *z = forward->aux ? forward->aux : forward->c;
-        dtrain_activation_backward_args args = {activated ? forward->activation
-                                                          : (uint32_t)DTRAIN_ACTIVATION_NONE,
-                                                add_bias,
-                                                forward->m,
-                                                forward->n,
-                                                z,
-                                                y->grad,
-                                                y->grad,
-                                                d_bias,
-                                                forward->c_dtype};
-        DTRAIN__TRY(ops->activation_backward(tape->device, &args));
-        d_bias = NULL;
-    }
-    gemm.alpha = 1;
-    gemm.a = y->grad;
-    gemm.lda = forward->n;
-    gemm.a_dtype = forward->c_dtype;
-    gemm.b_dtype = forward->a_dtype;
-    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
-        gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
-        gemm.b = forward->a, gemm.ldb = forward->k;
-        gemm.c = d_weight, gemm.ldc = forward->k;
-        gemm.c_dtype = DTRAIN_DTYPE_F32;
-        gemm.beta = add_weight ? 1.0f : 0.0f;
-        gemm.bias_grad = d_bias;
-        gemm.accumulate_bias_grad = add_bias;
-        DTRAIN__TRY(ops->gemm(tape->device, &gemm));
-    }
-    return node->in[0]->needs_grad ? dtrain__linear_backward_x(tape, node, gemm) : DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
-                                        dtrain_param *bias, dtrain_activation activation)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_linear", DTRAIN_CHECKPOINT_LINEAR,
-                                   dtrain__linear_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    const int64_t in = dtrain__last_axis(x), rows = x->count / in;
-    if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
-    const int64_t out = dtrain__param_rows(weight);
-    if (bias && !dtrain__check_param(tape, node, 1, bias, out, 0)) return NULL;
-    if ((uint32_t)activation > DTRAIN_ACTIVATION_GELU)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_linear: unknown activation %d", (int)activation);
-
-    dtrain_gemm_args *args = &node->forward.linear;
-    args->flags = DTRAIN_GEMM_TRANS_B;
-    args->activation = activation;
-    args->m = rows, args->n = out, args->k = in;
-    args->alpha = 1;
-    args->a = dtrain__cast_input(tape, node), args->lda = in;
-    args->b = dtrain__cast_weight(tape, weight), args->ldb = in;
-    args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
-    args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
-    args->bias = dtrain__param_value(bias);
-    if (activation == DTRAIN_ACTIVATION_GELU && node->needs_grad)
-        args->aux = dtrain__take_data(tape, node, rows * out, tape->cast);
-    node->reads_input = true;
-    node->reads_output = activation == DTRAIN_ACTIVATION_RELU;
-    if (args->aux) node->reads_rest = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_gemm, args, sizeof *args));
-}
-
-/* ---- Layer normalisation ----------------------------------------------------------------------*/
-
-/* With h = (x - mean) rstd, rows of n elements, and d_h = d_y weight:
- *
- *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
- *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
- *
- * Behind add_layernorm x is a sum, whose gradient is complete here: this was the first node to use
- * it. Its narrower summand gets a rounded copy while the values are at hand. */
-static dtrain_result dtrain__layernorm_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_layernorm_args *forward = &node->forward.layernorm;
-    const dtrain_device_ops *ops = tape->device->ops;
-    dtrain_tensor *x = node->in[0];
-    bool add_weight, add_bias;
-    dtrain_layernorm_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.rows = forward->rows;
-    args.n = forward->n;
-    args.x = x->data;
-    args.weight = forward->weight;
-    args.mean = forward->mean;
-    args.rstd = forward->rstd;
-    args.d_y = node->out->grad;
-    args.x_dtype = forward->x_dtype;
-    args.y_dtype = forward->y_dtype;
-    args.d_weight = dtrain__param_grad(tape, node, 0, &add_weight);
-    args.d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
-    args.accumulate_params = add_weight || add_bias;
-    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
-    if (args.d_weight && args.d_bias && add_weight != add_bias)
-        DTRAIN__TRY(ops->zero(tape->device, add_weight ? args.d_bias : args.d_weight,
-                              (size_t)args.n * sizeof(float)));
-    if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate_x));
-    args.d_x = x->grad;
-    if (forward->residual && x->needs_grad) {
-        dtrain_node *sum = x->producer;
-        dtrain_tensor *residual = sum->in[1];
-        if (residual->needs_grad && !residual->grad_written && residual->dtype != x->dtype) {
-            bool accumulate;
-            DTRAIN__TRY(dtrain__gradient_open(tape, residual, &accumulate));
-            args.d_residual = residual->grad;
-            sum->residual_done = true;
-        }
-    }
-    return ops->layernorm_backward(tape->device, &args);
-}
-
-/* Of x, or of x + residual, which then becomes sum->data. */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name,
-                                                 dtrain_tensor *x, dtrain_param *weight,
-                                                 dtrain_param *bias, const dtrain_node *sum)
-{
-    dtrain_node *node =
-        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__layernorm_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    const int64_t n = dtrain__last_axis(x), rows = x->count / n;
-    if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
-    if (bias && !dtrain__check_param(tape, node, 1, bias, n, 0)) return NULL;
-
-    dtrain_layernorm_args *args = &node->forward.layernorm;
-    args->rows = rows;
-    args->n = n;
-    args->epsilon = 1e-5f;
-    args->x = sum ? sum->in[0]->data : x->data;
-    args->weight = dtrain__param_value(weight);
-    args->bias = dtrain__param_value(bias);
-    args->y = dtrain__output(tape, node, x, n, tape->cast);
-    args->mean = dtrain__take_floats(tape, node, rows);
-    args->rstd = dtrain__take_floats(tape, node, rows);
-    args->residual = sum ? sum->in[1]->data : NULL;
-    args->sum = sum ? x->data : NULL;
-    args->x_dtype = dtrain__dtype(x);
-    args->y_dtype = tape->cast;
-    node->sum = sum;
-    node->reads_input = node->reads_rest = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__call_layernorm, args, sizeof *args));
-}
-
-DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias)
-{
-    return dtrain__layernorm(tape, "dtrain_layernorm", x, weight, bias, NULL);
-}
-
-/* ---- Embedding --------------------------------------------------------------------------------*/
-
-/* d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
- * The kernel touches only rows that occur, so the others have to become zero first. */
-static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_embedding_args *forward = &node->forward.embedding;
-    const dtrain_device_ops *ops = tape->device->ops;
-    float *grad[2];
-    for (int i = 0; i < 2; i++) {
-        bool add;
-        grad[i] = dtrain__param_grad(tape, node, i, &add);
-        if (!grad[i] || add) continue;
-        size_t rows = (size_t)dtrain__param_rows(node->param[i]);
-        DTRAIN__TRY(ops->zero(tape->device, grad[i], rows * (size_t)forward->n * sizeof(float)));
-    }
-    dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
-                                           forward->vocab, forward->tokens,   node->out->grad,
-                                           grad[0],        grad[1],           DTRAIN_DTYPE_F32};
-    return ops->embedding_backward(tape->device, &args);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
-                                           dtrain_param *token, dtrain_param *position)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_embedding", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__embedding_backward, tokens, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_I32)) return NULL;
-    if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
-    int64_t token_shape[4];
-    dtrain__param_shape(token, token_shape);
-    const int64_t n = token_shape[1], sequence = dtrain__last_axis(tokens), rows = tokens->count;
-    if (position && !dtrain__check_param(tape, node, 1, position, -1, n)) return NULL;
-    if (position && dtrain__param_rows(position) < sequence)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_embedding: parameter %s has %lld positions, the tokens "
-                                 "%lld",
-                                 dtrain__param_name(position),
-                                 (long long)dtrain__param_rows(position), (long long)sequence);
-
-    const int64_t shape[2] = {rows, n};
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 2, shape);
-    if (!node->out) return NULL;
-    dtrain_embedding_args *args = &node->forward.embedding;
-    args->rows = rows;
-    args->sequence = sequence;
-    args->n = n;
-    args->vocab = token_shape[0];
-    args->tokens = (const int32_t *)tokens->data;
-    args->wte = dtrain__param_value(token);
-    args->wpe = dtrain__param_value(position);
-    args->y = node->out->data;
-    args->dtype = DTRAIN_DTYPE_F32;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
-}
-
-/* ---- Attention --------------------------------------------------------------------------------*/
-
-/* With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
- *
- *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
-static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_attention_args *forward = &node->forward.attention;
-    dtrain_tensor *qkv = node->in[0];
-    dtrain__chunk *earlier;
-    DTRAIN__TRY(dtrain__gradient_fresh(tape, qkv, &earlier));
-    dtrain_attention_backward_args args = {forward->batch, forward->sequence, forward->heads,
-                                           forward->n,     forward->causal,   forward->qkv,
-                                           forward->y,     forward->lse,      node->out->grad,
-                                           qkv->grad,      forward->dtype};
-    DTRAIN__TRY(tape->device->ops->attention_backward(tape->device, &args));
-    return dtrain__gradient_merge(tape, qkv, earlier);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_attention", DTRAIN_CHECKPOINT_ATTENTION,
-                                   dtrain__attention_backward, qkv, NULL);
-    dtrain__text text;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
-    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
-                                 flags);
-    if (sequence < 1 || rows % sequence || heads < 1 || width % 3 || n % heads)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_attention: qkv %s does not divide into sequences of %lld "
-                                 "rows and 3 x %lld heads",
-                                 dtrain__shape_text(qkv->ndim, qkv->shape, &text),
-                                 (long long)sequence, (long long)heads);
-
-    dtrain_attention_args *args = &node->forward.attention;
-    args->batch = rows / sequence;
-    args->sequence = sequence;
-    args->heads = heads;
-    args->n = n;
-    args->causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    args->qkv = qkv->data;
-    args->dtype = dtrain__dtype(qkv);
-    args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);
-    args->lse = dtrain__take_floats(tape, node, rows * heads);
-    node->reads_input = node->reads_output = node->reads_rest = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__call_attention, args, sizeof *args));
-}
-
-/* ================================================================================================
- * src/tape/elementwise.c
- * ==============================================================================================*/
-
-/* Elementwise. */
-
-/* Both inputs share the gradient of the sum until one of them has more to add. The sum has the
- * wider type of the two, x's when they are as wide. */
-static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    for (int i = 0; i < (node->residual_done ? 1 : 2); i++)
-        if (node->in[i]->needs_grad)
-            DTRAIN__TRY(dtrain__gradient_pass(tape, node->out, node->in[i]));
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
-{
-    dtrain_node *node =
-        dtrain__op(tape, "dtrain_add", DTRAIN_CHECKPOINT_ELEMENTWISE, dtrain__add_backward, x, y);
-    dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
-    if (x->count != y->count || dtrain__last_axis(x) != dtrain__last_axis(y))
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
-                                 dtrain__shape_text(x->ndim, x->shape, &left),
-                                 dtrain__shape_text(y->ndim, y->shape, &right));
-    const dtrain_tensor *wide = y->dtype == DTRAIN_DTYPE_F32 ? y : x, *other = wide == y ? x : y;
-    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), wide->dtype);
-    if (!out) return NULL;
-    dtrain_add_args args = {x->count, wide->data,          other->data,
-                            out,      dtrain__dtype(wide), dtrain__dtype(other)};
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_add, &args, sizeof args));
-}
-
-/* The sum is a node of its own, whose kernel is part of the normalisation's: what only fuses the
- * passes over memory need not tie two gradients together. It is dropped when that is. */
-DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                               dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, dtrain_tensor **sum)
-{
-    const char *const name = "dtrain_add_layernorm";
-    dtrain_node *node =
-        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__add_backward, x, residual);
-    dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
-    if (!sum) return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", name);
-    if (x->count != residual->count || dtrain__last_axis(x) != dtrain__last_axis(residual))
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", name,
-                                 dtrain__shape_text(x->ndim, x->shape, &left),
-                                 dtrain__shape_text(residual->ndim, residual->shape, &right));
-    if (residual->dtype != (uint32_t)tape->cast) { /* not what the fused kernel takes */
-        *sum = dtrain_add(tape, x, residual);
-        return dtrain_layernorm(tape, *sum, weight, bias);
-    }
-    if (!dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype)) return NULL;
-    *sum = dtrain__record(tape, node, DTRAIN_OK);
-    return dtrain__layernorm(tape, name, *sum, weight, bias, node);
-}
-
-/* d_x += factor d_y */
-static dtrain_result dtrain__scale_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_tensor *x = node->in[0];
-    dtrain_axpby_args args = {x->count,        false, node->factor, 1,
-                              node->out->grad, NULL,  false,        dtrain__dtype(x)};
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
-    args.y = x->grad;
-    return tape->device->ops->axpby(tape->device, &args);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_scale", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__scale_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    node->factor = factor;
-    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
-    if (!out) return NULL;
-    dtrain_axpby_args args = {x->count, false, factor, 0, x->data, out, false, dtrain__dtype(x)};
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_axpby, &args, sizeof args));
-}
-
-static dtrain_result dtrain__cast_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    return dtrain__gradient_pass(tape, node->out, node->in[0]);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_cast", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__cast_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
-                                 dtrain_dtype_name(dtype));
-    if (dtrain__dtype(x) == dtype) return x;
-    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), dtype);
-    if (!out) return NULL;
-    dtrain_convert_args args = {x->count, x->data, out, dtrain__dtype(x), dtype};
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_convert, &args, sizeof args));
-}
-
-/* Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
-static dtrain_result dtrain__dropout_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_tensor *x = node->in[0];
-    dtrain_dropout_args args = node->forward.dropout;
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
-    args.x = node->out->grad;
-    args.y = x->grad;
-    return tape->device->ops->dropout(tape->device, &args);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__dropout_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_dropout: probability is %g, not in [0, 1)",
-                                 (double)probability);
-    if (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)) return x;
-    dtrain_dropout_args *args = &node->forward.dropout;
-    args->count = x->count;
-    args->probability = probability;
-    args->seed = tape->seed;
-    args->stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
-    args->scalars = tape->scalars;
-    args->dtype = dtrain__dtype(x);
-    args->x = x->data;
-    args->y = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
-    if (!args->y) return NULL;
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_dropout, args, sizeof *args));
-}
-
-/* ---- One-element results ----------------------------------------------------------------------*/
-
-/* factor * sum of x (count), as the node's output (1); added up in double: a float sum over many
- * rows would lose digits of the loss. */
-static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node, const void *x,
-                                            uint32_t dtype, int64_t count)
-{
-    const int64_t shape[1] = {1};
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 1, shape);
-    if (!node->out) return NULL;
-    args.count = count;
-    args.scale = (double)node->factor;
-    args.x = x;
-    args.dtype = (dtrain_dtype)dtype;
-    args.out = (float *)node->out->data;
-    return dtrain__record(tape, node, tape->device->ops->sum(tape->device, &args));
-}
-
-/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
- * the factor: a scaled loss may be beyond fp16 while its mean is not. */
-static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_tensor *x = node->in[0];
-    const dtrain_device_ops *ops = tape->device->ops;
-    dtrain_axpby_args args = {x->count,        false,   node->factor, 1,
-                              node->out->grad, x->grad, true,         dtrain__dtype(x)};
-    if (x->dtype != DTRAIN_DTYPE_F32) {
-        float *scaled = dtrain__take_floats(tape, NULL, 1);
-        dtrain_axpby_args one = {1,      false,  node->factor, 0,
-                                 args.x, scaled, false,        DTRAIN_DTYPE_F32};
-        if (!scaled) return tape->error;
-        DTRAIN__TRY(ops->axpby(tape->device, &one));
-        args.a = 1;
-        args.x = dtrain__cast_to(tape, scaled, DTRAIN_DTYPE_F32, args.dtype, 1);
-        DTRAIN__TRY(tape->error);
-    }
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
-    args.y = x->grad;
-    return ops->axpby(tape->device, &args);
-}
-
-static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
-{
-    dtrain_node *node = dtrain__op(tape, name, 0, dtrain__sum_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    node->factor = mean ? 1.0f / (float)x->count : 1.0f;
-    return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
-{
-    return dtrain__sum(tape, "dtrain_sum", x, false);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
-{
-    return dtrain__sum(tape, "dtrain_mean", x, true);
-}
-
-/* ---- Cross-entropy ----------------------------------------------------------------------------*/
-
-/* d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
- *
- * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
- * only use and the operation that made them does not look at them in its own backward, they are
- * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- * The block that says so belongs to no pool: it goes with the nodes of the pass. */
-static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_cross_entropy_args *forward = &node->forward.cross_entropy;
-    dtrain_tensor *logits = node->in[0];
-    dtrain__chunk *earlier = NULL;
-    if (logits->producer && !logits->producer->reads_output && logits->pending_uses == 1) {
-        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(tape, sizeof *in_place);
-        if (!in_place) return tape->error;
-        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
-        in_place->memory = (char *)logits->data;
-        in_place->owners = 1;
-        in_place->in_region = made->segment && !made->kept;
-        dtrain__gradient_set(logits, in_place);
-    } else {
-        DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
-    }
-    dtrain_cross_entropy_backward_args args = {
-        forward->rows,    forward->n,   node->factor, forward->logits,
-        forward->targets, forward->lse, logits->grad, (const float *)node->out->grad,
-        forward->dtype};
-    DTRAIN__TRY(tape->device->ops->cross_entropy_backward(tape->device, &args));
-    return dtrain__gradient_merge(tape, logits, earlier);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_cross_entropy", 0, dtrain__cross_entropy_backward,
-                                   logits, targets);
-    dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_I32)) return NULL;
-    const int64_t n = dtrain__last_axis(logits), rows = logits->count / n;
-    if (targets->count != rows)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                                 dtrain__shape_text(logits->ndim, logits->shape, &left),
-                                 (long long)rows,
-                                 dtrain__shape_text(targets->ndim, targets->shape, &right));
-
-    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
-    dtrain_cross_entropy_args *args = &node->forward.cross_entropy;
-    args->rows = rows;
-    args->n = n;
-    args->logits = logits->data;
-    args->dtype = dtrain__dtype(logits);
-    args->targets = (const int32_t *)targets->data;
-    args->loss = dtrain__take_floats(tape, node, rows);
-    args->lse = dtrain__take_floats(tape, node, rows);
-    node->reads_input = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
-    dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
-    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
-    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_DTYPE_F32, rows);
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    tensor->count = (int64_t)count;
+    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
+    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
+    tape->tensor_count++;
+    return tensor->data ? tensor : NULL;
 }
 
 /* ================================================================================================

@@ -843,7 +843,8 @@ static void test_weights_in_turn(void)
     dtrain_param alias = c.params[0];
     alias.alias_of = &c.params[0];
     x = dtrain_linear(tape, x, &alias, NULL, DTRAIN_ACTIVATION_NONE);
-    CHECK(x && x->producer->forward.linear.b == x->producer->in[0]->producer->forward.linear.b);
+    CHECK(x &&
+          x->producer->op.param_data[0] == x->producer->op.inputs[0]->producer->op.param_data[0]);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
 }
