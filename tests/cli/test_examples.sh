@@ -38,6 +38,7 @@ good "hello_ddp, 2 ranks" "learned +\+1.0" "$build/hello_ddp"
 good "hello_ddp, 5 ranks" "learned +\+1.0" "$build/hello_ddp" 5
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+good "own_operation, 2 ranks" "step 199  loss 0.0[0-9]" "$build/own_operation"
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
 good "train_gpt, sample" "a sample" $gpt --sample 20
 good "train_gpt, 3 ranks, accumulation, dropout" "validation loss" $gpt --ranks 3 --accum 2 --dropout 0.1
