@@ -40,9 +40,9 @@
        src/tape/ops.h                       Operations
        src/optim/scaler.h                   Loss scaling, clipping
        src/optim/optimizer.h                Optimizers, schedules.
-       src/train/data.h                     Data, samplers.
+       src/train/data.h                     Data: samplers, token files, loaders
        src/train/trainer.h                  Trainer
-       src/train/metrics.h                  Metrics.
+       src/train/metrics.h                  Metrics
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 Numbers that change from step to step, in device memory: kernels that are given their address
        src/comm/backend.h                   One operation as a backend sees it; the calls above check and fill it.
@@ -118,8 +118,8 @@
        src/train/loader.c                   loader.
        src/train/trainer.c                  Trainer
        src/train/trainer_internal.h         What other files may use of train/ beside the public API.
-       src/train/queued_step.c              a step without the host: how it runs.
-       src/train/plan.c                     evaluation.
+       src/train/queued_step.c              A step without the host
+       src/train/plan.c                     Planning: the memory of a step, and the largest batch that fits.
        src/train/metrics.c                  Metrics
        src/device/device.c                  A device of one's own.
        src/device/plan.c                    The plan device
@@ -1499,21 +1499,26 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data.h
  * ==============================================================================================*/
 
-/* Data, samplers. */
+/* Data: samplers, token files, loaders
+ *
+ * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
+ * tokens make a sample. Nothing here communicates: every rank reads its own share. */
 
-/* The indices torch.utils.data.DistributedSampler gives one rank, bit-equal. */
+/* Which of item_count items one rank gets: number by number those of
+ * torch.utils.data.DistributedSampler. */
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
     int64_t item_count;
     uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
-/* How many indices each rank gets per epoch; 0 after an argument error. */
+/* Return how many indices each rank gets per epoch; 0 after an argument error. */
 DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
-/* Writes them for one epoch: indices (dtrain_sampler_count). scratch (item_count) int64. */
+/* Write the indices of one epoch: indices (dtrain_sampler_count). scratch (item_count) is used when
+ * shuffling. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices);
-/* torch.randperm on the CPU for n below 2^32 / 20. */
+/* Write a permutation of 0 to n - 1: that of torch.randperm on the CPU for n below 2^32 / 20. */
 DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
 
 typedef struct dtrain_dataset dtrain_dataset;
@@ -1529,15 +1534,19 @@ typedef struct dtrain_dataset_desc {
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
-DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset);
-DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset);
-/* tokens (count) from position first. */
+
+typedef struct dtrain_dataset_info {
+    int64_t token_count, vocab_count;
+} dtrain_dataset_info;
+/* All zero for a dataset of NULL. */
+DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
+/* Read tokens (count), from position first on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens);
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* Cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
+/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
  * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
  * the same for every world size, so the same seed and global batch see the same data. An epoch has
  * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
@@ -1553,11 +1562,18 @@ typedef struct dtrain_loader_desc {
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* inputs and targets (batch, sequence): targets are inputs one token later. */
+/* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
+ * token later. A call that failed can be repeated. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets);
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader); /* per epoch */
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader);
+
+typedef struct dtrain_loader_info {
+    int64_t samples_per_epoch;
+    uint64_t position; /* samples handed out so far, by all ranks together */
+} dtrain_loader_info;
+/* All zero for a loader of NULL. */
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
+/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 /* ================================================================================================
@@ -1581,10 +1597,10 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
 typedef struct dtrain_trainer_desc {
-    uint32_t accumulation; /* micro-batches per step; 0 = 1 */
-    uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
-    float clip;            /* global gradient norm; 0 = off */
-    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
+    uint32_t micro_batches; /* per step; 0 = 1 */
+    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
+    float clip;             /* global gradient norm; 0 = off */
+    uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
     dtrain_loss_scaler_desc
         loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
@@ -1679,33 +1695,37 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* The largest micro-batch of at most `batch` samples, and the accumulation, with which
- * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
- * an error that names the nearest. Local. */
+/* Split a global batch: *batch_each, at most `batch` and as large as possible, and *micro_batches
+ * make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
+ * divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation);
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches);
 
 /* ================================================================================================
  * src/train/metrics.h
  * ==============================================================================================*/
 
-/* Metrics. */
+/* Metrics
+ *
+ * Reports a run: a line on the terminal, a file of JSON lines, and a summary. Call
+ * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
 
 typedef struct dtrain_metrics dtrain_metrics;
 
 typedef struct dtrain_metrics_desc {
     uint32_t progress_every; /* steps between lines when progress is no terminal; 0 = 10 */
-    int64_t total_steps;     /* for percentage and time left; 0 = unknown */
-    FILE *progress;          /* a live line on a terminal, plain lines otherwise; NULL = none */
-    const char *jsonl_path;  /* one JSON object a step, NULL = none */
+    int64_t total_steps;     /* for the bar and the time left; 0 = unknown */
+    FILE *progress;          /* a live line on a terminal, a table otherwise; NULL = none */
+    const char *jsonl_path;  /* a file of one JSON object a step; NULL = none */
 } dtrain_metrics_desc;
 
-/* Rank 0 writes, the others do nothing. A log file that cannot be opened is an error; one that
- * later cannot be written is one warning, and training goes on. */
+/* Create the report of a run. Only rank 0 writes; every rank keeps the summary. A log file that
+ * cannot be opened is an error; one that later cannot be written is one warning, and training goes
+ * on. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
-/* Keys: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
+/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
  * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
  * are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
@@ -1721,9 +1741,11 @@ typedef struct dtrain_summary {
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* Ends the progress line, writes a last JSON object with the summary and "final": true, closes the
- * file. Safe on NULL. DTRAIN_ERROR_FILE when lines were lost on the way. */
-DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
+/* Ends the progress line, writes a last JSON object with the summary and "final": true, and closes
+ * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
+/* Finishes, if that was not done, and frees. Safe on NULL. */
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* What an author of an operation or a backend needs besides. */
 
@@ -18023,14 +18045,11 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
     dtrain__free(&allocator, dataset, 1, sizeof *dataset);
 }
 
-DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset)
+DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
-    return dataset ? dataset->token_count : 0;
-}
-
-DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset)
-{
-    return dataset ? dataset->vocab_count : 0;
+    if (!info) return;
+    info->token_count = dataset ? dataset->token_count : 0;
+    info->vocab_count = dataset ? dataset->vocab_count : 0;
 }
 
 /* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on
@@ -18240,14 +18259,11 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inpu
     return DTRAIN_OK;
 }
 
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader)
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
-    return loader ? loader->window_count : 0;
-}
-
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader)
-{
-    return loader ? loader->position : 0;
+    if (!info) return;
+    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->position = loader ? loader->position : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
@@ -18313,247 +18329,128 @@ struct dtrain_trainer {
 
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain__feed *feeds;          /* (accumulation): one a micro-batch */
+    dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* page-locked (accumulation + 1): losses, norm */
+    float *results;               /* page-locked (micro_batches + 1): losses, norm */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
 
 /* train/trainer.c */
 DTRAIN__PRIVATE double dtrain__nan(void);
-DTRAIN__PRIVATE float *dtrain__queue_norm(const dtrain__queue *queue);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
-DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
-DTRAIN__PRIVATE double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
-DTRAIN__PRIVATE float dtrain__backward_scale(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
-                                                     dtrain_step_record *record);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
+                                                    uint64_t seed, dtrain_tensor **loss);
+
+/* train/queued_step.c */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record);
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
 
-/* A bit pattern instead of NAN: it survives -ffast-math. */
-DTRAIN__PRIVATE double dtrain__nan(void)
-{
-    const uint64_t bits = UINT64_C(0x7ff8000000000000);
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
+static uint64_t dtrain__micro_seed(uint32_t micro);
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
+static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record);
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
+                                            dtrain_step_record *record);
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
+static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
+static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
+static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm);
+static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record);
+static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record);
+static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record);
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
+static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer);
+static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer);
 
-/* ---- a step without the host: what it needs
-*
- * A whole step is queued on the device before the host looks at any of its results. That is what
- * a graph can record:
- *
- *     pinned            device                                                      pinned
- *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
- *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed. */
-
-DTRAIN__PRIVATE float *dtrain__queue_norm(const dtrain__queue *queue)
+/* One step: micro-batches and update, either with the host in the middle or queued as a whole, and
+ * then the record. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    return (float *)(void *)(queue->scalars + 1);
-}
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain_step_record full;
+    dtrain_comm_info before, after;
+    float own[DTRAIN__WORD_COUNT];
+    memset(&full, 0, sizeof full);
+    full.step = trainer->step;
+    full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
+    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
+    const double start = dtrain_seconds();
+    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
+    else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
+    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
+    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
 
-static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
-{
-    return ((size_t)trainer->desc.accumulation + 1) * sizeof(float);
-}
-
-static void dtrain__queue_destroy(dtrain_trainer *trainer)
-{
-    dtrain__queue *queue = trainer->queue;
-    if (!queue) return;
-    const dtrain_device_ops *ops = queue->device->ops;
-    ops->synchronize(queue->device);
-    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
-    for (uint32_t m = 0; queue->feeds && m < trainer->desc.accumulation; m++)
-        for (size_t i = 0; i < queue->feeds[m].count; i++)
-            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
-                           queue->feeds[m].items[i].bytes);
-    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
-    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
-    if (queue->results)
-        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
-    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.accumulation,
-                 sizeof *queue->feeds);
-    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
-    trainer->queue = NULL;
-}
-
-static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
-{
-    const char *missing = NULL;
-    dtrain_comm_info comm;
-    dtrain_comm_query(trainer->comm, &comm);
-    if (trainer->scaling)
-        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
-                  "which needs no scale, or graph = false";
-    else if (dtrain_world_device(trainer->world)->ops->host_memory)
-        missing = "a device that can record (the CPU's cannot)";
-    else if (!trainer->desc.next_batch) missing = "next_batch";
-    else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (trainer->desc.optimizer->desc.variance_steps)
-        missing = "an optimizer without variance_steps: what is recorded would never stop";
-    else if (trainer->desc.strategy->desc.offload)
-        missing = "everything on the device: an offloaded update runs on the host";
-    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
-    else if (trainer->desc.strategy->desc.compression)
-        missing = "no compression: its first steps are not like the later ones";
-    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
-    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
-        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
-    if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
-}
-
-static dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
-{
-    void *memory;
-    DTRAIN__TRY(dtrain__queue_check(trainer));
-    dtrain__queue *queue = trainer->queue =
-        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
-    if (!queue) return DTRAIN_ERROR_MEMORY;
-    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->feeds =
-        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.accumulation,
-                                      sizeof *queue->feeds, "the inputs of a queued step");
-    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
-    queue->scalars = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
-    queue->now = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
-    queue->results = (float *)memory;
+    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
+    const double exposed = after.inside_seconds - before.inside_seconds;
+    const double flight = after.flight_seconds - before.flight_seconds;
+    own[DTRAIN__WORD_LOSS] = (float)full.loss;
+    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
+    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
+    full.comm_bytes = after.wire_bytes - before.wire_bytes;
+    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    trainer->step++;
+    if (record) *record = full;
     return DTRAIN_OK;
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
+/* ---- micro-batches and update -----------------------------------------------------------------*/
 
-static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
+/* One micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a device
+ * with a queue works through all of it before the host waits. A tape error (a NULL tensor) comes
+ * out of backward. A batch that a feed holds already is not fetched again. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
+                                                    uint64_t seed, dtrain_tensor **loss)
 {
-    size_t ranks = (size_t)trainer->ranks;
-    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
-    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
-                                       trainer->desc.checkpoint_ops));
-    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
-                                            "a trainer's words");
-    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
-                                               "a trainer's times");
-    trainer->named =
-        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
-    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain_tape *tape = trainer->tape;
+    const bool fetched = tape->feed && tape->feed->filled;
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
+    if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
+    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(micro)));
+    *loss = desc->loss(tape, desc->user);
+    DTRAIN__TRY(dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches));
+    return dtrain_strategy_finish(desc->strategy);
 }
 
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+/* Micro-batches and update with the host in the middle. Fills loss and grad_norm. */
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    const uint32_t flags = desc->tape_flags;
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                           desc->strategy ? "loss" : "strategy");
-    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
-                       "DTRAIN_TAPE_F16",
-                       flags);
-}
-
-static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
-{
-    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
-    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
-                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
-                       desc->minimum_scale != 0;
-    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
-    if (!trainer->scaling) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
-                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_loss_scaler_defaults();
-    return dtrain_loss_scaler_init(&trainer->scaler, desc);
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                               dtrain_trainer **out)
-{
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: world, desc or out is NULL");
-    *out = NULL;
-    DTRAIN__TRY(dtrain__check_trainer(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
-    dtrain_trainer *trainer =
-        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
-    if (!trainer) return DTRAIN_ERROR_MEMORY;
-    trainer->allocator = allocator;
-    trainer->world = world;
-    trainer->desc = *desc;
-    if (trainer->desc.accumulation == 0) trainer->desc.accumulation = 1;
-    trainer->comm = dtrain_strategy_comm(desc->strategy);
-    trainer->rank = dtrain_comm_rank(trainer->comm);
-    trainer->ranks = dtrain_comm_size(trainer->comm);
-    trainer->slow_rank = -1;
-    dtrain_result result = dtrain__trainer_alloc(trainer);
-    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
-    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
-    if (result != DTRAIN_OK) {
-        dtrain_trainer_destroy(trainer);
-        return result;
+    const uint32_t count = trainer->desc.micro_batches;
+    for (uint32_t micro = 0; micro < count; micro++) {
+        dtrain_tensor *tensor;
+        float loss = 0;
+        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, dtrain__step_seed(trainer), &tensor));
+        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+        record->loss += (double)loss;
     }
-    *out = trainer;
-    return DTRAIN_OK;
+    record->loss /= count;
+    return dtrain__trainer_update(trainer, record);
 }
 
-DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
+/* Norm and optimizer; a norm that is not finite leaves the parameters as they are. */
+static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer) return;
-    dtrain_allocator allocator = trainer->allocator;
-    size_t ranks = (size_t)trainer->ranks;
-    dtrain__queue_destroy(trainer);
-    dtrain_tape_destroy(trainer->tape);
-    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
-    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
-    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
-    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1;
+    bool found_inf;
+    if (trainer->scaling)
+        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
+                                               &scale, &found_inf));
+    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    record->grad_norm = (double)norm;
+    if (!dtrain_is_finite(norm)) return DTRAIN_OK;
+    return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
 }
-
-DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
-{
-    return trainer ? trainer->tape : NULL;
-}
-
-/* ---- what ranks tell each other ---------------------------------------------------------------*/
-
-/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
- * place, and nothing is allocated per step. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
-{
-    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
-                             DTRAIN_DTYPE_F32, NULL);
-}
-
-DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
-{
-    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
-}
-
-/* Over ranks, in rank order: the same bits everywhere. */
-DTRAIN__PRIVATE double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
-{
-    double sum = 0;
-    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
-    return sum / trainer->ranks;
-}
-
-/* ---- one step ---------------------------------------------------------------------------------*/
 
 /* Random numbers of dropout must differ between steps, micro-batches and ranks, and a run that is
  * repeated must repeat them. A pass uses the sum of both: the first changes from step to step, the
@@ -18565,170 +18462,37 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     dtrain_philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro)
+static uint64_t dtrain__micro_seed(uint32_t micro)
 {
     return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
 }
 
-/* What the loss's gradient starts as. A power of two as scale changes no bit of the update. */
-DTRAIN__PRIVATE float dtrain__backward_scale(const dtrain_trainer *trainer)
+/* ---- the record -------------------------------------------------------------------------------*/
+
+/* Completes the record from the words of all ranks. */
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
+                                            dtrain_step_record *record)
 {
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1;
-    return scale / (float)trainer->desc.accumulation;
-}
-
-/* One micro-batch. The loss is read after backward and finish: a device with a queue works through
- * all of it before the host waits. A tape error (a NULL tensor) comes out of backward. */
-static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
-                                           double *loss_sum)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float loss = 0;
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
-    if (desc->next_batch) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, desc->tape_flags,
-                                  dtrain__step_seed(trainer) + dtrain__micro_seed(micro)));
-    dtrain_tensor *tensor = desc->loss(trainer->tape, desc->user);
-    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, dtrain__backward_scale(trainer)));
-    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
-    *loss_sum += (double)loss;
-    return DTRAIN_OK;
-}
-
-/* Micro-batches, norm, update. Fills loss, grad_norm and lr. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
-                                                     dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float norm = 0, scale = 1, lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
-    double loss_sum = 0;
-    bool found_inf;
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
-    if (trainer->scaling)
-        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
-                                               &scale, &found_inf));
-    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
-    if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
-    record->loss = loss_sum / desc->accumulation;
-    record->grad_norm = (double)norm;
-    record->lr = (double)lr;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/train/queued_step.c
- * ==============================================================================================*/
-
-/* a step without the host: how it runs. */
-
-static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain__feed *feed = &queue->feeds[micro];
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
-    if (!feed->filled) DTRAIN__TRY(desc->next_batch(desc->user));
-    feed->next = 0;
-    trainer->tape->feed = feed;
-    trainer->tape->scalars = queue->scalars;
-    dtrain_result result =
-        dtrain_tape_begin(trainer->tape, desc->tape_flags, dtrain__micro_seed(micro));
-    dtrain_tensor *loss = NULL;
-    if (result == DTRAIN_OK) {
-        loss = desc->loss(trainer->tape, desc->user);
-        result = dtrain_tape_backward(trainer->tape, loss, dtrain__backward_scale(trainer));
+    double seconds = 0;
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
+    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)record->grad_norm));
+    DTRAIN__TRY(dtrain__trainer_rescale(trainer, record));
+    for (int r = 0; r < trainer->ranks; r++) {
+        const double step = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
+        if (step > seconds) seconds = step;
     }
-    if (result == DTRAIN_OK) result = dtrain_strategy_finish(desc->strategy);
-    trainer->tape->feed = NULL;
-    trainer->tape->scalars = NULL;
-    feed->filled = false;
-    DTRAIN__TRY(result);
-    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
-                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* The same calls in the same order whether the device runs or records them. */
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    dtrain_clip_args clip = {desc->strategy->sum_squares, desc->clip, queue->scalars,
-                             dtrain__queue_norm(queue)};
-    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
-    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
-    DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
-    return device->ops->copy_async(device, queue->results + desc->accumulation, clip.norm,
-                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* From the second step on the inputs are known and can be fetched before anything is queued. False
- * in *same: targets are ignored in another number of places, and the recorded loss would divide by
- * the wrong count. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
-{
-    *same = true;
-    for (uint32_t micro = 0; micro < trainer->desc.accumulation; micro++) {
-        dtrain__feed *feed = &trainer->queue->feeds[micro];
-        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
-        for (size_t i = 0; i < feed->count; i++) {
-            const dtrain__feed_item *item = &feed->items[i];
-            memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
-                *same = false;
-        }
-        feed->filled = true;
-    }
-    return DTRAIN_OK;
-}
-
-/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
- * recorded, and then it is run like those after it. */
-static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
-{
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    bool same = true;
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
-    if (queue->steps < 2) return dtrain__queue_all(trainer);
-    if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
-        DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
-    }
-    return device->ops->graph_launch(device, queue->graph);
-}
-
-static dtrain_result dtrain__queue_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    const float lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
-    double loss_sum = 0;
-    *queue->now = dtrain__optimizer_scalars(desc->optimizer, lr, 1);
-    queue->now->seed = dtrain__step_seed(trainer);
-    DTRAIN__TRY(dtrain__queue_run(trainer));
-    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
-    queue->steps++;
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        loss_sum += (double)queue->results[micro];
-    record->loss = loss_sum / desc->accumulation;
-    record->grad_norm = (double)queue->results[desc->accumulation];
-    record->lr = (double)lr;
-    if (dtrain_is_finite(queue->results[desc->accumulation])) desc->optimizer->step_count++;
+    const uint64_t tokens =
+        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
+    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
+    record->val_loss = dtrain__nan();
+    record->tokens = tokens * (uint64_t)(trainer->step + 1);
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
+    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
+    dtrain__straggler_count(trainer, record);
+    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
+    dtrain__straggler_warn(trainer, record);
     return DTRAIN_OK;
 }
 
@@ -18762,6 +18526,31 @@ static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_ste
     record->skipped_steps = scaler->skipped_steps;
     return DTRAIN_OK;
 }
+
+/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
+ * place, and nothing is allocated per step. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
+{
+    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
+    memcpy(slot, own, DTRAIN__WORDS_BYTES);
+    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+                             DTRAIN_DTYPE_F32, NULL);
+}
+
+static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
+{
+    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
+}
+
+/* Over ranks, in rank order: the same bits everywhere. */
+static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
+{
+    double sum = 0;
+    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
+    return sum / trainer->ranks;
+}
+
+/* ---- stragglers -------------------------------------------------------------------------------*/
 
 static double dtrain__trainer_compute(const dtrain_trainer *trainer, int rank)
 {
@@ -18804,67 +18593,7 @@ static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_re
                    (long long)record->step);
 }
 
-/* The rest of the record, from the words of all ranks. */
-static void dtrain__trainer_record(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    double seconds = 0;
-    for (int r = 0; r < trainer->ranks; r++) {
-        double own = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
-        if (own > seconds) seconds = own;
-    }
-    uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.accumulation * (uint64_t)trainer->ranks;
-    record->step = trainer->step;
-    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    record->val_loss = dtrain__nan();
-    record->tokens = tokens * (uint64_t)(trainer->step + 1);
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
-    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
-    dtrain__straggler_count(trainer, record);
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    dtrain_step_record full;
-    dtrain_comm_info before, after;
-    float own[DTRAIN__WORD_COUNT];
-    memset(&full, 0, sizeof full);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
-    double start = dtrain_seconds();
-    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
-    else DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
-    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
-
-    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
-    double exposed = after.inside_seconds - before.inside_seconds;
-    double flight = after.flight_seconds - before.flight_seconds;
-    own[DTRAIN__WORD_LOSS] = (float)full.loss;
-    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
-    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)full.grad_norm));
-    DTRAIN__TRY(dtrain__trainer_rescale(trainer, &full));
-
-    full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    dtrain__trainer_record(trainer, &full);
-    dtrain__straggler_warn(trainer, &full);
-    trainer->step++;
-    if (record) *record = full;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/train/plan.c
- * ==============================================================================================*/
-
-/* evaluation. */
+/* ---- evaluation -------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
@@ -18893,7 +18622,308 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-/* ---- memory -----------------------------------------------------------------------------------*/
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                               dtrain_trainer **out)
+{
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: world, desc or out is NULL");
+    *out = NULL;
+    DTRAIN__TRY(dtrain__check_trainer(desc));
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_trainer *trainer =
+        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
+    if (!trainer) return DTRAIN_ERROR_MEMORY;
+    trainer->allocator = allocator;
+    trainer->world = world;
+    trainer->desc = *desc;
+    if (trainer->desc.micro_batches == 0) trainer->desc.micro_batches = 1;
+    trainer->comm = dtrain_strategy_comm(desc->strategy);
+    trainer->rank = dtrain_comm_rank(trainer->comm);
+    trainer->ranks = dtrain_comm_size(trainer->comm);
+    trainer->slow_rank = -1;
+    dtrain_result result = dtrain__trainer_alloc(trainer);
+    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
+    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
+    if (result != DTRAIN_OK) {
+        dtrain_trainer_destroy(trainer);
+        return result;
+    }
+    *out = trainer;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+{
+    const uint32_t flags = desc->tape_flags;
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
+                       "DTRAIN_TAPE_F16",
+                       flags);
+}
+
+static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
+{
+    size_t ranks = (size_t)trainer->ranks;
+    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
+    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
+                                       trainer->desc.checkpoint_ops));
+    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
+                                            "a trainer's words");
+    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
+                                               "a trainer's times");
+    trainer->named =
+        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
+    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
+{
+    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
+    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
+                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
+                       desc->minimum_scale != 0;
+    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
+    if (!trainer->scaling) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
+                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
+    if (!given) *desc = dtrain_loss_scaler_defaults();
+    return dtrain_loss_scaler_init(&trainer->scaler, desc);
+}
+
+DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
+{
+    if (!trainer) return;
+    dtrain_allocator allocator = trainer->allocator;
+    size_t ranks = (size_t)trainer->ranks;
+    dtrain__queue_destroy(trainer);
+    dtrain_tape_destroy(trainer->tape);
+    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
+    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
+    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
+    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
+}
+
+DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
+{
+    return trainer ? trainer->tape : NULL;
+}
+
+/* A bit pattern instead of NAN: it survives -ffast-math. */
+DTRAIN__PRIVATE double dtrain__nan(void)
+{
+    const uint64_t bits = UINT64_C(0x7ff8000000000000);
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* ================================================================================================
+ * src/train/queued_step.c
+ * ==============================================================================================*/
+
+/* A step without the host
+ *
+ * A whole step is queued on the device before the host looks at any of its results. That is what
+ * a graph can record:
+ *
+ *     pinned            device                                                      pinned
+ *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
+ *
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed.
+ * The micro-batches are those of trainer.c; only what reads a result is different. */
+
+static dtrain_result dtrain__queue_run(dtrain_trainer *trainer);
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    const float *norm = queue->results + desc->micro_batches;
+    *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
+    queue->now->seed = dtrain__step_seed(trainer);
+    DTRAIN__TRY(dtrain__queue_run(trainer));
+    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
+    queue->steps++;
+    for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
+    record->loss /= desc->micro_batches;
+    record->grad_norm = (double)*norm;
+    if (dtrain_is_finite(*norm)) desc->optimizer->step_count++;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
+{
+    dtrain__queue *queue = trainer->queue;
+    dtrain__feed *feed = &queue->feeds[micro];
+    dtrain_tensor *loss;
+    feed->next = 0;
+    trainer->tape->feed = feed;
+    trainer->tape->scalars = queue->scalars; /* which add the seed of the step */
+    const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
+    trainer->tape->feed = NULL;
+    trainer->tape->scalars = NULL;
+    feed->filled = false;
+    DTRAIN__TRY(result);
+    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
+                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* The same calls in the same order whether the device runs or records them. */
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    dtrain_clip_args clip;
+    memset(&clip, 0, sizeof clip);
+    clip.sum_squares = desc->strategy->sum_squares;
+    clip.max_norm = desc->clip;
+    clip.scalars = queue->scalars;
+    clip.norm = (float *)(void *)(queue->scalars + 1);
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
+        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
+    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    DTRAIN__TRY(device->ops->clip(device, &clip));
+    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
+    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
+                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* From the second step on the inputs are known and can be fetched before anything is queued. False
+ * in *same: targets are ignored in another number of places, and the recorded loss would divide by
+ * the wrong count. */
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
+{
+    *same = true;
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
+        dtrain__feed *feed = &trainer->queue->feeds[micro];
+        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        for (size_t i = 0; i < feed->count; i++) {
+            const dtrain__feed_item *item = &feed->items[i];
+            memcpy(item->pinned, item->host, item->bytes);
+            if (item->dtype == DTRAIN_DTYPE_I32 &&
+                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
+                *same = false;
+        }
+        feed->filled = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
+ * recorded, and then it is run like those after it. */
+static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    bool same = true;
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
+    if (queue->graph && !same) {
+        device->ops->graph_destroy(device, queue->graph);
+        queue->graph = NULL;
+    }
+    if (queue->steps < 2) return dtrain__queue_all(trainer);
+    if (!queue->graph) {
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        const dtrain_result result = dtrain__queue_all(trainer);
+        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+        DTRAIN__TRY(result);
+        DTRAIN__TRY(ended);
+    }
+    return device->ops->graph_launch(device, queue->graph);
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
+{
+    return ((size_t)trainer->desc.micro_batches + 1) * sizeof(float);
+}
+
+static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
+{
+    const char *missing = NULL;
+    dtrain_comm_info comm;
+    dtrain_comm_query(trainer->comm, &comm);
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (dtrain_world_device(trainer->world)->ops->host_memory)
+        missing = "a device that can record (the CPU's cannot)";
+    else if (!trainer->desc.next_batch) missing = "next_batch";
+    else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (trainer->desc.optimizer->desc.variance_steps)
+        missing = "an optimizer without variance_steps: what is recorded would never stop";
+    else if (trainer->desc.strategy->desc.offload)
+        missing = "everything on the device: an offloaded update runs on the host";
+    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
+    else if (trainer->desc.strategy->desc.compression)
+        missing = "no compression: its first steps are not like the later ones";
+    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
+    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
+        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
+{
+    void *memory;
+    DTRAIN__TRY(dtrain__queue_check(trainer));
+    dtrain__queue *queue = trainer->queue =
+        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
+    if (!queue) return DTRAIN_ERROR_MEMORY;
+    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
+    queue->feeds =
+        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.micro_batches,
+                                      sizeof *queue->feeds, "the inputs of a queued step");
+    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
+    queue->scalars = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
+    queue->now = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
+    queue->results = (float *)memory;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    if (!queue) return;
+    const dtrain_device_ops *ops = queue->device->ops;
+    ops->synchronize(queue->device);
+    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < trainer->desc.micro_batches; m++)
+        for (size_t i = 0; i < queue->feeds[m].count; i++)
+            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
+                           queue->feeds[m].items[i].bytes);
+    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
+    if (queue->results)
+        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
+    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.micro_batches,
+                 sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
+    trainer->queue = NULL;
+}
+
+/* ================================================================================================
+ * src/train/plan.c
+ * ==============================================================================================*/
+
+/* Planning: the memory of a step, and the largest batch that fits. */
 
 /* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
  * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
@@ -19124,11 +19154,11 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation)
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches)
 {
     const char *const call = "dtrain_trainer_split_batch";
-    if (!global_batch || !batch || ranks < 1 || !micro_batch || !accumulation)
+    if (!global_batch || !batch || ranks < 1 || !batch_each || !micro_batches)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "
                            "result's address is NULL",
@@ -19146,11 +19176,11 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
     while (own % micro) micro--;
     if (own / micro > UINT32_MAX)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %llu micro-batches of %llu samples are more than an accumulation "
-                           "can be",
+                           "%s: %llu micro-batches of %llu samples are more than a step can "
+                           "have",
                            call, (unsigned long long)(own / micro), (unsigned long long)micro);
-    *micro_batch = (uint32_t)micro;
-    *accumulation = (uint32_t)(own / micro);
+    *batch_each = (uint32_t)micro;
+    *micro_batches = (uint32_t)(own / micro);
     return DTRAIN_OK;
 }
 
@@ -19165,7 +19195,7 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
  * file has the record's step, from 0.
  *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
- * is counted, the first one is a warning, and dtrain_metrics_destroy tells how many were lost.
+ * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
  * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
  * built on the stack, one write(2) for the file and at most ten redraws a second. */
@@ -19199,6 +19229,12 @@ struct dtrain_metrics {
     double recent[DTRAIN__RECENT_KINDS][DTRAIN__RECENT];
 };
 
+/* Text of one line. What does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    size_t used;
+    char text[1024];
+} dtrain__line;
+
 /* Looks at the exponent bits, as dtrain_is_finite does. */
 static bool dtrain__is_finite_double(double value)
 {
@@ -19207,62 +19243,172 @@ static bool dtrain__is_finite_double(double value)
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
-/* ---- lines ------------------------------------------------------------------------------------*/
-
-/* Text of one line. What does not fit is cut, which no line here comes near. */
-typedef struct dtrain__line {
-    size_t used;
-    char text[1024];
-} dtrain__line;
-
 DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
+static void dtrain__line_add(dtrain__line *line, const char *format, ...);
+static void dtrain__line_number(dtrain__line *line, const char *key, double value);
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value);
+static void dtrain__line_rate(dtrain__line *line, double value);
+static void dtrain__line_duration(dtrain__line *line, double seconds);
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics);
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record);
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record);
+static void dtrain__metrics_json_final(dtrain_metrics *metrics);
+static void dtrain__progress_draw(dtrain_metrics *metrics);
+static void dtrain__progress_live(dtrain_metrics *metrics);
+static void dtrain__progress_table(dtrain_metrics *metrics);
 
-/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
- * JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
 {
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* "950", "41.2k", "1.30M" */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* "0:12", "1:02:03", "-" when unknown */
-static void dtrain__line_duration(dtrain__line *line, double seconds)
-{
-    if (!(seconds >= 0) || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc or out is NULL");
+    *out = NULL;
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_metrics *metrics =
+        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->file = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (dtrain_world_rank(world) != 0) {
+        metrics->desc.progress = NULL;
+        metrics->desc.jsonl_path = NULL;
     }
-    long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600)
-        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
-    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
+    FILE *progress = metrics->desc.progress;
+    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
+    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
+    metrics->summary.val_loss = dtrain__nan();
+    dtrain_result result = dtrain__metrics_open(metrics);
+    if (result != DTRAIN_OK) {
+        dtrain_metrics_destroy(metrics);
+        return result;
+    }
+    *out = metrics;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+{
+    const char *path = metrics->desc.jsonl_path;
+    if (!path) return DTRAIN_OK;
+    metrics->path_bytes = strlen(path) + 1;
+    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
+    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
+    memcpy(metrics->path, path, metrics->path_bytes);
+    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+    if (metrics->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
+                           strerror(errno));
+    return DTRAIN_OK;
+}
+
+/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
+ * step before the first record: that step has been paid for as well. */
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain_summary *s = &metrics->summary;
+    double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    int64_t slot = s->steps % DTRAIN__RECENT;
+    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
+    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
+    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
+    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+    metrics->last = *record;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    if (!metrics || !record)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
+    dtrain__metrics_count(metrics, record);
+    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
+    if (!metrics->desc.progress) return DTRAIN_OK;
+    if (metrics->terminal) dtrain__progress_live(metrics);
+    else dtrain__progress_table(metrics);
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
+static double dtrain__median(const double *values, int64_t count)
+{
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
+    if (n == 0) return dtrain__nan();
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
+    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    *summary = metrics->summary;
+    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
+    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
+    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
+    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : dtrain__nan();
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
+{
+    if (!metrics)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
+    if (metrics->terminal && metrics->desc.progress && metrics->summary.steps > 0) {
+        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
+        fprintf(metrics->desc.progress, "\n");
+        fflush(metrics->desc.progress);
+    }
+    metrics->desc.progress = NULL;
+    if (metrics->file < 0) return DTRAIN_OK;
+    dtrain__metrics_json_final(metrics);
+    /* Network file systems report a failed write here. */
+    const bool closed = close(metrics->file) == 0 || errno == EINTR;
+    metrics->file = -1;
+    if (!metrics->lost_lines && closed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "dtrain_metrics_finish: %llu of %llu lines of the log file %s could not be "
+                       "written%s",
+                       (unsigned long long)metrics->lost_lines, (unsigned long long)metrics->lines,
+                       metrics->path, closed ? "" : ", and closing it failed");
+}
+
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return;
+    const dtrain_allocator allocator = metrics->allocator;
+    dtrain_metrics_finish(metrics);
+    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
+    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
 }
 
 /* ---- the file ---------------------------------------------------------------------------------*/
@@ -19434,160 +19580,56 @@ static void dtrain__progress_table(dtrain_metrics *metrics)
         dtrain__progress_row(metrics);
 }
 
-/* ---- public calls -----------------------------------------------------------------------------*/
+/* ---- lines ------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
 {
-    const char *path = metrics->desc.jsonl_path;
-    if (!path) return DTRAIN_OK;
-    metrics->path_bytes = strlen(path) + 1;
-    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
-    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
-    memcpy(metrics->path, path, metrics->path_bytes);
-    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
-    if (metrics->file < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
-                           strerror(errno));
-    return DTRAIN_OK;
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-static void dtrain__metrics_free(dtrain_metrics *metrics)
+/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
+ * JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
 {
-    dtrain_allocator allocator = metrics->allocator;
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
 }
 
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out)
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
 {
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc or out is NULL");
-    *out = NULL;
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
-    if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = allocator;
-    metrics->world = world;
-    metrics->desc = *desc;
-    metrics->file = -1;
-    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (dtrain_world_rank(world) != 0) {
-        metrics->desc.progress = NULL;
-        metrics->desc.jsonl_path = NULL;
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* "950", "41.2k", "1.30M" */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* "0:12", "1:02:03", "-" when unknown */
+static void dtrain__line_duration(dtrain__line *line, double seconds)
+{
+    if (!(seconds >= 0) || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
     }
-    FILE *progress = metrics->desc.progress;
-    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
-    metrics->summary.val_loss = dtrain__nan();
-    dtrain_result result = dtrain__metrics_open(metrics);
-    if (result != DTRAIN_OK) {
-        dtrain__metrics_free(metrics);
-        return result;
-    }
-    *out = metrics;
-    return DTRAIN_OK;
-}
-
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain_summary *s = &metrics->summary;
-    double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    int64_t slot = s->steps % DTRAIN__RECENT;
-    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    metrics->last = *record;
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record)
-{
-    if (!metrics || !record)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain__metrics_count(metrics, record);
-    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
-    if (!metrics->desc.progress) return DTRAIN_OK;
-    if (metrics->terminal) dtrain__progress_live(metrics);
-    else dtrain__progress_table(metrics);
-    return DTRAIN_OK;
-}
-
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
-static double dtrain__median(const double *values, int64_t count)
-{
-    double sorted[DTRAIN__RECENT];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
-    if (n == 0) return dtrain__nan();
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
-}
-
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
-{
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
-    if (!metrics) return;
-    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
-    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
-    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
-    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
-    summary->scaling = summary->step_ms > 0
-                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : dtrain__nan();
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics)
-{
-    if (!metrics) return DTRAIN_OK;
-    dtrain_result result = DTRAIN_OK;
-    if (metrics->terminal && metrics->summary.steps > 0) {
-        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
-        fprintf(metrics->desc.progress, "\n");
-        fflush(metrics->desc.progress);
-    }
-    if (metrics->file >= 0) {
-        dtrain__metrics_json_final(metrics);
-        /* Network file systems report a failed write here. */
-        bool closed = close(metrics->file) == 0 || errno == EINTR;
-        if (metrics->lost_lines || !closed)
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "dtrain_metrics_destroy: %llu of %llu lines of the log file %s "
-                                 "could not be written%s",
-                                 (unsigned long long)metrics->lost_lines,
-                                 (unsigned long long)metrics->lines, metrics->path,
-                                 closed ? "" : ", and closing it failed");
-    }
-    dtrain__metrics_free(metrics);
-    return result;
+    long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600)
+        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
+    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
 }
 
 /* ================================================================================================

@@ -192,14 +192,11 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
     dtrain__free(&allocator, dataset, 1, sizeof *dataset);
 }
 
-DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset)
+DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
-    return dataset ? dataset->token_count : 0;
-}
-
-DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset)
-{
-    return dataset ? dataset->vocab_count : 0;
+    if (!info) return;
+    info->token_count = dataset ? dataset->token_count : 0;
+    info->vocab_count = dataset ? dataset->vocab_count : 0;
 }
 
 /* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on

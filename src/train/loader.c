@@ -170,14 +170,11 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inpu
     return DTRAIN_OK;
 }
 
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader)
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
-    return loader ? loader->window_count : 0;
-}
-
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader)
-{
-    return loader ? loader->position : 0;
+    if (!info) return;
+    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->position = loader ? loader->position : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)

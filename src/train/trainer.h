@@ -27,10 +27,10 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
 typedef struct dtrain_trainer_desc {
-    uint32_t accumulation; /* micro-batches per step; 0 = 1 */
-    uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
-    float clip;            /* global gradient norm; 0 = off */
-    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
+    uint32_t micro_batches; /* per step; 0 = 1 */
+    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
+    float clip;             /* global gradient norm; 0 = off */
+    uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
     dtrain_loss_scaler_desc
         loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
@@ -125,9 +125,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* The largest micro-batch of at most `batch` samples, and the accumulation, with which
- * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
- * an error that names the nearest. Local. */
+/* Split a global batch: *batch_each, at most `batch` and as large as possible, and *micro_batches
+ * make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
+ * divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation);
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches);

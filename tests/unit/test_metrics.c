@@ -133,7 +133,8 @@ static int json_rank(dtrain_world *world, void *user)
         const char *seen = read_back(log_path); /* flushed line by line */
         CHECK(seen[strlen(seen) - 1] == '\n');
     }
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
     return 0;
 }
 
@@ -185,8 +186,10 @@ static int empty_rank(dtrain_world *world, void *user)
     CHECK(summary.steps == 0 && isnan(summary.first_loss) && isnan(summary.step_ms));
     CHECK(dtrain_metrics_step(metrics, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_metrics_step(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
-    CHECK(dtrain_metrics_destroy(NULL) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
+    CHECK(dtrain_metrics_finish(NULL) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_metrics_destroy(NULL);
     CHECK(dtrain_metrics_create(world, NULL, &metrics) == DTRAIN_ERROR_ARGUMENT);
     return 0;
 }
@@ -227,7 +230,9 @@ static int full_rank(dtrain_world *world, void *user)
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
         CHECK(warnings == 1);
     }
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_ERROR_FILE);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK); /* it has been done and reported */
+    dtrain_metrics_destroy(metrics);
     CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file /dev/full could not"), "%s",
               dtrain_last_error());
     return 0;
@@ -262,7 +267,8 @@ static int limited_rank(dtrain_world *world, void *user)
         setrlimit(RLIMIT_FSIZE, step == 1 || step == 2 ? &small : &old);
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_ERROR_FILE);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    dtrain_metrics_destroy(metrics);
     CHECK(strstr(dtrain_last_error(), "2 of 7 lines") != NULL);
     return 0;
 }
@@ -312,7 +318,8 @@ static int table_rank(dtrain_world *world, void *user)
         if (step == 14) r.val_loss = 1.5;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
     return 0;
 }
 
@@ -360,7 +367,8 @@ static int live_rank(dtrain_world *world, void *user)
         if (step == 500) r.val_loss = 1.5;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
     return 0;
 }
 
@@ -412,7 +420,8 @@ static int quiet_rank(dtrain_world *world, void *user)
     CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     dtrain_metrics_summary(metrics, &summary); /* but all of them know */
     CHECK(summary.steps == 1 && summary.step_ms == 18.5);
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
     CHECK((access(path, F_OK) == 0) == (dtrain_world_rank(world) == 0));
     unlink(path);
     return 0;
@@ -451,7 +460,8 @@ static int median_rank(dtrain_world *world, void *user)
     CHECK(s.first_loss == 4.5 && isnan(s.val_loss));
     CHECK_CLOSE(s.last_loss, 1.501, 1e-12);
     CHECK(s.seconds >= 1.0 && s.seconds < 60); /* the first step says that it took one second */
-    CHECK(dtrain_metrics_destroy(metrics) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
     return 0;
 }
 

@@ -300,7 +300,7 @@ static int train(dtrain_world *world, void *user)
     kind.kind = j->kind;
     kind.bucket_bytes = 512;
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = j->micro_batches;
+    desc.micro_batches = j->micro_batches;
     desc.checkpoint_every = j->every;
     desc.schedule.lr = 0.01f;
     desc.next_batch = job_batch;

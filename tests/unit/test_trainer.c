@@ -159,7 +159,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     DTRAIN__TRY(dtrain_strategy_create(world, s->params, 5, &ddp, strategy));
     DTRAIN__TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = s->r->accumulation;
+    desc.micro_batches = s->r->accumulation;
     desc.tokens = (uint32_t)s->batch;
     desc.clip = s->r->clip;
     desc.checkpoint_every = s->r->checkpoint_every;
@@ -306,7 +306,7 @@ static int seeds_rank(dtrain_world *world, void *user)
     dtrain_trainer trainer;
     (void)world, (void)user;
     memset(&trainer, 0, sizeof trainer);
-    trainer.desc.accumulation = 3;
+    trainer.desc.micro_batches = 3;
     int count = 0;
     for (trainer.rank = 0; trainer.rank < 2; trainer.rank++)
         for (trainer.step = 0; trainer.step < 4; trainer.step++)

@@ -60,10 +60,17 @@ static dtrain_dataset_desc dataset_desc(void)
     return desc;
 }
 
+static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
+{
+    dtrain_dataset_info info;
+    dtrain_dataset_query(dataset, &info);
+    return info;
+}
+
 /* The first part trains, the last --val-split of the tokens is held out. */
 static dtrain_loader_desc loader_desc(dtrain_dataset *dataset, int64_t batch, bool held_out)
 {
-    int64_t tokens = dtrain_dataset_token_count(dataset);
+    const int64_t tokens = dataset_info(dataset).token_count;
     int64_t train = tokens - (int64_t)((double)tokens * flags.val_split);
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -228,7 +235,7 @@ static void show_strategy(const job *j, int ranks)
 static void show_start(dtrain_world *world, const job *j)
 {
     const int ranks = dtrain_world_size(world);
-    const int64_t tokens = dtrain_dataset_token_count(j->dataset);
+    const int64_t tokens = dataset_info(j->dataset).token_count;
     const long batch = (long)j->train.batch.batch;
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
@@ -324,7 +331,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, job *j)
 {
     dtrain_trainer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = j->accum;
+    desc.micro_batches = j->accum;
     desc.tokens = (uint32_t)(j->train.batch.batch * flags.seq);
     desc.clip = (float)flags.clip;
     desc.tape_flags = tape_flags();
@@ -456,9 +463,8 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
     bool first = dtrain_world_rank(world) == 0;
     dtrain_metrics_summary(j->metrics, &summary);
     if (flags.deterministic) result = dtrain_strategy_verify(j->strategy, &hash);
-    if (dtrain_metrics_destroy(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
+    if (dtrain_metrics_finish(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
         fprintf(stderr, "\ntrain_gpt: warning: %s\n", dtrain_last_error());
-    j->metrics = NULL;
     if (result != DTRAIN_OK) return result;
     if (first) show_end(world, j, &summary);
     if (first && flags.deterministic)
@@ -558,7 +564,7 @@ static int check_data(void)
     dtrain_loader *loader = NULL;
     dtrain_result result;
     TRY(dtrain_dataset_open(NULL, &desc, &dataset));
-    flags.vocab = (long)dtrain_dataset_vocab_count(dataset);
+    flags.vocab = (long)dataset_info(dataset).vocab_count;
     for (int side = 0; side < 2; side++) {
         dtrain_loader_desc window = loader_desc(dataset, flags.batch, side == 1);
         TRY(dtrain_loader_create(NULL, &window, &loader));
