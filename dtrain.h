@@ -38,8 +38,8 @@
        src/strategy/compression.h           Gradient compression, hierarchy
        src/tape/tape.h                      Tape and tensors
        src/tape/ops.h                       Operations
-       src/optim/scaler.h                   Loss scaling, clipping
-       src/optim/optimizer.h                Optimizers, schedules.
+       src/optim/scaler.h                   Loss scaling and clipping
+       src/optim/optimizer.h                Optimizers and learning rates
        src/train/data.h                     Data: samplers, token files, loaders
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics
@@ -101,23 +101,23 @@
        src/strategy/plan.c                  What a step sends.
        src/tape/tape.c                      Tape and tensors
        src/tape/tape_internal.h             The tape's own structures, and what its files share.
-       src/tape/op.c                        Operations
+       src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
        src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
-       src/optim/clip.c                     Loss scaling, clipping
-       src/optim/optim_internal.h           What other files may use of optim/ beside the public API.
-       src/optim/scaler.c                   Loss scaling.
+       src/optim/clip.c                     Norm and clipping
+       src/optim/optim_internal.h           The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+       src/optim/scaler.c                   Loss scaling: which scale the next backward gets, and unscaling before the update.
        src/optim/optimizer.c                Optimizers, schedules
-       src/optim/schedule.c                 Learning rates.
-       src/train/sampler.c                  Data, samplers
-       src/train/data_internal.h            What other files may use of train/ beside the public API.
-       src/train/dataset.c                  dataset.
-       src/train/loader.c                   loader.
+       src/optim/schedule.c                 Learning rates: computed in double, so that every machine and world size gets the same bits.
+       src/train/sampler.c                  Samplers
+       src/train/data_internal.h            The structure of an open token file, which the loader reads.
+       src/train/dataset.c                  Token files
+       src/train/loader.c                   Loaders
        src/train/trainer.c                  Trainer
-       src/train/trainer_internal.h         What other files may use of train/ beside the public API.
+       src/train/trainer_internal.h         The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
        src/train/queued_step.c              A step without the host
        src/train/plan.c                     Planning: the memory of a step, and the largest batch that fits.
        src/train/metrics.c                  Metrics
@@ -1227,15 +1227,25 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
 
 /* Tape and tensors
  *
- * Eager reverse-mode differentiation. A model is a C function that calls operations (tape/ops.h);
- * each runs at once and leaves a node on the tape. dtrain_tape_backward walks the nodes in reverse.
- * Tensors belong to the tape and live until the next dtrain_tape_begin: their memory comes from an
- * arena that is reset there, so that from the second step on nothing is allocated and every
- * address repeats.
+ * The tape is eager reverse-mode differentiation. A model is a C function that calls operations
+ * (tape/ops.h): each runs at once and is recorded, and dtrain_tape_backward walks the record in
+ * reverse. One pass looks like this:
  *
- * Errors stick: after the first, operations return NULL, accept NULL and do nothing, and
- * dtrain_tape_backward (or dtrain_tape_error) returns it, until the next dtrain_tape_begin. Model
- * code needs no checks. */
+ *     dtrain_tape_begin(tape, 0, seed);
+ *     x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, batch, false);
+ *     dtrain_tape_unit(tape, 0);
+ *     x = dtrain_linear(tape, x, &weight, &bias, DTRAIN_ACTIVATION_GELU);
+ *     loss = dtrain_mean(tape, x);
+ *     result = dtrain_tape_backward(tape, loss, 1);
+ *
+ * Tensors belong to the tape and live until the next dtrain_tape_begin. Their memory comes from
+ * arenas that are rewound there: from the second step on nothing is allocated, and every address
+ * repeats.
+ *
+ * The first error of a pass sticks: operations then return NULL, accept NULL and do nothing, and
+ * dtrain_tape_backward and dtrain_tape_error return the error until the next dtrain_tape_begin.
+ * Model code needs no checks. Nothing here is collective but what the strategy does at units and at
+ * `ready`. */
 
 typedef struct dtrain_tape dtrain_tape;
 
@@ -1244,78 +1254,92 @@ typedef struct dtrain_tensor {
     uint32_t ndim;
     int64_t shape[4];
     int64_t count;
-    void *data;                   /* device memory; with checkpointing it may move, see there */
-    void *grad;                   /* inside backward only; has the dtype of data */
-    struct dtrain_node *producer; /* private; NULL for inputs */
-    uint32_t pending_uses;        /* private */
+    void *data; /* device memory; activation checkpointing may move it */
+    void *grad; /* of data's dtype; inside backward only, and afterwards of requires_grad inputs */
+
+    /* Private to the tape. */
+    struct dtrain_node *producer; /* NULL for inputs */
+    uint32_t pending_uses;
     bool needs_grad, grad_written;
 } dtrain_tensor;
 
+/* ---- A pass -----------------------------------------------------------------------------------*/
+
+/* Flags of dtrain_tape_begin. */
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
-/* Autocast: linear layers and attention read and write bf16 and add up in fp32; norms, losses and
- * the sums of residual connections stay fp32, as torch.autocast does. Parameters and their
+/* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
+ * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
  * gradients are fp32; a weight is rounded once per pass. */
 #define DTRAIN_TAPE_BF16 2u
-#define DTRAIN_TAPE_F16 \
-    4u /* the same with fp16, whose range asks for loss scaling optim/scaler.h */
+/* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
+#define DTRAIN_TAPE_F16 4u
 
-/* Operations whose results activation checkpointing drops. The rest of them (sum, mean,
- * cross_entropy) make a few numbers and are always kept. */
+/* Create a tape. With strategy NULL gradients go where the params point: the first backward
+ * overwrites them, later ones add until the host clears grad_written, and nothing is communicated.
+ * device NULL is the world's; with a device, world may be NULL. A tape on the plan device counts
+ * bytes and computes nothing. */
+DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
+                                            dtrain_device *device, dtrain_tape **out);
+DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
+
+/* Start a forward pass; the tensors of the last one are gone. Dropout draws its random numbers from
+ * seed: give a different one for every micro-batch and rank. */
+DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
+
+/* Make an input: host data (count elements, F32 or I32) is copied to the device. The gradient of a
+ * requires_grad input can be read after backward: for tests, and for layers that the host computes
+ * itself. */
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad);
+
+/* Mark the beginning of unit `unit`; it ends at the next mark. Forward gathers a unit and releases
+ * the one before, backward does so in reverse order; the last unit stays gathered between the two.
+ */
+DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
+
+/* Run backward from loss, which must have one element and whose gradient starts as `scale`: 1 /
+ * (micro-batches per step), times the loss scale if there is one. dtrain_strategy_ready is called
+ * as each parameter's gradient becomes final; dtrain_strategy_finish is left to the caller. Once
+ * per begin; no operation may follow it. */
+DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
+
+/* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
+DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
+
+/* Copy a tensor, or the gradient of an input, to host memory (count floats), as fp32. Both wait for
+ * the device. */
+DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                            float *host);
+DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                                 float *host);
+
+/* ---- Activation checkpointing -----------------------------------------------------------------*/
+
+/* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
+ * numbers, which are always kept. */
 #define DTRAIN_CHECKPOINT_LINEAR 1u
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u
 #define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding */
 #define DTRAIN_CHECKPOINT_ALL 15u
 
-/* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
- * later ones add until the host clears grad_written) and nothing is communicated. device NULL = the
- * world's; with a device world may be NULL; the plan device makes a tape that only counts bytes. */
-DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
-                                            dtrain_device *device, dtrain_tape **out);
-DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
-
-/* Starts a forward pass; tensors of the last one are gone. seed makes dropout's random numbers:
- * give another one for every micro-batch and rank. */
-DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
-
-/* loss must have one element. Its gradient starts as `scale` (1 / micro-batch count for
- * accumulation). Calls dtrain_strategy_ready as each parameter's gradient becomes final; the
- * caller calls dtrain_strategy_finish. Once per begin; no operations after it. */
-DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
-
-/* The error that sticks to the tape, DTRAIN_OK if none. */
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
-
-/* An input: host data (count elements, F32 or I32) is copied into the arena. requires_grad tensors
- * are for tests and host-side layers: their gradient can be read after backward. */
-DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                            const int64_t *shape, const void *host,
-                                            bool requires_grad);
-/* Copies a tensor, or the gradient of an input, to host memory (count floats). */
-DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host);
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host);
-
-/* Everything after this mark belongs to unit `unit` until the next mark: forward gathers it and
- * releases the one before, backward the other way round; the last one stays gathered in between. */
-DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
-
-/* Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016):
- * results of the operations in `ops` (0 = ALL) are dropped in every n-th unit, counted in the order
- * of their marks, and made again when backward comes to that unit, by the same kernels from the
- * same numbers: losses and gradients keep their bits. every 1 = all units, 0 = off. From the next
- * dtrain_tape_begin on.
+/* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets
+ * with Sublinear Memory Cost", 2016). In every n-th unit, counted in the order of their marks, the
+ * results of the operations in `ops` (0 = ALL) are dropped; when backward comes to that unit the
+ * same kernels make them again from the same numbers, so losses and gradients keep their bits.
+ * every 1 = all units, 0 = off. Takes effect at the next dtrain_tape_begin.
  *
- * What a later unit uses is kept. It has to be used in time: a unit's dropped results are there
- * until the next but one of such units begins; afterwards using or reading them is an error. The
- * same holds in a pass without gradients, which drops as much and makes nothing again. */
+ * A tensor that a later unit uses is kept. It must be used in time: the dropped results of a unit
+ * are there until the next but one of such units begins, and using or reading them later is an
+ * error. The same holds in a pass without gradients, which drops as much and makes nothing again.
+ */
 DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
 
 typedef struct dtrain_tape_info {
-    size_t node_count, tensor_count;
-    size_t recomputed_count;    /* kernel calls that the last backward ran again */
-    uint64_t activation_bytes;  /* arena and what checkpointing drops into, largest pass so far */
+    size_t node_count, tensor_count; /* of this pass */
+    size_t recomputed_count;         /* operations whose forward the last backward ran again */
+    uint64_t activation_bytes;  /* arenas, and what checkpointing drops into; largest pass so far */
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
@@ -1327,41 +1351,49 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
 
 /* Operations
  *
- * Shapes: (..., n) is seen as (rows, n). Weights of linear layers are (out, in), as in PyTorch.
- * Every operation checks shapes and reports a difference in a sentence with both. */
+ * An operation takes tensors of a pass, runs, and returns a new tensor; NULL after an error, which
+ * sticks to the tape. A shape (..., n) is read as (rows, n). Weights of linear layers are (out,
+ * in), as in PyTorch. Every operation checks shapes and reports a difference in a sentence with
+ * both. A program adds its own operations with tape/op.h. */
 
-/* y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Linear layer: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
-/* Normalises the last axis, epsilon 1e-5; bias may be NULL. */
+/* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
+ * epsilon is 1e-5, bias may be NULL (Ba et al., "Layer Normalization", 2016). */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias);
-/* sum = x + residual, and its layer normalisation, in one pass over memory; *sum (not NULL) is the
- * input of the next residual connection. */
+/* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
+ * the input of the next residual connection. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
-/* tokens (batch, sequence) I32 -> (batch*sequence, n): token plus position embedding;
- * position may be NULL. */
+/* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
+ * row of `position` (sequence or more, n), which may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T / sqrt(n/heads)) v per head. */
+/* Multi-head attention: qkv (batch*sequence, 3n) -> (batch*sequence, n), in each head
+ * softmax(q k^T / sqrt(n/heads)) v; q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
+
+/* Add two tensors of the same count and last axis; the result has the wider type of the two. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
+/* Multiply every element by factor. */
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
-/* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
- * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32) in
- * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
+/* Convert x to F32, BF16 or F16; x itself when it has that type. The gradient comes back in x's
+ * type. A model chooses the type of its output with it: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32)
+ * in front of the loss, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
-/* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
+/* Zero each element with the given probability, in [0, 1), and scale the rest by
+ * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Mean over rows of softmax cross-entropy; logits (rows, n), targets (rows) I32, -1 = ignored.
- * In backward the gradient overwrites the logits in place when nothing else reads them: behind a
- * linear classifier logits are stored once. Read them before backward. */
+/* Mean over rows of softmax cross-entropy -> one element; logits (rows, n), targets (rows) I32, -1
+ * = ignored. Backward overwrites the logits with their gradient when nothing else reads them, so
+ * that behind a linear classifier they are stored once: read logits before backward. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */
@@ -1371,11 +1403,11 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -
  * src/optim/scaler.h
  * ==============================================================================================*/
 
-/* Loss scaling, clipping
+/* Loss scaling and clipping
  *
- * fp16 knows nothing below 6e-8, where many gradients are: the loss is multiplied by a scale before
- * backward, and the optimizer divides gradients by it on the way in (Micikevicius et al., "Mixed
- * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
+ * fp16 has no numbers below 6e-8, where many gradients are: the loss is multiplied by a scale
+ * before backward, and the optimizer divides gradients by it on the way in (Micikevicius et al.,
+ * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
  *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
@@ -1407,26 +1439,28 @@ typedef struct dtrain_loss_scaler {
 } dtrain_loss_scaler;
 
 DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
-/* desc NULL = defaults. Nothing is allocated. */
+/* Initialise a scaler; desc NULL = defaults. Nothing is allocated. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc);
-/* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
- * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
- * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
- * scale mends. Local. */
+/* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
+ * are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A
+ * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
- * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
- * norm is beyond fp32); take no step. Collective, the same on every rank. */
+/* Do what dtrain_clip_grad_norm does for gradients that are still scaled: *norm is the norm of the
+ * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
+ * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
+ * rank. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
                                                     dtrain_strategy *strategy, float max_norm,
                                                     float *norm, float *grad_scale,
                                                     bool *found_inf);
 
-/* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
- * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
- * Nothing is scaled here: pass the factor to dtrain_optimizer_step. max_norm <= 0: no clipping,
- * scale = 1. Collective. A norm that is not finite is returned as it is, with scale 1. */
+/* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
+ * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
+ * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
+ * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
+ * is, with scale 1. */
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
                                                float *norm, float *scale);
 
@@ -1434,7 +1468,11 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
  * src/optim/optimizer.h
  * ==============================================================================================*/
 
-/* Optimizers, schedules. */
+/* Optimizers and learning rates
+ *
+ * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
+ * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or
+ * dtrain_sgd_defaults(); a desc that was not is refused by name. */
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
@@ -1443,7 +1481,6 @@ typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_SGD = 2
 } dtrain_optimizer_kind;
 
-/* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
 typedef struct dtrain_optimizer_desc {
     uint32_t kind;
     float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
@@ -1459,18 +1496,19 @@ typedef struct dtrain_optimizer_desc {
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
-/* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
- * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy is the host's: what else changes values
- * on the device is undone by the next step. */
+/* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
+ * must outlive the optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in
+ * host memory: changes made to them on the device are undone by the next step. Local. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
-/* One update; every gradient is multiplied by grad_scale on the way in; then the strategy publishes
- * it: collective where anything is sharded. A rate or scale that is not finite, or a negative rate,
- * is an error before anything is touched. */
+/* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
+ * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
+ * negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
+/* Bytes of this rank's state, wherever it is. */
 DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
 
 typedef enum dtrain_schedule_kind {
@@ -1479,8 +1517,9 @@ typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_COSINE = 2
 } dtrain_schedule_kind;
 
-/* Steps count from 0. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
- * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+/* A learning rate for every step, counted from 0. Warm-up: lr * (step + 1) / warmup_steps. Then
+ * from lr at warmup_steps to min_lr at total_steps, along a line or half a cosine; min_lr after
+ * that. */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
@@ -1493,6 +1532,7 @@ typedef enum dtrain_lr_scaling {
     DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
     DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
 } dtrain_lr_scaling;
+/* Adapt a rate found on one rank to `ranks` of them, whose batch is so much larger. */
 DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);
 
 /* ================================================================================================
@@ -1546,11 +1586,11 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
- * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
- * the same for every world size, so the same seed and global batch see the same data. An epoch has
- * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
- * move from epoch to epoch. */
+/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
+ * deals them out. The whole state is one number: samples handed out so far by all ranks together.
+ * Sample k is the same for every world size, so the same seed and global batch see the same data.
+ * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
+ * whose borders move from epoch to epoch. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                   /* samples per call and rank */
     int64_t sequence;                 /* tokens per sample */
@@ -1582,18 +1622,21 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 /* Trainer
  *
- * The loop's glue; everything in it can be called directly instead:
+ * A trainer is the glue of a training loop; everything in it can be called directly instead. One
+ * step is
  *
- *     for each micro-batch: accumulate(is another to come?) -> next_batch -> tape forward (loss)
- *                           -> tape backward -> finish
- *     unscale, clip -> optimizer at the schedule's lr -> one small all-gather for the record */
+ *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
+ *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of four
+ *     numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fills the host's own buffers with the next micro-batch. */
+/* Fill the host's own buffers with the next micro-batch. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
-/* Builds the loss (one element, mean over the micro-batch) of what next_batch fetched. It must not
- * depend on data values: memory is planned by running it on the plan device. */
+/* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
+ * operations it calls must not depend on values: memory is planned by running it on the plan
+ * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
 typedef struct dtrain_trainer_desc {
@@ -1602,15 +1645,14 @@ typedef struct dtrain_trainer_desc {
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    dtrain_loss_scaler_desc
-        loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
-                                        otherwise off */
-    bool graph;       /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed;    /* of dropout */
-    dtrain_schedule schedule;
+    /* All zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16, otherwise no loss scaling. */
+    dtrain_loss_scaler_desc loss_scaling;
+    bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
+    uint64_t seed; /* of dropout */
+    dtrain_schedule schedule; /* its lr is required with an optimizer */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_batch_fn next_batch; /* NULL: loss fetches by itself; then memory cannot be planned */
+    dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
 } dtrain_trainer_desc;
@@ -1634,7 +1676,10 @@ typedef struct dtrain_step_record {
     int slowest_rank;
 } dtrain_step_record;
 
-/* With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
+/* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of
+ * NULL makes a trainer that only evaluates.
+ *
+ * With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
  * same addresses, so loss is not called again. What it reads must come in through
  * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
  * does on the host happens once. The bits are those of a run without graph. Needs a device that can
@@ -1644,21 +1689,23 @@ typedef struct dtrain_step_record {
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Collective. record may be NULL. A rank that is more than twice slower than the (lower) median for
- * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
- * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
- * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
- * parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update gives up. An
- * optimizer of NULL in the desc makes a trainer that only evaluates. */
+/* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
+ * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
+ * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
+ * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
+ * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
+ * gives up. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
- * next_batch and user may differ from training's; the loss function gets this user. */
+/* Evaluate: the mean loss without gradients over `batches` calls of next_batch, averaged over
+ * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
+ * user. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* The trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Predicts the memory of activations, and with them the total, by running the loss forwards and
+/* Predict the memory of activations, and with them the total, by running the loss forwards and
  * backwards on the plan device, where kernels do nothing. desc is that of the trainer to come: only
  * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
  * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
@@ -1667,13 +1714,14 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
                                                          const dtrain_trainer_desc *desc,
                                                          dtrain_memory *memory);
 
-/* Predicts a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
+/* Predict a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
  * workspace is what the process held before the model came. Local; needs a next_batch. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
 
 typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
-    /* From here on the loss builds micro-batches of so many samples, with buffers of that size. */
+    /* Called with a batch: from here on the loss builds micro-batches of so many samples, with
+     * buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
     const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
     dtrain_param *params;
@@ -1681,14 +1729,15 @@ typedef struct dtrain_plan_batch_desc {
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
 } dtrain_plan_batch_desc;
 
-/* The largest micro-batch whose step fits, to be asked before anything of the model is allocated:
+/* Find the largest micro-batch whose step fits, to be asked before anything of the model is
+ * allocated:
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
- * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch.
- * The prediction is tried: every rank allocates and touches that much at the same time, and where
- * one cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
+ * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
+ * prediction is tried: every rank allocates and touches that much at the same time, and where one
+ * cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
  * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
  * missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
@@ -1725,9 +1774,9 @@ typedef struct dtrain_metrics_desc {
  * on. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
-/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
- * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
- * are not finite are written as null. */
+/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
+ * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -1812,8 +1861,8 @@ struct dtrain_op_desc {
 };
 
 /* Runs an operation on the tape and returns its first output; NULL after an error, which sticks.
- * Checks that inputs and parameters are there, of the right type and gathered; the desc must outlive
- * the pass, args (args_bytes, may be NULL and 0) are copied. */
+ * Checks that inputs and parameters are there, of the right type and gathered; the desc must
+ * outlive the pass, args (args_bytes, may be NULL and 0) are copied. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -14934,6 +14983,22 @@ DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
                                             dtrain_dtype to, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype);
+
+/* The descriptor of the built-in operation dtrain_<op>, whose functions are dtrain__<op>_prepare,
+ * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
+ * use, in elementwise.c. */
+#define DTRAIN__OP(op, reads, checkpoint, integer_inputs, autocast)          \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                  \
+                                                     checkpoint,             \
+                                                     integer_inputs,         \
+                                                     autocast,               \
+                                                     "dtrain_" #op,          \
+                                                     dtrain__##op##_prepare, \
+                                                     dtrain__##op##_forward, \
+                                                     dtrain__##op##_backward};
 
 /* tape/backward.c */
 DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
@@ -15284,10 +15349,20 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
  * src/tape/op.c
  * ==============================================================================================*/
 
-/* Operations
+/* Running an operation
  *
- * One way onto the tape, for built-in operations and those of a program: check the inputs and
- * parameters, prepare, forward, record. What only one of them needs is in its own functions. */
+ * dtrain_tape_apply is the one way onto the tape, for built-in operations and those of a program:
+ *
+ * 1. make a node, with a copy of the arguments, in host memory that dtrain_tape_begin rewinds 2.
+ * check inputs and parameters, and note the addresses of their values 3. prepare: check shapes,
+ * make outputs, take memory for what backward will read 4. forward; before it, inputs that autocast
+ * wants in a narrower type are rounded 5. note the node in its segment if its results are dropped,
+ * and record it on the tape if a gradient will have to pass through it
+ *
+ * The addresses of steps 2 and 3 hold for the life of the node, although tensor->data may move: a
+ * value that a later unit reads is copied out of the region it was dropped into. A forward that
+ * runs again must read and write where its neighbours in the unit do, in the region; the copy is
+ * for the readers outside. */
 
 static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
                                      const void *args, size_t args_bytes);
@@ -15471,15 +15546,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
     dtrain_op *op = &node->op;
     if (op->planning) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
-        dtrain_convert_args args;
-        if (!node->rounded[i]) continue;
-        memset(&args, 0, sizeof args);
-        args.count = op->inputs[i]->count;
-        args.x = node->source[i];
-        args.y = node->rounded[i];
-        args.x_dtype = (dtrain_dtype)op->inputs[i]->dtype;
-        args.y_dtype = op->cast;
-        DTRAIN__TRY(op->device->ops->convert(op->device, &args));
+        const dtrain_tensor *x = op->inputs[i];
+        if (node->rounded[i])
+            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
+                                             node->rounded[i], op->cast));
     }
     return op->desc->forward(op);
 }
@@ -15510,17 +15580,25 @@ static void dtrain__record(dtrain_node *node)
 DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
                                             dtrain_dtype to, int64_t count)
 {
-    dtrain_convert_args args;
     if (from == (uint32_t)to) return values;
+    void *made = dtrain__take_data(tape, NULL, count, to);
+    if (made)
+        dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, values, from, made, to));
+    return tape->error == DTRAIN_OK ? made : NULL;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype)
+{
+    dtrain_convert_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.x = values;
-    args.y = dtrain__take_data(tape, NULL, count, to);
-    args.x_dtype = (dtrain_dtype)from;
-    args.y_dtype = to;
-    if (!args.y || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
-        return NULL;
-    return args.y;
+    args.x = x;
+    args.y = y;
+    args.x_dtype = (dtrain_dtype)x_dtype;
+    args.y_dtype = (dtrain_dtype)y_dtype;
+    return device->ops->convert(device, &args);
 }
 
 /* ---- For authors ------------------------------------------------------------------------------*/
@@ -15824,14 +15902,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_
     if (from->dtype == x->dtype)
         return op->device->ops->copy(op->device, x->grad, from->grad, dtrain__tensor_bytes(x),
                                      DTRAIN_COPY_DEVICE_TO_DEVICE);
-    dtrain_convert_args args;
-    memset(&args, 0, sizeof args);
-    args.count = x->count;
-    args.x = from->grad;
-    args.y = x->grad;
-    args.x_dtype = (dtrain_dtype)from->dtype;
-    args.y_dtype = (dtrain_dtype)x->dtype;
-    return op->device->ops->convert(op->device, &args);
+    return dtrain__tape_convert(op->device, x->count, from->grad, from->dtype, x->grad, x->dtype);
 }
 
 /* ================================================================================================
@@ -15839,6 +15910,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_
  * ==============================================================================================*/
 
 /* Layers: linear, layer normalisation, embedding, attention
+ *
+ * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
+ * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
+ * on, backward takes shapes and addresses from them.
  *
  * What a node keeps alive until its backward, beside its parameters:
  *
@@ -15992,14 +16067,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return op->inputs[0]->needs_grad ? dtrain__linear_backward_x(op, gemm) : DTRAIN_OK;
 }
 
-static const dtrain_op_desc dtrain__linear_op = {DTRAIN_OP_READS_INPUTS,
-                                                 DTRAIN_CHECKPOINT_LINEAR,
-                                                 0,
-                                                 true,
-                                                 "dtrain_linear",
-                                                 dtrain__linear_prepare,
-                                                 dtrain__linear_forward,
-                                                 dtrain__linear_backward};
+DTRAIN__OP(linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
 /* The same behind ReLU, whose backward looks at the output. */
 static const dtrain_op_desc dtrain__linear_relu_op = {DTRAIN_OP_READS_INPUTS |
                                                           DTRAIN_OP_READS_OUTPUTS,
@@ -16100,14 +16168,7 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     return dtrain__layernorm_gradient(op, op->inputs[0], op->input_data[0], NULL);
 }
 
-static const dtrain_op_desc dtrain__layernorm_op = {DTRAIN_OP_READS_INPUTS,
-                                                    DTRAIN_CHECKPOINT_LAYERNORM,
-                                                    0,
-                                                    false,
-                                                    "dtrain_layernorm",
-                                                    dtrain__layernorm_prepare,
-                                                    dtrain__layernorm_forward,
-                                                    dtrain__layernorm_backward};
+DTRAIN__OP(layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias)
@@ -16139,6 +16200,11 @@ static dtrain_result dtrain__add_layernorm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__add_layernorm_forward(dtrain_op *op)
+{
+    return dtrain__layernorm_forward(op);
+}
+
 static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
 {
     dtrain_tensor *residual = op->inputs[1], *sum = op->outputs[1];
@@ -16154,14 +16220,7 @@ static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
     return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, sum, residual);
 }
 
-static const dtrain_op_desc dtrain__add_layernorm_op = {DTRAIN_OP_READS_OUTPUTS,
-                                                        DTRAIN_CHECKPOINT_LAYERNORM,
-                                                        0,
-                                                        false,
-                                                        "dtrain_add_layernorm",
-                                                        dtrain__add_layernorm_prepare,
-                                                        dtrain__layernorm_forward,
-                                                        dtrain__add_layernorm_backward};
+DTRAIN__OP(add_layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 /* The fused kernel takes a residual of the type that autocast computes in. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -16251,14 +16310,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-static const dtrain_op_desc dtrain__embedding_op = {0,
-                                                    DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                                    1u,
-                                                    false,
-                                                    "dtrain_embedding",
-                                                    dtrain__embedding_prepare,
-                                                    dtrain__embedding_forward,
-                                                    dtrain__embedding_backward};
+DTRAIN__OP(embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
@@ -16327,15 +16379,8 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     return dtrain__gradient_merge(op->tape, qkv, earlier);
 }
 
-static const dtrain_op_desc dtrain__attention_op = {DTRAIN_OP_READS_INPUTS |
-                                                        DTRAIN_OP_READS_OUTPUTS,
-                                                    DTRAIN_CHECKPOINT_ATTENTION,
-                                                    0,
-                                                    false,
-                                                    "dtrain_attention",
-                                                    dtrain__attention_prepare,
-                                                    dtrain__attention_forward,
-                                                    dtrain__attention_backward};
+DTRAIN__OP(attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ATTENTION,
+           0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags)
@@ -16392,22 +16437,14 @@ static dtrain_result dtrain__add_forward(dtrain_op *op)
     return op->device->ops->add(op->device, &args);
 }
 
-/* The gradient as it is, for every input: of add and of cast. */
-static dtrain_result dtrain__pass_backward(dtrain_op *op)
+static dtrain_result dtrain__add_backward(dtrain_op *op)
 {
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_pass(op, op->outputs[0], op->inputs[i]));
     return DTRAIN_OK;
 }
 
-static const dtrain_op_desc dtrain__add_op = {0,
-                                              DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                              0,
-                                              false,
-                                              "dtrain_add",
-                                              dtrain__add_prepare,
-                                              dtrain__add_forward,
-                                              dtrain__pass_backward};
+DTRAIN__OP(add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -16431,24 +16468,17 @@ static dtrain_result dtrain__cast_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__cast_forward(dtrain_op *op)
 {
-    dtrain_convert_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[0];
-    args.y = op->output_data[0];
-    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
-    return op->device->ops->convert(op->device, &args);
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
+    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
+                                op->output_data[0], y->dtype);
 }
 
-static const dtrain_op_desc dtrain__cast_op = {0,
-                                               DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                               0,
-                                               false,
-                                               "dtrain_cast",
-                                               dtrain__cast_prepare,
-                                               dtrain__cast_forward,
-                                               dtrain__pass_backward};
+static dtrain_result dtrain__cast_backward(dtrain_op *op)
+{
+    return dtrain__gradient_pass(op, op->outputs[0], op->inputs[0]);
+}
+
+DTRAIN__OP(cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
 {
@@ -16459,7 +16489,7 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
 
 /* ---- Scale ------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__same_prepare(dtrain_op *op)
+static dtrain_result dtrain__scale_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
@@ -16493,14 +16523,7 @@ static dtrain_result dtrain__scale_backward(dtrain_op *op)
     return dtrain__scale_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
 }
 
-static const dtrain_op_desc dtrain__scale_op = {0,
-                                                DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                                0,
-                                                false,
-                                                "dtrain_scale",
-                                                dtrain__same_prepare,
-                                                dtrain__scale_forward,
-                                                dtrain__scale_backward};
+DTRAIN__OP(scale, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
@@ -16510,6 +16533,8 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
 /* ---- Dropout
  *
  * Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
+
+static dtrain_result dtrain__dropout_prepare(dtrain_op *op) { return dtrain__scale_prepare(op); }
 
 static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
@@ -16534,14 +16559,7 @@ static dtrain_result dtrain__dropout_backward(dtrain_op *op)
     return dtrain__dropout_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
 }
 
-static const dtrain_op_desc dtrain__dropout_op = {0,
-                                                  DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                                  0,
-                                                  false,
-                                                  "dtrain_dropout",
-                                                  dtrain__same_prepare,
-                                                  dtrain__dropout_forward,
-                                                  dtrain__dropout_backward};
+DTRAIN__OP(dropout, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
@@ -16720,14 +16738,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     return dtrain__gradient_merge(op->tape, logits, earlier);
 }
 
-static const dtrain_op_desc dtrain__cross_entropy_op = {DTRAIN_OP_READS_INPUTS,
-                                                        0,
-                                                        2u,
-                                                        false,
-                                                        "dtrain_cross_entropy",
-                                                        dtrain__cross_entropy_prepare,
-                                                        dtrain__cross_entropy_forward,
-                                                        dtrain__cross_entropy_backward};
+DTRAIN__OP(cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets)
@@ -16739,6 +16750,8 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
                              sizeof args);
 }
 
+#undef DTRAIN__OP
+
 /* ================================================================================================
  * src/tape/checkpointing.c
  * ==============================================================================================*/
@@ -16746,19 +16759,21 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 /* Activation checkpointing
  *
  * In a unit that drops results these do not go to the data arena but to one of two regions, which
- * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
+ * such units use in turn; each operation is noted. Units 1 to 4, in regions A and B:
  *
  *     forward      1 -> A     2 -> B     3 -> A     4 -> B
  *     backward     4 is in B, 3 is in A     2 again -> B     1 again -> A
  *
- * When backward enters a unit that has been overwritten, its calls run again in their order: the
- * same kernels on the same addresses and the same random streams, so the same bits, and no pointer
- * anywhere has to change. Calls whose results nobody will read are left out: the last product of a
- * transformer block, a third of its multiplications, is read by the next block only.
+ * When backward enters a unit that has been overwritten, its operations run forward again in their
+ * order: the same kernels on the same addresses with the same random streams, so the bits are the
+ * same, and no pointer anywhere has to change. Operations whose results nobody will read are left
+ * out: the last product of a transformer block, a third of its multiplications, is read by the next
+ * block only, from a copy.
  *
- * That copy is made when an operation of a later unit takes the tensor. Its own unit is still
- * intact then, for the one that follows writes to the other region; and from there on tensor->data
- * is the copy, in the data arena, for everyone. The calls of its own unit keep their address. */
+ * The copy is made when an operation of a later unit takes the tensor. The tensor's own unit is
+ * still intact then, because the unit that follows writes to the other region. From there on
+ * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
+ * unit itself keep the address they noted. */
 
 DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape)
 {
@@ -17009,7 +17024,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * src/optim/clip.c
  * ==============================================================================================*/
 
-/* Loss scaling, clipping
+/* Norm and clipping
  *
  * The norm is one number from all shards, added in double in registration order: the same bits on
  * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
@@ -17027,7 +17042,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * src/optim/optim_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of optim/ beside the public API. */
+/* The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+ * host, and an update whose numbers are read from device memory. */
 
 struct dtrain_optimizer {
     dtrain_optimizer_desc desc;
@@ -17154,7 +17170,7 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
  * src/optim/scaler.c
  * ==============================================================================================*/
 
-/* Loss scaling. */
+/* Loss scaling: which scale the next backward gets, and unscaling before the update. */
 
 DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
 {
@@ -17309,198 +17325,57 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *
  * Values and gradients that are in host memory themselves are used where they are. */
 
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.999f;
-    desc.epsilon = 1e-8f;
-    desc.weight_decay = 0.01f;
-    return desc;
-}
+/* A part of one shard; begins as zeros. */
+typedef struct dtrain__update_piece {
+    size_t shard, tensor; /* next to be looked at */
+    int64_t next;         /* first element of it after this chunk */
+    const float *grad;    /* of this chunk, where the strategy keeps it */
+    float *value;
+    dtrain_optimizer_tensor part; /* this chunk, in host memory but for the gradient */
+} dtrain__update_piece;
 
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_SGD;
-    return desc;
-}
+static bool dtrain__variance_stays(const dtrain_optimizer *optimizer);
+static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
+                                              dtrain_device *device,
+                                              const dtrain_optimizer_tensor *tensors, size_t count,
+                                              const dtrain_step_scalars *now,
+                                              const dtrain_step_scalars *device_scalars);
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer);
+static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer);
+static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p);
+static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes);
+static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
+                                         dtrain_optimizer_tensor *tensor, float **place);
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
+                                            const dtrain_step_scalars *now);
+static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk);
+static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
+                                        dtrain__update_piece *chunk, size_t i);
+static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
+                                      const dtrain__update_piece *chunk);
 
-/* Comparisons are written so that NaN fails them. */
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
+ * before the first is touched. Empty shards have no state and take no step. */
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
 {
-    const char *wrong = NULL;
-    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
+    if (!optimizer)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
-            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
-            (unsigned)desc->kind);
-    if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
-        wrong = "weight_decay >= 0";
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
-        if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
-        if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
-        if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
-    } else {
-        if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
-        if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
-        if (desc->variance_steps) wrong = "variance_steps 0: SGD has no second moments";
-    }
-    if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
-                       "%g, epsilon %g, weight_decay %g, momentum %g",
-                       wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-                       (double)desc->weight_decay, (double)desc->momentum);
-}
-
-/* State tensors per shard. */
-static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
-{
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
-    return desc->momentum > 0 ? 1 : 0;
-}
-
-static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes)
-{
-    dtrain_device *device = optimizer->device;
-    const size_t states = dtrain__state_tensors(&optimizer->desc);
-    void *memory;
-    const size_t bytes =
-        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
-    if (bytes == 0) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
-    memset(memory, 0, bytes);
-    optimizer->host = (float *)memory;
-    optimizer->host_bytes = bytes;
-    optimizer->state = optimizer->host + 2 * optimizer->stage;
-    optimizer->state_bytes = state_bytes;
-    return DTRAIN_OK;
-}
-
-/* The products cannot overflow: a quarter of the address space holds the values, the layout saw to
- * it. */
-static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
-{
-    dtrain_device *device = optimizer->device;
-    void *memory;
-    size_t bytes = 0;
-    for (size_t i = 0; i < optimizer->shard_count; i++)
-        bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    bytes *= dtrain__state_tensors(&optimizer->desc);
-    if (optimizer->strategy->offload.cpu) return dtrain__offload_state(optimizer, bytes);
-    if (bytes == 0) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
-    optimizer->state = (float *)memory;
-    optimizer->state_bytes = bytes;
-    return device->ops->zero(device, memory, bytes);
-}
-
-/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
-static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
-{
-    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
-    return skipped ? 0.0f : optimizer->desc.weight_decay;
-}
-
-/* Offloaded values on the device get a master copy at *place, which moves on. */
-static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
-                                         dtrain_optimizer_tensor *tensor, float **place)
-{
-    dtrain_device *device = optimizer->device;
-    if (!optimizer->host || dtrain__on_host(device, tensor->value)) return DTRAIN_OK;
-    float *value = tensor->value;
-    tensor->value = *place;
-    *place += dtrain__padded(tensor->count);
-    return device->ops->copy(device, tensor->value, value, (size_t)tensor->count * sizeof(float),
-                             DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-/* The optimizer's view of the shards; addresses do not change any more. */
-static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
-{
-    const size_t states = dtrain__state_tensors(&optimizer->desc);
-    float *state = optimizer->state;
-    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
-        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
-    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->count == 0) continue;
-        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
-        tensor->count = shard->count;
-        tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
-        tensor->value = shard->value;
-        tensor->grad = shard->grad;
-        DTRAIN__TRY(dtrain__take_master(optimizer, tensor, &state));
-        if (states > 0) tensor->m = state;
-        if (states > 1) tensor->v = state + dtrain__padded(shard->count);
-        if (state) state += states * (size_t)dtrain__padded(shard->count);
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
-                                                 const dtrain_optimizer_desc *desc,
-                                                 dtrain_optimizer **out)
-{
-    const dtrain_shard *shards;
-    size_t shard_count;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
-    *out = NULL;
-    if (!world || !strategy || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
-                           !world      ? "world"
-                           : !strategy ? "strategy"
-                                       : "desc");
-    DTRAIN__TRY(dtrain__check_optimizer(desc));
-    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
-    dtrain_optimizer *optimizer =
-        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
-    if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->desc = *desc;
-    optimizer->allocator = *allocator;
-    optimizer->device = dtrain_world_device(world);
-    optimizer->strategy = strategy;
-    optimizer->shards = shards;
-    optimizer->shard_count = shard_count;
-    dtrain_result result = dtrain__optimizer_state(optimizer);
-    if (result == DTRAIN_OK) result = dtrain__optimizer_tensors(optimizer);
-    if (result == DTRAIN_OK) *out = optimizer;
-    else dtrain_optimizer_destroy(optimizer);
-    return result;
-}
-
-DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
-{
-    if (!optimizer) return;
-    const dtrain_allocator allocator = optimizer->allocator;
-    dtrain_device *device = optimizer->device;
-    if (optimizer->host) {
-        device->ops->synchronize(device); /* new values may still be on their way */
-        device->ops->host_free(device, optimizer->host, optimizer->host_bytes);
-    } else if (optimizer->state)
-        device->ops->free(device, optimizer->state, optimizer->state_bytes);
-    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
-                 sizeof *optimizer->tensors);
-    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
-}
-
-DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
-{
-    return optimizer ? optimizer->state_bytes : 0;
-}
-
-/* In the step that comes next. */
-static bool dtrain__variance_stays(const dtrain_optimizer *optimizer)
-{
-    const uint64_t steps = optimizer->desc.variance_steps;
-    return steps > 0 && (uint64_t)optimizer->step_count >= steps;
+            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
+            "%g and %g; the parameters are as they were",
+            (double)lr, (double)grad_scale);
+    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
+    if (optimizer->strategy->offload.cpu)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
+    else DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
+    optimizer->step_count++;
+    return dtrain_strategy_publish(optimizer->strategy);
 }
 
 /* What changes from step to step, for the step that comes next. */
@@ -17519,6 +17394,21 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optim
     scalars.correction1 = (float)(1 - pow((double)desc->beta1, step));
     scalars.correction2 = (float)(1 - pow((double)desc->beta2, estimated));
     return scalars;
+}
+
+/* In the step that comes next. */
+static bool dtrain__variance_stays(const dtrain_optimizer *optimizer)
+{
+    const uint64_t steps = optimizer->desc.variance_steps;
+    return steps > 0 && (uint64_t)optimizer->step_count >= steps;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
+                                                    const dtrain_step_scalars *now,
+                                                    const dtrain_step_scalars *device_scalars)
+{
+    return dtrain__optimizer_update(optimizer, optimizer->device, optimizer->tensors,
+                                    optimizer->tensor_count, now, device_scalars);
 }
 
 /* The update with the scalars given, or with those that `device_scalars` holds when it runs. The
@@ -17558,24 +17448,221 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
     return device->ops->sgd(device, &args);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
-                                                    const dtrain_step_scalars *now,
-                                                    const dtrain_step_scalars *device_scalars)
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out)
 {
-    return dtrain__optimizer_update(optimizer, optimizer->device, optimizer->tensors,
-                                    optimizer->tensor_count, now, device_scalars);
+    const dtrain_shard *shards;
+    size_t shard_count;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
+    *out = NULL;
+    if (!world || !strategy || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
+                           !world      ? "world"
+                           : !strategy ? "strategy"
+                                       : "desc");
+    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
+    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_optimizer *optimizer =
+        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
+    if (!optimizer) return DTRAIN_ERROR_MEMORY;
+    optimizer->desc = *desc;
+    optimizer->allocator = *allocator;
+    optimizer->device = dtrain_world_device(world);
+    optimizer->strategy = strategy;
+    optimizer->shards = shards;
+    optimizer->shard_count = shard_count;
+    dtrain_result result = dtrain__optimizer_state(optimizer);
+    if (result == DTRAIN_OK) result = dtrain__optimizer_tensors(optimizer);
+    if (result == DTRAIN_OK) *out = optimizer;
+    else dtrain_optimizer_destroy(optimizer);
+    return result;
 }
 
-/* ---- The update in host memory ----------------------------------------------------------------*/
+/* Comparisons are written so that NaN fails them. */
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+{
+    const char *wrong = NULL;
+    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
+            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
+            (unsigned)desc->kind);
+    if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
+        wrong = "weight_decay >= 0";
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
+        if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
+        if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
+        if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
+    } else {
+        if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
+        if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
+        if (desc->variance_steps) wrong = "variance_steps 0: SGD has no second moments";
+    }
+    if (!wrong) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
+                       "%g, epsilon %g, weight_decay %g, momentum %g",
+                       wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
+                       (double)desc->weight_decay, (double)desc->momentum);
+}
 
-/* A part of one shard; begins as zeros. */
-typedef struct dtrain__update_piece {
-    size_t shard, tensor; /* next to be looked at */
-    int64_t next;         /* first element of it after this chunk */
-    const float *grad;    /* of this chunk, where the strategy keeps it */
-    float *value;
-    dtrain_optimizer_tensor part; /* this chunk, in host memory but for the gradient */
-} dtrain__update_piece;
+/* The products cannot overflow: a quarter of the address space holds the values, the layout saw to
+ * it. */
+static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
+{
+    dtrain_device *device = optimizer->device;
+    void *memory;
+    size_t bytes = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++)
+        bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
+    bytes *= dtrain__state_tensors(&optimizer->desc);
+    if (optimizer->strategy->offload.cpu) return dtrain__offload_state(optimizer, bytes);
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
+    optimizer->state = (float *)memory;
+    optimizer->state_bytes = bytes;
+    return device->ops->zero(device, memory, bytes);
+}
+
+/* State tensors per shard. */
+static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
+{
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
+    return desc->momentum > 0 ? 1 : 0;
+}
+
+/* The optimizer's view of the shards; addresses do not change any more. */
+static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
+{
+    const size_t states = dtrain__state_tensors(&optimizer->desc);
+    float *state = optimizer->state;
+    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
+        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
+    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (shard->count == 0) continue;
+        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
+        tensor->count = shard->count;
+        tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
+        tensor->value = shard->value;
+        tensor->grad = shard->grad;
+        DTRAIN__TRY(dtrain__take_master(optimizer, tensor, &state));
+        if (states > 0) tensor->m = state;
+        if (states > 1) tensor->v = state + dtrain__padded(shard->count);
+        if (state) state += states * (size_t)dtrain__padded(shard->count);
+    }
+    return DTRAIN_OK;
+}
+
+/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
+static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
+{
+    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
+    return skipped ? 0.0f : optimizer->desc.weight_decay;
+}
+
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
+{
+    if (!optimizer) return;
+    const dtrain_allocator allocator = optimizer->allocator;
+    dtrain_device *device = optimizer->device;
+    if (optimizer->host) {
+        device->ops->synchronize(device); /* new values may still be on their way */
+        device->ops->host_free(device, optimizer->host, optimizer->host_bytes);
+    } else if (optimizer->state)
+        device->ops->free(device, optimizer->state, optimizer->state_bytes);
+    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
+                 sizeof *optimizer->tensors);
+    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
+}
+
+DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
+{
+    return optimizer ? optimizer->state_bytes : 0;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.999f;
+    desc.epsilon = 1e-8f;
+    desc.weight_decay = 0.01f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_OPTIMIZER_SGD;
+    return desc;
+}
+
+/* ---- the update in host memory ----------------------------------------------------------------*/
+
+static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes)
+{
+    dtrain_device *device = optimizer->device;
+    const size_t states = dtrain__state_tensors(&optimizer->desc);
+    void *memory;
+    const size_t bytes =
+        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
+    memset(memory, 0, bytes);
+    optimizer->host = (float *)memory;
+    optimizer->host_bytes = bytes;
+    optimizer->state = optimizer->host + 2 * optimizer->stage;
+    optimizer->state_bytes = state_bytes;
+    return DTRAIN_OK;
+}
+
+/* Offloaded values on the device get a master copy at *place, which moves on. */
+static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
+                                         dtrain_optimizer_tensor *tensor, float **place)
+{
+    dtrain_device *device = optimizer->device;
+    if (!optimizer->host || dtrain__on_host(device, tensor->value)) return DTRAIN_OK;
+    float *value = tensor->value;
+    tensor->value = *place;
+    *place += dtrain__padded(tensor->count);
+    return device->ops->copy(device, tensor->value, value, (size_t)tensor->count * sizeof(float),
+                             DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Every event is behind what compute had queued: when the first has happened, nobody reads old
+ * values any more, neither from the device nor from the master copies. A stage is filled again when
+ * the chunk that it held is done. */
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
+                                            const dtrain_step_scalars *now)
+{
+    dtrain_strategy *strategy = optimizer->strategy;
+    const dtrain__offload *offload = &strategy->offload;
+    dtrain__update_piece chunks[2]; /* one being updated, one on its way */
+    memset(chunks, 0, sizeof chunks);
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    bool any = dtrain__piece_next(optimizer, &chunks[0]);
+    if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, &chunks[0], 0));
+    for (size_t i = 0; any; i++) {
+        dtrain__update_piece *chunk = &chunks[i & 1], *ahead = &chunks[1 - (i & 1)];
+        *ahead = *chunk;
+        any = dtrain__piece_next(optimizer, ahead);
+        if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, ahead, i + 1));
+        DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i & 1]));
+        DTRAIN__TRY(dtrain__optimizer_update(optimizer, offload->cpu, &chunk->part, 1, now, NULL));
+        DTRAIN__TRY(dtrain__piece_up(optimizer, chunk));
+    }
+    return dtrain__stream_follow(strategy, NULL, offload->up);
+}
 
 /* False behind the last. Empty shards have no tensor. */
 static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk)
@@ -17629,58 +17716,11 @@ static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
                                    DTRAIN_COPY_HOST_TO_DEVICE, optimizer->strategy->offload.up);
 }
 
-/* Every event is behind what compute had queued: when the first has happened, nobody reads old
- * values any more, neither from the device nor from the master copies. A stage is filled again when
- * the chunk that it held is done. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now)
-{
-    dtrain_strategy *strategy = optimizer->strategy;
-    const dtrain__offload *offload = &strategy->offload;
-    dtrain__update_piece chunks[2]; /* one being updated, one on its way */
-    memset(chunks, 0, sizeof chunks);
-    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
-    bool any = dtrain__piece_next(optimizer, &chunks[0]);
-    if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, &chunks[0], 0));
-    for (size_t i = 0; any; i++) {
-        dtrain__update_piece *chunk = &chunks[i & 1], *ahead = &chunks[1 - (i & 1)];
-        *ahead = *chunk;
-        any = dtrain__piece_next(optimizer, ahead);
-        if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, ahead, i + 1));
-        DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i & 1]));
-        DTRAIN__TRY(dtrain__optimizer_update(optimizer, offload->cpu, &chunk->part, 1, now, NULL));
-        DTRAIN__TRY(dtrain__piece_up(optimizer, chunk));
-    }
-    return dtrain__stream_follow(strategy, NULL, offload->up);
-}
-
-/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
- * before the first is touched. Empty shards have no state and take no step. */
-DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
-                                               float grad_scale)
-{
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
-    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
-            "%g and %g; the parameters are as they were",
-            (double)lr, (double)grad_scale);
-    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    if (optimizer->strategy->offload.cpu)
-        DTRAIN__TRY(
-            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
-    else DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
-}
-
 /* ================================================================================================
  * src/optim/schedule.c
  * ==============================================================================================*/
 
-/* Learning rates. */
+/* Learning rates: computed in double, so that every machine and world size gets the same bits. */
 
 /* In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
@@ -17710,36 +17750,16 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/sampler.c
  * ==============================================================================================*/
 
-/* Data, samplers
- *
- * Three layers: which index comes when (sampler), what a file holds (dataset), which tokens make a
- * sample (loader).
+/* Samplers
  *
  * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
- * torch.randperm, its modulo bias included: the order is PyTorch's, number by number.
- *
- * Files are read with pread into a small buffer, never mapped: a file that is truncated under us is
- * then a short read, which is a sentence, and not a SIGBUS, which is a dead rank.
- *
- * The loader cuts the stream into windows that share one border token (target of one, input of the
- * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
- * seen behind the same context:
- *
- *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
- *               shift  0       1       2    +1 target
- *
- *     sample k of the run = window order[k % windows] of epoch k / windows
- *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
- *
- * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
- * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). */
+ * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. */
 
 /* ================================================================================================
  * src/train/data_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of train/ beside the public API. */
+/* The structure of an open token file, which the loader reads. */
 
 /* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
@@ -17760,80 +17780,10 @@ typedef struct dtrain__mt19937 {
     uint32_t next; /* first number not handed out */
 } dtrain__mt19937;
 
-static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
-{
-    mt->state[0] = seed;
-    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t before = mt->state[i - 1];
-        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
-    }
-    mt->next = DTRAIN__MT_COUNT;
-}
-
-/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
- * wrap around are the ones renewed in this same pass, as the definition has it. */
-static void dtrain__mt_renew(dtrain__mt19937 *mt)
-{
-    uint32_t *s = mt->state;
-    for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
-        s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
-    }
-    mt->next = 0;
-}
-
-static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
-{
-    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
-    uint32_t y = mt->state[mt->next++];
-    y ^= y >> 11;
-    y ^= (y << 7) & 0x9d2c5680u;
-    y ^= (y << 15) & 0xefc60000u;
-    return y ^ (y >> 18);
-}
-
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
-{
-    dtrain__mt19937 mt;
-    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
-                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
-    for (int64_t i = 0; i < n; i++) out[i] = i;
-    dtrain__mt_seed(&mt, (uint32_t)seed);
-    for (int64_t i = 0; i < n - 1; i++) {
-        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
-        int64_t swapped = out[i];
-        out[i] = out[j];
-        out[j] = swapped;
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- sampler ----------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
-{
-    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
-    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
-    if (desc->rank >= ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
-                           (unsigned)desc->rank, (unsigned)(ranks - 1));
-    if (desc->item_count < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
-                           call, (long long)desc->item_count);
-    return DTRAIN_OK;
-}
-
-/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
- * ranks - 1 could overflow. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
-{
-    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
-    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
-    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
-    return desc->item_count / ranks + (padded ? 1 : 0);
-}
+static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call);
+static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt);
+static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed);
+static void dtrain__mt_renew(dtrain__mt19937 *mt);
 
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices)
@@ -17857,11 +17807,90 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
     return DTRAIN_OK;
 }
 
+/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
+ * ranks - 1 could overflow. */
+DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
+{
+    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
+    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
+    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
+    return desc->item_count / ranks + (padded ? 1 : 0);
+}
+
+static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
+{
+    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
+    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
+    if (desc->rank >= ranks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
+                           (unsigned)desc->rank, (unsigned)(ranks - 1));
+    if (desc->item_count < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
+                           call, (long long)desc->item_count);
+    return DTRAIN_OK;
+}
+
+/* ---- the shuffle ------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
+{
+    dtrain__mt19937 mt;
+    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
+                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    dtrain__mt_seed(&mt, (uint32_t)seed);
+    for (int64_t i = 0; i < n - 1; i++) {
+        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
+    return DTRAIN_OK;
+}
+
+static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
+{
+    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
+    uint32_t y = mt->state[mt->next++];
+    y ^= y >> 11;
+    y ^= (y << 7) & 0x9d2c5680u;
+    y ^= (y << 15) & 0xefc60000u;
+    return y ^ (y >> 18);
+}
+
+static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
+{
+    mt->state[0] = seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
+        uint32_t before = mt->state[i - 1];
+        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
+    }
+    mt->next = DTRAIN__MT_COUNT;
+}
+
+/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
+ * wrap around are the ones renewed in this same pass, as the definition has it. */
+static void dtrain__mt_renew(dtrain__mt19937 *mt)
+{
+    uint32_t *s = mt->state;
+    for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
+        uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
+        s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+    }
+    mt->next = 0;
+}
+
 /* ================================================================================================
  * src/train/dataset.c
  * ==============================================================================================*/
 
-/* dataset. */
+/* Token files
+ *
+ * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
+ * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
+ */
 
 #define DTRAIN__FORMAT_BYTES 1u
 #define DTRAIN__FORMAT_BIN 2u
@@ -17869,141 +17898,18 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 
-/* Little-endian number of `width` bytes, whatever the host's order. */
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
-}
-
-/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
- * the end of the file, and there the file must have shrunk, because offsets were checked. */
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes)
-{
-    while (bytes > 0) {
-        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                               dataset->path, (long long)offset, strerror(errno));
-        if (got == 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
-                               "it truncated or written again during the run?",
-                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
-        buffer += got;
-        bytes -= (size_t)got;
-        offset += got;
-    }
-    return DTRAIN_OK;
-}
-
-static const char *dtrain__file_kind(mode_t mode)
-{
-    if (S_ISDIR(mode)) return "a directory";
-    if (S_ISFIFO(mode)) return "a pipe";
-    if (S_ISSOCK(mode)) return "a socket";
-    return "a device";
-}
-
-/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
-{
-    struct stat info;
-    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode))
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
-                           dtrain__file_kind(info.st_mode));
-    if (info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is empty, expected at least one token",
-                           dataset->path);
-    dataset->file_bytes = (int64_t)info.st_size;
-    return DTRAIN_OK;
-}
-
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
+static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
+static const char *dtrain__file_kind(mode_t mode);
+static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
+static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head);
 static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
-                                                 const unsigned char *head)
-{
-    char text[5] = "....";
-    for (int i = 0; i < 4; i++)
-        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
-                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
-                       ".bin files lack the header",
-                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
-                       (unsigned)dtrain__le(head, 4), text);
-}
-
-/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
-{
-    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
-    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
-    int64_t count = (int32_t)dtrain__le(head + 8, 4);
-    int64_t token_bytes = narrow ? 2 : 4;
-    if (version != expected)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has header version %u, expected %u",
-                           dataset->path, (unsigned)version, (unsigned)expected);
-    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
-                           "bytes, but has %lld: is it cut off?",
-                           dataset->path, (long long)count,
-                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
-                           (long long)dataset->file_bytes);
-    dataset->token_bytes = (uint32_t)token_bytes;
-    dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = count;
-    return DTRAIN_OK;
-}
-
-/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
-{
-    unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
-    uint32_t magic = dtrain__le(head, 4);
-    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
-    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
-        dataset->token_bytes = 1;
-        dataset->token_count = dataset->file_bytes;
-        return DTRAIN_OK;
-    }
-    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
-    if (have < DTRAIN__BIN_HEADER)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
-                           dataset->path, have, DTRAIN__BIN_HEADER);
-    return dtrain__dataset_bin(dataset, head);
-}
-
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
-{
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
-    if (!desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
-    if (desc->format > DTRAIN__FORMAT_BIN)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
-                           "or 2 (.bin)",
-                           (unsigned)desc->format);
-    if (desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
-                           (long long)desc->vocab_count, (long long)most);
-    return DTRAIN_OK;
-}
+                                                 const unsigned char *head);
+static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
+                                               int64_t count, int32_t *tokens);
+static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
+                                           unsigned char *buffer, size_t bytes);
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
@@ -18036,6 +17942,111 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
+{
+    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
+    if (!desc || !desc->path || !desc->path[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
+    if (desc->format > DTRAIN__FORMAT_BIN)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
+                           "or 2 (.bin)",
+                           (unsigned)desc->format);
+    if (desc->vocab_count < 0 || desc->vocab_count > most)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
+                           (long long)desc->vocab_count, (long long)most);
+    return DTRAIN_OK;
+}
+
+/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
+static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
+{
+    struct stat info;
+    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           dataset->path, strerror(errno));
+    if (!S_ISREG(info.st_mode))
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
+                           dtrain__file_kind(info.st_mode));
+    if (info.st_size == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is empty, expected at least one token",
+                           dataset->path);
+    dataset->file_bytes = (int64_t)info.st_size;
+    return DTRAIN_OK;
+}
+
+static const char *dtrain__file_kind(mode_t mode)
+{
+    if (S_ISDIR(mode)) return "a directory";
+    if (S_ISFIFO(mode)) return "a pipe";
+    if (S_ISSOCK(mode)) return "a socket";
+    return "a device";
+}
+
+/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
+static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
+    uint32_t magic = dtrain__le(head, 4);
+    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
+        dataset->token_bytes = 1;
+        dataset->token_count = dataset->file_bytes;
+        return DTRAIN_OK;
+    }
+    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
+    if (have < DTRAIN__BIN_HEADER)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
+                           dataset->path, have, DTRAIN__BIN_HEADER);
+    return dtrain__dataset_bin(dataset, head);
+}
+
+/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
+{
+    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
+    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
+    int64_t count = (int32_t)dtrain__le(head + 8, 4);
+    int64_t token_bytes = narrow ? 2 : 4;
+    if (version != expected)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has header version %u, expected %u",
+                           dataset->path, (unsigned)version, (unsigned)expected);
+    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
+                           "bytes, but has %lld: is it cut off?",
+                           dataset->path, (long long)count,
+                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
+                           (long long)dataset->file_bytes);
+    dataset->token_bytes = (uint32_t)token_bytes;
+    dataset->header_bytes = DTRAIN__BIN_HEADER;
+    dataset->token_count = count;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
+                                                 const unsigned char *head)
+{
+    char text[5] = "....";
+    for (int i = 0; i < 4; i++)
+        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
+                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
+                       ".bin files lack the header",
+                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
+                       (unsigned)dtrain__le(head, 4), text);
+}
+
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 {
     if (!dataset) return;
@@ -18050,6 +18061,28 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
     if (!info) return;
     info->token_count = dataset ? dataset->token_count : 0;
     info->vocab_count = dataset ? dataset->vocab_count : 0;
+}
+
+/* ---- reading ----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
+                                             int32_t *tokens)
+{
+    if (!dataset || count < 0 || (count > 0 && !tokens))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
+    if (first < 0 || first > dataset->token_count - count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
+                           "%lld",
+                           (long long)count, (long long)first, dataset->path,
+                           (long long)dataset->token_count);
+    for (int64_t done = 0; done < count;) {
+        int64_t some = dtrain__min(count - done, 2048);
+        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
+        done += some;
+    }
+    return DTRAIN_OK;
 }
 
 /* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on
@@ -18074,31 +18107,56 @@ static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, in
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens)
+/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
+ * the end of the file, and there the file must have shrunk, because offsets were checked. */
+static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
+                                           unsigned char *buffer, size_t bytes)
 {
-    if (!dataset || count < 0 || (count > 0 && !tokens))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
-    if (first < 0 || first > dataset->token_count - count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
-                           "%lld",
-                           (long long)count, (long long)first, dataset->path,
-                           (long long)dataset->token_count);
-    for (int64_t done = 0; done < count;) {
-        int64_t some = dtrain__min(count - done, 2048);
-        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
-        done += some;
+    while (bytes > 0) {
+        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
+                               dataset->path, (long long)offset, strerror(errno));
+        if (got == 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
+                               "it truncated or written again during the run?",
+                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
+        buffer += got;
+        bytes -= (size_t)got;
+        offset += got;
     }
     return DTRAIN_OK;
+}
+
+/* Little-endian number of `width` bytes, whatever the host's order. */
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
 }
 
 /* ================================================================================================
  * src/train/loader.c
  * ==============================================================================================*/
 
-/* loader. */
+/* Loaders
+ *
+ * A loader cuts the stream into windows that share one border token (target of one, input of the
+ * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
+ * seen behind the same context:
+ *
+ *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
+ *               shift  0       1       2    +1 target
+ *
+ *     sample k of the run = window order[k % windows] of epoch k / windows
+ *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
+ *
+ * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
+ * that every shift in [0, sequence) leaves them room (but never fewer than one). */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
@@ -18117,6 +18175,99 @@ struct dtrain_loader {
     int64_t shift;
     int64_t *order; /* (window_count) */
 };
+
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample);
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
+static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc);
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_alloc(dtrain_loader *loader);
+
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
+                                            int32_t *targets)
+{
+    if (!loader || !inputs || !targets)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_next: loader, inputs or targets is NULL");
+    size_t row = (size_t)loader->desc.sequence;
+    for (uint32_t i = 0; i < loader->desc.batch; i++) {
+        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
+        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
+        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
+        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    }
+    /* Only now: a call that failed can be repeated. */
+    loader->position += loader->desc.batch * loader->ranks;
+    return DTRAIN_OK;
+}
+
+/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
+ * read once although its tokens are used twice. */
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
+{
+    uint64_t windows = (uint64_t)loader->window_count;
+    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
+    uint64_t place = sample % windows;
+    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
+    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
+    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
+                               loader->window);
+}
+
+/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
+ * growing k, so a batch across a border enters each epoch once. */
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+{
+    uint32_t random[4];
+    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+    loader->epoch = epoch;
+    loader->entered = true;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
+{
+    if (!info) return;
+    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->position = loader ? loader->position : 0;
+}
+
+DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
+{
+    if (loader) loader->position = position;
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out)
+{
+    if (!out || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+    *out = NULL;
+    dtrain_loader_desc resolved = *desc;
+    DTRAIN__TRY(dtrain__loader_check(&resolved));
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_loader *loader =
+        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
+    if (!loader) return DTRAIN_ERROR_MEMORY;
+    loader->allocator = allocator;
+    loader->desc = resolved;
+    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
+    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    dtrain_result result = dtrain__loader_plan(loader);
+    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
+    if (result != DTRAIN_OK) {
+        dtrain_loader_destroy(loader);
+        return result;
+    }
+    *out = loader;
+    return DTRAIN_OK;
+}
 
 /* Checks the desc and resolves token_count. Written with subtractions only: nothing overflows. */
 static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
@@ -18145,7 +18296,7 @@ static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
     return DTRAIN_OK;
 }
 
-/* How the span is cut; the rule in the banner. */
+/* Count the windows of an epoch and the shifts to choose from, by the rule at the top. */
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
@@ -18176,33 +18327,6 @@ static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
     return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
-                                              dtrain_loader **out)
-{
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
-    *out = NULL;
-    dtrain_loader_desc resolved = *desc;
-    DTRAIN__TRY(dtrain__loader_check(&resolved));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_loader *loader =
-        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
-    if (!loader) return DTRAIN_ERROR_MEMORY;
-    loader->allocator = allocator;
-    loader->desc = resolved;
-    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
-    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
-    dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
-    if (result != DTRAIN_OK) {
-        dtrain_loader_destroy(loader);
-        return result;
-    }
-    *out = loader;
-    return DTRAIN_OK;
-}
-
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
@@ -18213,89 +18337,35 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
     dtrain__free(&allocator, loader, 1, sizeof *loader);
 }
 
-/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
- * growing k, so a batch across a border enters each epoch once. */
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
-{
-    uint32_t random[4];
-    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
-    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
-    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
-    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
-    loader->epoch = epoch;
-    loader->entered = true;
-    return DTRAIN_OK;
-}
-
-/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
- * read once although its tokens are used twice. */
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
-{
-    uint64_t windows = (uint64_t)loader->window_count;
-    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
-    uint64_t place = sample % windows;
-    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
-    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
-    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
-                               loader->window);
-}
-
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets)
-{
-    if (!loader || !inputs || !targets)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_next: loader, inputs or targets is NULL");
-    size_t row = (size_t)loader->desc.sequence;
-    for (uint32_t i = 0; i < loader->desc.batch; i++) {
-        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
-        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
-        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
-        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
-    }
-    /* Only now: a call that failed can be repeated. */
-    loader->position += loader->desc.batch * loader->ranks;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
-{
-    if (!info) return;
-    info->samples_per_epoch = loader ? loader->window_count : 0;
-    info->position = loader ? loader->position : 0;
-}
-
-DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
-{
-    if (loader) loader->position = position;
-}
-
 /* ================================================================================================
  * src/train/trainer.c
  * ==============================================================================================*/
 
 /* Trainer
  *
+ * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
+ * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
+ *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 4 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
- * and because all ranks then judge the same numbers: a loss that is not finite is the same error
- * on all of them. The parameters are safe without waiting for it: the norm of the averaged
- * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates or
- * publishes. With loss scaling that is a skipped step, unless a loss was not finite either.
+ * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
+ * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
+ * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
+ * scaling that is a skipped step, unless a loss was not finite either.
  *
- * Whose time is it? A rank computes, or it is inside the communicator. A fast rank waits there for
- * a slow one, so a straggler shows in the others' exposed time, and in its own compute time
- * (step - exposed): that is what ranks are compared by. What ranks wait for each other in the
- * record's own all-gather is in no figure. */
+ * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
+ * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
+ * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
+ * in the record's own all-gather is in no figure. */
 
 /* ================================================================================================
  * src/train/trainer_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of train/ beside the public API. */
+/* The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+ * queued step (queued_step.c). */
 
 /* What a rank tells the others each step. */
 enum {
@@ -18661,6 +18731,10 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
     if (!desc->strategy || !desc->loss)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
                            desc->strategy ? "loss" : "strategy");
+    if (desc->optimizer && !(desc->schedule.lr > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
+                           (double)desc->schedule.lr);
     if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "

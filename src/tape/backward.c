@@ -223,12 +223,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_
     if (from->dtype == x->dtype)
         return op->device->ops->copy(op->device, x->grad, from->grad, dtrain__tensor_bytes(x),
                                      DTRAIN_COPY_DEVICE_TO_DEVICE);
-    dtrain_convert_args args;
-    memset(&args, 0, sizeof args);
-    args.count = x->count;
-    args.x = from->grad;
-    args.y = x->grad;
-    args.x_dtype = (dtrain_dtype)from->dtype;
-    args.y_dtype = (dtrain_dtype)x->dtype;
-    return op->device->ops->convert(op->device, &args);
+    return dtrain__tape_convert(op->device, x->count, from->grad, from->dtype, x->grad, x->dtype);
 }

@@ -1,19 +1,21 @@
 /* Activation checkpointing
  *
  * In a unit that drops results these do not go to the data arena but to one of two regions, which
- * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
+ * such units use in turn; each operation is noted. Units 1 to 4, in regions A and B:
  *
  *     forward      1 -> A     2 -> B     3 -> A     4 -> B
  *     backward     4 is in B, 3 is in A     2 again -> B     1 again -> A
  *
- * When backward enters a unit that has been overwritten, its calls run again in their order: the
- * same kernels on the same addresses and the same random streams, so the same bits, and no pointer
- * anywhere has to change. Calls whose results nobody will read are left out: the last product of a
- * transformer block, a third of its multiplications, is read by the next block only.
+ * When backward enters a unit that has been overwritten, its operations run forward again in their
+ * order: the same kernels on the same addresses with the same random streams, so the bits are the
+ * same, and no pointer anywhere has to change. Operations whose results nobody will read are left
+ * out: the last product of a transformer block, a third of its multiplications, is read by the next
+ * block only, from a copy.
  *
- * That copy is made when an operation of a later unit takes the tensor. Its own unit is still
- * intact then, for the one that follows writes to the other region; and from there on tensor->data
- * is the copy, in the data arena, for everyone. The calls of its own unit keep their address. */
+ * The copy is made when an operation of a later unit takes the tensor. The tensor's own unit is
+ * still intact then, because the unit that follows writes to the other region. From there on
+ * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
+ * unit itself keep the address they noted. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -46,22 +46,14 @@ static dtrain_result dtrain__add_forward(dtrain_op *op)
     return op->device->ops->add(op->device, &args);
 }
 
-/* The gradient as it is, for every input: of add and of cast. */
-static dtrain_result dtrain__pass_backward(dtrain_op *op)
+static dtrain_result dtrain__add_backward(dtrain_op *op)
 {
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_pass(op, op->outputs[0], op->inputs[i]));
     return DTRAIN_OK;
 }
 
-static const dtrain_op_desc dtrain__add_op = {0,
-                                              DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                              0,
-                                              false,
-                                              "dtrain_add",
-                                              dtrain__add_prepare,
-                                              dtrain__add_forward,
-                                              dtrain__pass_backward};
+DTRAIN__OP(add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -85,24 +77,17 @@ static dtrain_result dtrain__cast_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__cast_forward(dtrain_op *op)
 {
-    dtrain_convert_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[0];
-    args.y = op->output_data[0];
-    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
-    return op->device->ops->convert(op->device, &args);
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
+    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
+                                op->output_data[0], y->dtype);
 }
 
-static const dtrain_op_desc dtrain__cast_op = {0,
-                                               DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                               0,
-                                               false,
-                                               "dtrain_cast",
-                                               dtrain__cast_prepare,
-                                               dtrain__cast_forward,
-                                               dtrain__pass_backward};
+static dtrain_result dtrain__cast_backward(dtrain_op *op)
+{
+    return dtrain__gradient_pass(op, op->outputs[0], op->inputs[0]);
+}
+
+DTRAIN__OP(cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
 {
@@ -113,7 +98,7 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
 
 /* ---- Scale ------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__same_prepare(dtrain_op *op)
+static dtrain_result dtrain__scale_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
@@ -147,14 +132,7 @@ static dtrain_result dtrain__scale_backward(dtrain_op *op)
     return dtrain__scale_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
 }
 
-static const dtrain_op_desc dtrain__scale_op = {0,
-                                                DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                                0,
-                                                false,
-                                                "dtrain_scale",
-                                                dtrain__same_prepare,
-                                                dtrain__scale_forward,
-                                                dtrain__scale_backward};
+DTRAIN__OP(scale, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
@@ -164,6 +142,8 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
 /* ---- Dropout
  *
  * Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
+
+static dtrain_result dtrain__dropout_prepare(dtrain_op *op) { return dtrain__scale_prepare(op); }
 
 static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
@@ -188,14 +168,7 @@ static dtrain_result dtrain__dropout_backward(dtrain_op *op)
     return dtrain__dropout_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
 }
 
-static const dtrain_op_desc dtrain__dropout_op = {0,
-                                                  DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                                  0,
-                                                  false,
-                                                  "dtrain_dropout",
-                                                  dtrain__same_prepare,
-                                                  dtrain__dropout_forward,
-                                                  dtrain__dropout_backward};
+DTRAIN__OP(dropout, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
@@ -374,14 +347,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     return dtrain__gradient_merge(op->tape, logits, earlier);
 }
 
-static const dtrain_op_desc dtrain__cross_entropy_op = {DTRAIN_OP_READS_INPUTS,
-                                                        0,
-                                                        2u,
-                                                        false,
-                                                        "dtrain_cross_entropy",
-                                                        dtrain__cross_entropy_prepare,
-                                                        dtrain__cross_entropy_forward,
-                                                        dtrain__cross_entropy_backward};
+DTRAIN__OP(cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets)
@@ -392,3 +358,5 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
     return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
                              sizeof args);
 }
+
+#undef DTRAIN__OP

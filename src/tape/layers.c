@@ -1,5 +1,9 @@
 /* Layers: linear, layer normalisation, embedding, attention
  *
+ * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
+ * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
+ * on, backward takes shapes and addresses from them.
+ *
  * What a node keeps alive until its backward, beside its parameters:
  *
  *     linear          x; with GELU the value before it, with ReLU the output
@@ -165,14 +169,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return op->inputs[0]->needs_grad ? dtrain__linear_backward_x(op, gemm) : DTRAIN_OK;
 }
 
-static const dtrain_op_desc dtrain__linear_op = {DTRAIN_OP_READS_INPUTS,
-                                                 DTRAIN_CHECKPOINT_LINEAR,
-                                                 0,
-                                                 true,
-                                                 "dtrain_linear",
-                                                 dtrain__linear_prepare,
-                                                 dtrain__linear_forward,
-                                                 dtrain__linear_backward};
+DTRAIN__OP(linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
 /* The same behind ReLU, whose backward looks at the output. */
 static const dtrain_op_desc dtrain__linear_relu_op = {DTRAIN_OP_READS_INPUTS |
                                                           DTRAIN_OP_READS_OUTPUTS,
@@ -273,14 +270,7 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     return dtrain__layernorm_gradient(op, op->inputs[0], op->input_data[0], NULL);
 }
 
-static const dtrain_op_desc dtrain__layernorm_op = {DTRAIN_OP_READS_INPUTS,
-                                                    DTRAIN_CHECKPOINT_LAYERNORM,
-                                                    0,
-                                                    false,
-                                                    "dtrain_layernorm",
-                                                    dtrain__layernorm_prepare,
-                                                    dtrain__layernorm_forward,
-                                                    dtrain__layernorm_backward};
+DTRAIN__OP(layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias)
@@ -312,6 +302,11 @@ static dtrain_result dtrain__add_layernorm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__add_layernorm_forward(dtrain_op *op)
+{
+    return dtrain__layernorm_forward(op);
+}
+
 static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
 {
     dtrain_tensor *residual = op->inputs[1], *sum = op->outputs[1];
@@ -327,14 +322,7 @@ static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
     return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, sum, residual);
 }
 
-static const dtrain_op_desc dtrain__add_layernorm_op = {DTRAIN_OP_READS_OUTPUTS,
-                                                        DTRAIN_CHECKPOINT_LAYERNORM,
-                                                        0,
-                                                        false,
-                                                        "dtrain_add_layernorm",
-                                                        dtrain__add_layernorm_prepare,
-                                                        dtrain__layernorm_forward,
-                                                        dtrain__add_layernorm_backward};
+DTRAIN__OP(add_layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 /* The fused kernel takes a residual of the type that autocast computes in. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -424,14 +412,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-static const dtrain_op_desc dtrain__embedding_op = {0,
-                                                    DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                                    1u,
-                                                    false,
-                                                    "dtrain_embedding",
-                                                    dtrain__embedding_prepare,
-                                                    dtrain__embedding_forward,
-                                                    dtrain__embedding_backward};
+DTRAIN__OP(embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
@@ -500,15 +481,8 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     return dtrain__gradient_merge(op->tape, qkv, earlier);
 }
 
-static const dtrain_op_desc dtrain__attention_op = {DTRAIN_OP_READS_INPUTS |
-                                                        DTRAIN_OP_READS_OUTPUTS,
-                                                    DTRAIN_CHECKPOINT_ATTENTION,
-                                                    0,
-                                                    false,
-                                                    "dtrain_attention",
-                                                    dtrain__attention_prepare,
-                                                    dtrain__attention_forward,
-                                                    dtrain__attention_backward};
+DTRAIN__OP(attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ATTENTION,
+           0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags)

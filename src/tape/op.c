@@ -1,7 +1,17 @@
-/* Operations
+/* Running an operation
  *
- * One way onto the tape, for built-in operations and those of a program: check the inputs and
- * parameters, prepare, forward, record. What only one of them needs is in its own functions. */
+ * dtrain_tape_apply is the one way onto the tape, for built-in operations and those of a program:
+ *
+ * 1. make a node, with a copy of the arguments, in host memory that dtrain_tape_begin rewinds 2.
+ * check inputs and parameters, and note the addresses of their values 3. prepare: check shapes,
+ * make outputs, take memory for what backward will read 4. forward; before it, inputs that autocast
+ * wants in a narrower type are rounded 5. note the node in its segment if its results are dropped,
+ * and record it on the tape if a gradient will have to pass through it
+ *
+ * The addresses of steps 2 and 3 hold for the life of the node, although tensor->data may move: a
+ * value that a later unit reads is copied out of the region it was dropped into. A forward that
+ * runs again must read and write where its neighbours in the unit do, in the region; the copy is
+ * for the readers outside. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -198,15 +208,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
     dtrain_op *op = &node->op;
     if (op->planning) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
-        dtrain_convert_args args;
-        if (!node->rounded[i]) continue;
-        memset(&args, 0, sizeof args);
-        args.count = op->inputs[i]->count;
-        args.x = node->source[i];
-        args.y = node->rounded[i];
-        args.x_dtype = (dtrain_dtype)op->inputs[i]->dtype;
-        args.y_dtype = op->cast;
-        DTRAIN__TRY(op->device->ops->convert(op->device, &args));
+        const dtrain_tensor *x = op->inputs[i];
+        if (node->rounded[i])
+            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
+                                             node->rounded[i], op->cast));
     }
     return op->desc->forward(op);
 }
@@ -237,17 +242,25 @@ static void dtrain__record(dtrain_node *node)
 DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
                                             dtrain_dtype to, int64_t count)
 {
-    dtrain_convert_args args;
     if (from == (uint32_t)to) return values;
+    void *made = dtrain__take_data(tape, NULL, count, to);
+    if (made)
+        dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, values, from, made, to));
+    return tape->error == DTRAIN_OK ? made : NULL;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype)
+{
+    dtrain_convert_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.x = values;
-    args.y = dtrain__take_data(tape, NULL, count, to);
-    args.x_dtype = (dtrain_dtype)from;
-    args.y_dtype = to;
-    if (!args.y || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
-        return NULL;
-    return args.y;
+    args.x = x;
+    args.y = y;
+    args.x_dtype = (dtrain_dtype)x_dtype;
+    args.y_dtype = (dtrain_dtype)y_dtype;
+    return device->ops->convert(device, &args);
 }
 
 /* ---- For authors ------------------------------------------------------------------------------*/

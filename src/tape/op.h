@@ -66,8 +66,8 @@ struct dtrain_op_desc {
 };
 
 /* Runs an operation on the tape and returns its first output; NULL after an error, which sticks.
- * Checks that inputs and parameters are there, of the right type and gathered; the desc must outlive
- * the pass, args (args_bytes, may be NULL and 0) are copied. */
+ * Checks that inputs and parameters are there, of the right type and gathered; the desc must
+ * outlive the pass, args (args_bytes, may be NULL and 0) are copied. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,

@@ -175,6 +175,22 @@ DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
                                             dtrain_dtype to, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype);
+
+/* The descriptor of the built-in operation dtrain_<op>, whose functions are dtrain__<op>_prepare,
+ * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
+ * use, in elementwise.c. */
+#define DTRAIN__OP(op, reads, checkpoint, integer_inputs, autocast)          \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                  \
+                                                     checkpoint,             \
+                                                     integer_inputs,         \
+                                                     autocast,               \
+                                                     "dtrain_" #op,          \
+                                                     dtrain__##op##_prepare, \
+                                                     dtrain__##op##_forward, \
+                                                     dtrain__##op##_backward};
 
 /* tape/backward.c */
 DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);

@@ -51,11 +51,11 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
- * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
- * the same for every world size, so the same seed and global batch see the same data. An epoch has
- * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
- * move from epoch to epoch. */
+/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
+ * deals them out. The whole state is one number: samples handed out so far by all ranks together.
+ * Sample k is the same for every world size, so the same seed and global batch see the same data.
+ * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
+ * whose borders move from epoch to epoch. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                   /* samples per call and rank */
     int64_t sequence;                 /* tokens per sample */

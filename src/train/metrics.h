@@ -24,9 +24,9 @@ typedef struct dtrain_metrics_desc {
  * on. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
-/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
- * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
- * are not finite are written as null. */
+/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
+ * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 

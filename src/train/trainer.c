@@ -1,18 +1,21 @@
 /* Trainer
  *
+ * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
+ * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
+ *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 4 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
- * and because all ranks then judge the same numbers: a loss that is not finite is the same error
- * on all of them. The parameters are safe without waiting for it: the norm of the averaged
- * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates or
- * publishes. With loss scaling that is a skipped step, unless a loss was not finite either.
+ * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
+ * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
+ * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
+ * scaling that is a skipped step, unless a loss was not finite either.
  *
- * Whose time is it? A rank computes, or it is inside the communicator. A fast rank waits there for
- * a slow one, so a straggler shows in the others' exposed time, and in its own compute time
- * (step - exposed): that is what ranks are compared by. What ranks wait for each other in the
- * record's own all-gather is in no figure. */
+ * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
+ * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
+ * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
+ * in the record's own all-gather is in no figure. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -21,7 +24,6 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
-#include "world/world_internal.h"
 #include "comm/comm.h"
 #include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
@@ -32,8 +34,6 @@
 #include "optim/scaler.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
@@ -347,6 +347,10 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
     if (!desc->strategy || !desc->loss)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
                            desc->strategy ? "loss" : "strategy");
+    if (desc->optimizer && !(desc->schedule.lr > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
+                           (double)desc->schedule.lr);
     if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "

@@ -1,4 +1,5 @@
-/* What other files may use of train/ beside the public API. */
+/* The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+ * queued step (queued_step.c). */
 
 #pragma once
 

@@ -707,6 +707,7 @@ static int refused_main(dtrain_world *world, void *user)
     desc.optimizer = optimizer;
     desc.loss = loss;
     desc.user = &m;
+    desc.schedule.lr = 0.001f;
     desc.graph = true;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(strstr(dtrain_last_error(), "next_batch") != NULL);
@@ -780,6 +781,7 @@ static int lost_main(dtrain_world *world, void *user)
     desc.next_batch = next_batch;
     desc.loss = loss;
     desc.user = &m;
+    desc.schedule.lr = 0.001f;
     if (found == DTRAIN_OK) found = dtrain_trainer_create(world, &desc, &trainer);
     for (int step = 0; step < 3 && found == DTRAIN_OK; step++)
         found = dtrain_trainer_step(trainer, NULL);

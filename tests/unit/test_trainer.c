@@ -431,6 +431,10 @@ static int arguments_rank(dtrain_world *world, void *user)
     CHECK(strstr(dtrain_last_error(), "no loss") != NULL);
     desc.loss = model_loss;
     desc.user = &s;
+    desc.optimizer = optimizer;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "schedule.lr is 0") != NULL);
+    desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "only evaluate") != NULL);
