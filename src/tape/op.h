@@ -1,18 +1,19 @@
 /* Operations of one's own
  *
  * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply; the built-in ones
- * (tape/layers.c) are made of the same two. One call of it lives from dtrain_tape_apply until the
- * next dtrain_tape_begin and has three stations:
+ * (tape/layers.c) are made of the same two, and examples/own_operation.c is a complete program. A
+ * call lives from dtrain_tape_apply until the next dtrain_tape_begin and has three stations:
  *
  *     prepare    once: check shapes, make the outputs, take memory for what backward will read
- *     forward    outputs and saved memory from inputs and parameters; once, and once more where
- *                activation checkpointing has dropped the results
- *     backward   gradients of inputs and parameters from the gradients of the outputs
+ *     forward    compute outputs and saved memory from inputs and parameters; once, and once more,
+ *                to the same bits, where activation checkpointing has dropped the results (the seed
+ *                of random numbers is therefore an argument, or drawn in prepare)
+ *     backward   compute gradients of inputs and parameters from the gradients of the outputs
  *
- * All addresses in a dtrain_op are device memory. On the CPU device that is host memory, which a
- * loop in C may read and write; code for several devices calls the kernels of device->ops, or
- * launches its own on dtrain_device_ops.stream_native(device, NULL). The order of work is that of
- * the compute stream: nothing has to be synchronised. */
+ * All addresses in a dtrain_op are device memory. Where device->ops->host_memory is true, as on the
+ * CPU device, a loop in C may read and write them. Code for a GPU calls the kernels of device->ops
+ * (device/backend.h), or launches its own on device->ops->stream_native(device, NULL): work runs in
+ * the order of the compute stream, and nothing has to be synchronised. */
 
 #pragma once
 
@@ -65,32 +66,33 @@ struct dtrain_op_desc {
     dtrain_result (*backward)(dtrain_op *op);
 };
 
-/* Runs an operation on the tape and returns its first output; NULL after an error, which sticks.
- * Checks that inputs and parameters are there, of the right type and gathered; the desc must
- * outlive the pass, args (args_bytes, may be NULL and 0) are copied. */
+/* Run an operation on the tape and return its first output; NULL after an error, which sticks.
+ * Inputs and parameters are checked: not NULL, of the right type, in the unit that is gathered. The
+ * desc must outlive the pass; args (args_bytes; NULL and 0 if there are none) are copied. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
                                             const void *args, size_t args_bytes);
 
-/* The calls below are for prepare and backward, where their errors stick to the tape: whoever only
- * stores the address need not look at it, the tape stops by itself. */
+/* The calls below are for prepare and backward. Their errors stick to the tape, which stops after
+ * prepare or backward: an address that is only stored needs no check for NULL. */
 
-/* In prepare: makes the next output, contents undefined. */
+/* In prepare: make the next output, contents undefined. */
 DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
                                            const int64_t *shape);
-/* In prepare: memory for `count` values that forward writes and backward reads. */
+/* In prepare: take memory for `count` values that forward writes and backward reads. */
 DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count);
-/* In prepare: parameter i must have the shape (rows, columns), or (rows) when columns is 0; -1
+/* In prepare: require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1
  * stands for any length. */
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns);
 
-/* In backward: the gradients to read are outputs[i]->grad, of the output's type. That of output 0
- * is always there (zeros where the loss does not depend on it); NULL of another output means zero.
+/* In backward: return where the gradient of input i goes (of the input's type), or that of
+ * parameter i (fp32); NULL when nobody wants it. *accumulate says whether to add to what is there
+ * or to overwrite it. A gradient that was asked for must be written, and that of one input before
+ * that of another is asked for: both may be one tensor.
  *
- * Where the gradient of input i goes (of the input's type), or that of parameter i (fp32); NULL
- * when nobody wants it. *accumulate says whether to add to what is there or to overwrite it. Who
- * asks must write, and before asking again. */
+ * The gradients to read are outputs[i]->grad, of the output's type. The gradient of output 0 is
+ * always there (zeros where the loss does not depend on it); NULL of another output means zero. */
 DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate);
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);
