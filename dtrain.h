@@ -38,11 +38,12 @@
        src/strategy/compression.h           Gradient compression, hierarchy
        src/tape/tape.h                      Tape and tensors
        src/tape/ops.h                       Operations
-       src/optim/scaler.h                   Loss scaling, clipping
-       src/optim/optimizer.h                Optimizers, schedules.
-       src/train/data.h                     Data, samplers.
+       src/optim/scaler.h                   Loss scaling and clipping
+       src/optim/optimizer.h                Optimizers and learning rates
+       src/train/data.h                     Data: samplers, token files, loaders
        src/train/trainer.h                  Trainer
-       src/train/metrics.h                  Metrics.
+       src/train/metrics.h                  Metrics
+       src/tape/op.h                        Operations of one's own
        src/device/backend.h                 Numbers that change from step to step, in device memory: kernels that are given their address
        src/comm/backend.h                   One operation as a backend sees it; the calls above check and fill it.
        src/core/platform.c                  Platform.
@@ -97,28 +98,27 @@
        src/strategy/query.c                 Queries: what a strategy is, what a step of it sends, and the values of its parameters
        src/strategy/plan.c                  Planning: the memory of a rank, from the layout that it would have
        src/strategy/auto.c                  AUTO: the kind that sends least of those that fit the memory
-       src/tape/arena.c                     Tape and tensors
-       src/tape/tape_internal.h             What other files may use of tape/ beside the public API.
-       src/tape/tape.c                      Gradients of tensors
+       src/tape/tape.c                      Tape and tensors
+       src/tape/tape_internal.h             The tape's own structures, and what its files share.
+       src/tape/op.c                        Running an operation
+       src/tape/backward.c                  Backward
+       src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
+       src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
-       src/tape/backward.c                  Reading.
-       src/tape/ops.c                       Operations
-       src/tape/ops_internal.h              What other files may use of tape/ beside the public API.
-       src/tape/layers.c                    Linear.
-       src/tape/elementwise.c               Elementwise.
-       src/optim/clip.c                     Loss scaling, clipping
-       src/optim/optim_internal.h           What other files may use of optim/ beside the public API.
-       src/optim/scaler.c                   Loss scaling.
+       src/tape/arena.c                     The tape's memory
+       src/optim/clip.c                     Norm and clipping
+       src/optim/optim_internal.h           The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+       src/optim/scaler.c                   Loss scaling: which scale the next backward gets, and unscaling before the update.
        src/optim/optimizer.c                Optimizers, schedules
-       src/optim/schedule.c                 Learning rates.
-       src/train/sampler.c                  Data, samplers
-       src/train/data_internal.h            What other files may use of train/ beside the public API.
-       src/train/dataset.c                  dataset.
-       src/train/loader.c                   loader.
+       src/optim/schedule.c                 Learning rates: computed in double, so that every machine and world size gets the same bits.
+       src/train/sampler.c                  Samplers
+       src/train/data_internal.h            The structure of an open token file, which the loader reads.
+       src/train/dataset.c                  Token files
+       src/train/loader.c                   Loaders
        src/train/trainer.c                  Trainer
-       src/train/trainer_internal.h         What other files may use of train/ beside the public API.
-       src/train/queued_step.c              a step without the host: how it runs.
-       src/train/plan.c                     evaluation.
+       src/train/trainer_internal.h         The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+       src/train/queued_step.c              A step without the host
+       src/train/plan.c                     Planning: the memory of a step, and the largest batch that fits.
        src/train/metrics.c                  Metrics
        src/device/device.c                  A device of one's own.
        src/device/plan.c                    The plan device
@@ -1270,15 +1270,25 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
 
 /* Tape and tensors
  *
- * Eager reverse-mode differentiation. A model is a C function that calls operations (tape/ops.h);
- * each runs at once and leaves a node on the tape. dtrain_tape_backward walks the nodes in reverse.
- * Tensors belong to the tape and live until the next dtrain_tape_begin: their memory comes from an
- * arena that is reset there, so that from the second step on nothing is allocated and every
- * address repeats.
+ * The tape is eager reverse-mode differentiation. A model is a C function that calls operations
+ * (tape/ops.h): each runs at once and is recorded, and dtrain_tape_backward walks the record in
+ * reverse. One pass looks like this:
  *
- * Errors stick: after the first, operations return NULL, accept NULL and do nothing, and
- * dtrain_tape_backward (or dtrain_tape_error) returns it, until the next dtrain_tape_begin. Model
- * code needs no checks. */
+ *     dtrain_tape_begin(tape, 0, seed);
+ *     x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, batch, false);
+ *     dtrain_tape_unit(tape, 0);
+ *     x = dtrain_linear(tape, x, &weight, &bias, DTRAIN_ACTIVATION_GELU);
+ *     loss = dtrain_mean(tape, x);
+ *     result = dtrain_tape_backward(tape, loss, 1);
+ *
+ * Tensors belong to the tape and live until the next dtrain_tape_begin. Their memory comes from
+ * arenas that are rewound there: from the second step on nothing is allocated, and every address
+ * repeats.
+ *
+ * The first error of a pass sticks: operations then return NULL, accept NULL and do nothing, and
+ * dtrain_tape_backward and dtrain_tape_error return the error until the next dtrain_tape_begin.
+ * Model code needs no checks. Nothing here is collective but what the strategy does at units and at
+ * `ready`. */
 
 typedef struct dtrain_tape dtrain_tape;
 
@@ -1287,79 +1297,92 @@ typedef struct dtrain_tensor {
     uint32_t ndim;
     int64_t shape[4];
     int64_t count;
-    void *data;                   /* device memory; with checkpointing it may move, see there */
-    void *grad;                   /* inside backward only; has the dtype of data */
-    struct dtrain_node *producer; /* private; NULL for inputs */
-    uint32_t pending_uses;        /* private */
+    void *data; /* device memory; activation checkpointing may move it */
+    void *grad; /* of data's dtype; inside backward only, and afterwards of requires_grad inputs */
+
+    /* Private to the tape. */
+    struct dtrain_node *producer; /* NULL for inputs */
+    uint32_t pending_uses;
     bool needs_grad, grad_written;
 } dtrain_tensor;
 
+/* ---- A pass -----------------------------------------------------------------------------------*/
+
+/* Flags of dtrain_tape_begin. */
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
-/* Autocast: linear layers and attention read and write bf16 and add up in fp32; norms, losses and
- * the sums of residual connections stay fp32, as torch.autocast does. Parameters and their
+/* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
+ * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
  * gradients are fp32; a weight is rounded once per pass. */
 #define DTRAIN_TAPE_BF16 2u
-#define DTRAIN_TAPE_F16 \
-    4u /* the same with fp16, whose range asks for loss scaling optim/scaler.h */
+/* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
+#define DTRAIN_TAPE_F16 4u
 
-/* Operations whose results activation checkpointing drops. The rest of them (sum, mean,
- * cross_entropy) make a few numbers and are always kept. */
+/* Create a tape. With strategy NULL gradients go where the params point: the first backward
+ * overwrites them, later ones add until the host clears grad_written, and nothing is communicated.
+ * device NULL is the world's; with a device, world may be NULL. A tape on the plan device counts
+ * bytes and computes nothing. */
+DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
+                                            dtrain_device *device, dtrain_tape **out);
+DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
+
+/* Start a forward pass; the tensors of the last one are gone. Dropout draws its random numbers from
+ * seed: give a different one for every micro-batch and rank. */
+DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
+
+/* Make an input: host data (count elements, F32 or I32) is copied to the device. The gradient of a
+ * requires_grad input can be read after backward: for tests, and for layers that the host computes
+ * itself. */
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad);
+
+/* Mark the beginning of unit `unit`; it ends at the next mark. Forward gathers a unit and releases
+ * the one before, backward does so in reverse order; the last unit stays gathered between the two.
+ */
+DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
+
+/* Run backward from loss, which must have one element and whose gradient starts as `scale`: 1 /
+ * (micro-batches per step), times the loss scale if there is one. dtrain_strategy_ready is called
+ * as each parameter's gradient becomes final; dtrain_strategy_finish is left to the caller. Once
+ * per begin; no operation may follow it. */
+DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
+
+/* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
+DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
+
+/* Copy a tensor, or the gradient of an input, to host memory (count floats), as fp32. Both wait for
+ * the device. */
+DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                            float *host);
+DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                                 float *host);
+
+/* ---- Activation checkpointing -----------------------------------------------------------------*/
+
+/* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
+ * numbers, which are always kept. */
 #define DTRAIN_CHECKPOINT_LINEAR 1u
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u
 #define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding */
 #define DTRAIN_CHECKPOINT_ALL 15u
 
-/* strategy may be NULL: then gradients go where the params point (the first backward overwrites,
- * later ones add until the host clears state.grad_written) and nothing is communicated. device NULL
- * = the world's; with a device world may be NULL; the plan device makes a tape that only counts
- * bytes. */
-DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
-                                            dtrain_device *device, dtrain_tape **out);
-DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
-
-/* Starts a forward pass; tensors of the last one are gone. seed makes dropout's random numbers:
- * give another one for every micro-batch and rank. */
-DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
-
-/* loss must have one element. Its gradient starts as `scale` (1 / micro-batch count for
- * accumulation). Calls dtrain_strategy_ready as each parameter's gradient becomes final; the
- * caller calls dtrain_strategy_finish. Once per begin; no operations after it. */
-DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
-
-/* The error that sticks to the tape, DTRAIN_OK if none. */
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
-
-/* An input: host data (count elements, F32 or I32) is copied into the arena. requires_grad tensors
- * are for tests and host-side layers: their gradient can be read after backward. */
-DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                            const int64_t *shape, const void *host,
-                                            bool requires_grad);
-/* Copies a tensor, or the gradient of an input, to host memory (count floats). */
-DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host);
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host);
-
-/* Everything after this mark belongs to unit `unit` until the next mark: forward gathers it and
- * releases the one before, backward the other way round; the last one stays gathered in between. */
-DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
-
-/* Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016):
- * results of the operations in `ops` (0 = ALL) are dropped in every n-th unit, counted in the order
- * of their marks, and made again when backward comes to that unit, by the same kernels from the
- * same numbers: losses and gradients keep their bits. every 1 = all units, 0 = off. From the next
- * dtrain_tape_begin on.
+/* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets
+ * with Sublinear Memory Cost", 2016). In every n-th unit, counted in the order of their marks, the
+ * results of the operations in `ops` (0 = ALL) are dropped; when backward comes to that unit the
+ * same kernels make them again from the same numbers, so losses and gradients keep their bits.
+ * every 1 = all units, 0 = off. Takes effect at the next dtrain_tape_begin.
  *
- * What a later unit uses is kept. It has to be used in time: a unit's dropped results are there
- * until the next but one of such units begins; afterwards using or reading them is an error. The
- * same holds in a pass without gradients, which drops as much and makes nothing again. */
+ * A tensor that a later unit uses is kept. It must be used in time: the dropped results of a unit
+ * are there until the next but one of such units begins, and using or reading them later is an
+ * error. The same holds in a pass without gradients, which drops as much and makes nothing again.
+ */
 DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
 
 typedef struct dtrain_tape_info {
-    size_t node_count, tensor_count;
-    size_t recomputed_count;    /* kernel calls that the last backward ran again */
-    uint64_t activation_bytes;  /* arena and what checkpointing drops into, largest pass so far */
+    size_t node_count, tensor_count; /* of this pass */
+    size_t recomputed_count;         /* operations whose forward the last backward ran again */
+    uint64_t activation_bytes;  /* arenas, and what checkpointing drops into; largest pass so far */
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
@@ -1371,41 +1394,49 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
 
 /* Operations
  *
- * Shapes: (..., n) is seen as (rows, n). Weights of linear layers are (out, in), as in PyTorch.
- * Every operation checks shapes and reports a difference in a sentence with both. */
+ * An operation takes tensors of a pass, runs, and returns a new tensor; NULL after an error, which
+ * sticks to the tape. A shape (..., n) is read as (rows, n). Weights of linear layers are (out,
+ * in), as in PyTorch. Every operation checks shapes and reports a difference in a sentence with
+ * both. A program adds its own operations with tape/op.h. */
 
-/* y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Linear layer: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
-/* Normalises the last axis, epsilon 1e-5; bias may be NULL. */
+/* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
+ * epsilon is 1e-5, bias may be NULL (Ba et al., "Layer Normalization", 2016). */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias);
-/* sum = x + residual, and its layer normalisation, in one pass over memory; *sum (not NULL) is the
- * input of the next residual connection. */
+/* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
+ * the input of the next residual connection. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
-/* tokens (batch, sequence) I32 -> (batch*sequence, n): token plus position embedding;
- * position may be NULL. */
+/* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
+ * row of `position` (sequence or more, n), which may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T / sqrt(n/heads)) v per head. */
+/* Multi-head attention: qkv (batch*sequence, 3n) -> (batch*sequence, n), in each head
+ * softmax(q k^T / sqrt(n/heads)) v; q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
+
+/* Add two tensors of the same count and last axis; the result has the wider type of the two. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
+/* Multiply every element by factor. */
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
-/* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
- * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32) in
- * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
+/* Convert x to F32, BF16 or F16; x itself when it has that type. The gradient comes back in x's
+ * type. A model chooses the type of its output with it: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32)
+ * in front of the loss, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
-/* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
+/* Zero each element with the given probability, in [0, 1), and scale the rest by
+ * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Mean over rows of softmax cross-entropy; logits (rows, n), targets (rows) I32, -1 = ignored.
- * In backward the gradient overwrites the logits in place when nothing else reads them: behind a
- * linear classifier logits are stored once. Read them before backward. */
+/* Mean over rows of softmax cross-entropy -> one element; logits (rows, n), targets (rows) I32, -1
+ * = ignored. Backward overwrites the logits with their gradient when nothing else reads them, so
+ * that behind a linear classifier they are stored once: read logits before backward. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */
@@ -1415,11 +1446,11 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -
  * src/optim/scaler.h
  * ==============================================================================================*/
 
-/* Loss scaling, clipping
+/* Loss scaling and clipping
  *
- * fp16 knows nothing below 6e-8, where many gradients are: the loss is multiplied by a scale before
- * backward, and the optimizer divides gradients by it on the way in (Micikevicius et al., "Mixed
- * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
+ * fp16 has no numbers below 6e-8, where many gradients are: the loss is multiplied by a scale
+ * before backward, and the optimizer divides gradients by it on the way in (Micikevicius et al.,
+ * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
  *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
@@ -1451,26 +1482,28 @@ typedef struct dtrain_loss_scaler {
 } dtrain_loss_scaler;
 
 DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
-/* desc NULL = defaults. Nothing is allocated. */
+/* Initialise a scaler; desc NULL = defaults. Nothing is allocated. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc);
-/* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
- * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
- * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
- * scale mends. Local. */
+/* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
+ * are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A
+ * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
- * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
- * norm is beyond fp32); take no step. Collective, the same on every rank. */
+/* Do what dtrain_clip_grad_norm does for gradients that are still scaled: *norm is the norm of the
+ * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
+ * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
+ * rank. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
                                                     dtrain_strategy *strategy, float max_norm,
                                                     float *norm, float *grad_scale,
                                                     bool *found_inf);
 
-/* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
- * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
- * Nothing is scaled here: pass the factor to dtrain_optimizer_step. max_norm <= 0: no clipping,
- * scale = 1. Collective. A norm that is not finite is returned as it is, with scale 1. */
+/* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
+ * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
+ * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
+ * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
+ * is, with scale 1. */
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
                                                float *norm, float *scale);
 
@@ -1478,7 +1511,11 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
  * src/optim/optimizer.h
  * ==============================================================================================*/
 
-/* Optimizers, schedules. */
+/* Optimizers and learning rates
+ *
+ * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
+ * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or
+ * dtrain_sgd_defaults(); a desc that was not is refused by name. */
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
@@ -1487,7 +1524,6 @@ typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_SGD = 2
 } dtrain_optimizer_kind;
 
-/* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
 typedef struct dtrain_optimizer_desc {
     uint32_t kind;
     float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
@@ -1503,18 +1539,19 @@ typedef struct dtrain_optimizer_desc {
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
-/* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
- * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy is the host's: what else changes values
- * on the device is undone by the next step. */
+/* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
+ * must outlive the optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in
+ * host memory: changes made to them on the device are undone by the next step. Local. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
-/* One update; every gradient is multiplied by grad_scale on the way in; then the strategy publishes
- * it: collective where anything is sharded. A rate or scale that is not finite, or a negative rate,
- * is an error before anything is touched. */
+/* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
+ * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
+ * negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
+/* Bytes of this rank's state, wherever it is. */
 DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
 
 typedef enum dtrain_schedule_kind {
@@ -1523,8 +1560,9 @@ typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_COSINE = 2
 } dtrain_schedule_kind;
 
-/* Steps count from 0. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
- * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+/* A learning rate for every step, counted from 0. Warm-up: lr * (step + 1) / warmup_steps. Then
+ * from lr at warmup_steps to min_lr at total_steps, along a line or half a cosine; min_lr after
+ * that. */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
@@ -1537,27 +1575,33 @@ typedef enum dtrain_lr_scaling {
     DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
     DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
 } dtrain_lr_scaling;
+/* Adapt a rate found on one rank to `ranks` of them, whose batch is so much larger. */
 DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);
 
 /* ================================================================================================
  * src/train/data.h
  * ==============================================================================================*/
 
-/* Data, samplers. */
+/* Data: samplers, token files, loaders
+ *
+ * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
+ * tokens make a sample. Nothing here communicates: every rank reads its own share. */
 
-/* The indices torch.utils.data.DistributedSampler gives one rank, bit-equal. */
+/* Which of item_count items one rank gets: number by number those of
+ * torch.utils.data.DistributedSampler. */
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
     int64_t item_count;
     uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
-/* How many indices each rank gets per epoch; 0 after an argument error. */
+/* Return how many indices each rank gets per epoch; 0 after an argument error. */
 DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
-/* Writes them for one epoch: indices (dtrain_sampler_count). scratch (item_count) int64. */
+/* Write the indices of one epoch: indices (dtrain_sampler_count). scratch (item_count) is used when
+ * shuffling. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices);
-/* torch.randperm on the CPU for n below 2^32 / 20. */
+/* Write a permutation of 0 to n - 1: that of torch.randperm on the CPU for n below 2^32 / 20. */
 DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
 
 typedef struct dtrain_dataset dtrain_dataset;
@@ -1573,19 +1617,23 @@ typedef struct dtrain_dataset_desc {
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
-DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset);
-DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset);
-/* tokens (count) from position first. */
+
+typedef struct dtrain_dataset_info {
+    int64_t token_count, vocab_count;
+} dtrain_dataset_info;
+/* All zero for a dataset of NULL. */
+DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
+/* Read tokens (count), from position first on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens);
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* Cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
- * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
- * the same for every world size, so the same seed and global batch see the same data. An epoch has
- * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
- * move from epoch to epoch. */
+/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
+ * deals them out. The whole state is one number: samples handed out so far by all ranks together.
+ * Sample k is the same for every world size, so the same seed and global batch see the same data.
+ * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
+ * whose borders move from epoch to epoch. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                   /* samples per call and rank */
     int64_t sequence;                 /* tokens per sample */
@@ -1597,11 +1645,18 @@ typedef struct dtrain_loader_desc {
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* inputs and targets (batch, sequence): targets are inputs one token later. */
+/* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
+ * token later. A call that failed can be repeated. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets);
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader); /* per epoch */
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader);
+
+typedef struct dtrain_loader_info {
+    int64_t samples_per_epoch;
+    uint64_t position; /* samples handed out so far, by all ranks together */
+} dtrain_loader_info;
+/* All zero for a loader of NULL. */
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
+/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 /* ================================================================================================
@@ -1610,35 +1665,37 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 /* Trainer
  *
- * The loop's glue; everything in it can be called directly instead:
+ * A trainer is the glue of a training loop; everything in it can be called directly instead. One
+ * step is
  *
- *     for each micro-batch: accumulate(is another to come?) -> next_batch -> tape forward (loss)
- *                           -> tape backward -> finish
- *     unscale, clip -> optimizer at the schedule's lr -> one small all-gather for the record */
+ *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
+ *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of four
+ *     numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fills the host's own buffers with the next micro-batch. */
+/* Fill the host's own buffers with the next micro-batch. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
-/* Builds the loss (one element, mean over the micro-batch) of what next_batch fetched. It must not
- * depend on data values: memory is planned by running it on the plan device. */
+/* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
+ * operations it calls must not depend on values: memory is planned by running it on the plan
+ * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
 typedef struct dtrain_trainer_desc {
-    uint32_t accumulation; /* micro-batches per step; 0 = 1 */
-    uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
-    float clip;            /* global gradient norm; 0 = off */
-    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
+    uint32_t micro_batches; /* per step; 0 = 1 */
+    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
+    float clip;             /* global gradient norm; 0 = off */
+    uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    dtrain_loss_scaler_desc
-        loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
-                                        otherwise off */
-    bool graph;       /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed;    /* of dropout */
-    dtrain_schedule schedule;
+    /* All zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16, otherwise no loss scaling. */
+    dtrain_loss_scaler_desc loss_scaling;
+    bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
+    uint64_t seed; /* of dropout */
+    dtrain_schedule schedule; /* its lr is required with an optimizer */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_batch_fn next_batch; /* NULL: loss fetches by itself; then memory cannot be planned */
+    dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
 } dtrain_trainer_desc;
@@ -1662,7 +1719,10 @@ typedef struct dtrain_step_record {
     int slowest_rank;
 } dtrain_step_record;
 
-/* With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
+/* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of
+ * NULL makes a trainer that only evaluates.
+ *
+ * With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
  * same addresses, so loss is not called again. What it reads must come in through
  * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
  * does on the host happens once. The bits are those of a run without graph. Needs a device that can
@@ -1672,21 +1732,23 @@ typedef struct dtrain_step_record {
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Collective. record may be NULL. A rank that is more than twice slower than the (lower) median for
- * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
- * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
- * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
- * parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update gives up. An
- * optimizer of NULL in the desc makes a trainer that only evaluates. */
+/* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
+ * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
+ * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
+ * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
+ * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
+ * gives up. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
- * next_batch and user may differ from training's; the loss function gets this user. */
+/* Evaluate: the mean loss without gradients over `batches` calls of next_batch, averaged over
+ * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
+ * user. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* The trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Predicts the memory of activations, and with them the total, by running the loss forwards and
+/* Predict the memory of activations, and with them the total, by running the loss forwards and
  * backwards on the plan device, where kernels do nothing. desc is that of the trainer to come: only
  * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
  * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
@@ -1695,13 +1757,14 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
                                                          const dtrain_trainer_desc *desc,
                                                          dtrain_memory *memory);
 
-/* Predicts a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
+/* Predict a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
  * workspace is what the process held before the model came. Local; needs a next_batch. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
 
 typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
-    /* From here on the loss builds micro-batches of so many samples, with buffers of that size. */
+    /* Called with a batch: from here on the loss builds micro-batches of so many samples, with
+     * buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
     const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
     dtrain_param *params;
@@ -1709,49 +1772,54 @@ typedef struct dtrain_plan_batch_desc {
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
 } dtrain_plan_batch_desc;
 
-/* The largest micro-batch whose step fits, to be asked before anything of the model is allocated:
+/* Find the largest micro-batch whose step fits, to be asked before anything of the model is
+ * allocated:
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
- * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch.
- * The prediction is tried: every rank allocates and touches that much at the same time, and where
- * one cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
+ * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
+ * prediction is tried: every rank allocates and touches that much at the same time, and where one
+ * cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
  * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
  * missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* The largest micro-batch of at most `batch` samples, and the accumulation, with which
- * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
- * an error that names the nearest. Local. */
+/* Split a global batch: *batch_each, at most `batch` and as large as possible, and *micro_batches
+ * make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
+ * divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation);
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches);
 
 /* ================================================================================================
  * src/train/metrics.h
  * ==============================================================================================*/
 
-/* Metrics. */
+/* Metrics
+ *
+ * Reports a run: a line on the terminal, a file of JSON lines, and a summary. Call
+ * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
 
 typedef struct dtrain_metrics dtrain_metrics;
 
 typedef struct dtrain_metrics_desc {
     uint32_t progress_every; /* steps between lines when progress is no terminal; 0 = 10 */
-    int64_t total_steps;     /* for percentage and time left; 0 = unknown */
-    FILE *progress;          /* a live line on a terminal, plain lines otherwise; NULL = none */
-    const char *jsonl_path;  /* one JSON object a step, NULL = none */
+    int64_t total_steps;     /* for the bar and the time left; 0 = unknown */
+    FILE *progress;          /* a live line on a terminal, a table otherwise; NULL = none */
+    const char *jsonl_path;  /* a file of one JSON object a step; NULL = none */
 } dtrain_metrics_desc;
 
-/* Rank 0 writes, the others do nothing. A log file that cannot be opened is an error; one that
- * later cannot be written is one warning, and training goes on. */
+/* Create the report of a run. Only rank 0 writes; every rank keeps the summary. A log file that
+ * cannot be opened is an error; one that later cannot be written is one warning, and training goes
+ * on. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
-/* Keys: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
- * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
- * are not finite are written as null. */
+/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
+ * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -1765,11 +1833,107 @@ typedef struct dtrain_summary {
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* Ends the progress line, writes a last JSON object with the summary and "final": true, closes the
- * file. Safe on NULL. DTRAIN_ERROR_FILE when lines were lost on the way. */
-DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
+/* Ends the progress line, writes a last JSON object with the summary and "final": true, and closes
+ * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
+/* Finishes, if that was not done, and frees. Safe on NULL. */
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
-/* What an author of a backend needs besides. */
+/* What an author of an operation or a backend needs besides. */
+
+/* ================================================================================================
+ * src/tape/op.h
+ * ==============================================================================================*/
+
+/* Operations of one's own
+ *
+ * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply; the built-in ones
+ * (tape/layers.c) are made of the same two, and examples/own_operation.c is a complete program. A
+ * call lives from dtrain_tape_apply until the next dtrain_tape_begin and has three stations:
+ *
+ *     prepare    once: check shapes, make the outputs, take memory for what backward will read
+ *     forward    compute outputs and saved memory from inputs and parameters; once, and once more,
+ *                to the same bits, where activation checkpointing has dropped the results (the seed
+ *                of random numbers is therefore an argument, or drawn in prepare)
+ *     backward   compute gradients of inputs and parameters from the gradients of the outputs
+ *
+ * All addresses in a dtrain_op are device memory. Where device->ops->host_memory is true, as on the
+ * CPU device, a loop in C may read and write them. Code for a GPU calls the kernels of device->ops
+ * (device/backend.h), or launches its own on device->ops->stream_native(device, NULL): work runs in
+ * the order of the compute stream, and nothing has to be synchronised. */
+
+#define DTRAIN_OP_INPUTS 8 /* at most, in one call */
+#define DTRAIN_OP_PARAMS 8
+#define DTRAIN_OP_OUTPUTS 2
+
+/* What backward reads beside gradients, parameters and saved memory. Activation checkpointing makes
+ * again only what somebody reads, and an output that nobody reads may be overwritten. */
+#define DTRAIN_OP_READS_INPUTS 1u
+#define DTRAIN_OP_READS_OUTPUTS 2u
+
+typedef struct dtrain_op_desc dtrain_op_desc;
+
+/* One call of an operation. The tensors have shapes and gradients; values are read and written at
+ * the addresses below, which stay the same for the whole call (tensor->data may move). */
+typedef struct dtrain_op {
+    const dtrain_op_desc *desc;
+    dtrain_tape *tape;
+    dtrain_device *device;
+    void *args; /* this call's copy of the arguments; prepare may leave addresses in it */
+    uint32_t input_count, output_count, param_count;
+    dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
+    bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
+    bool planning;     /* on the plan device addresses have no memory behind them: forward is not
+                          called, backward asks for gradients as always and touches none */
+    dtrain_tensor *inputs[DTRAIN_OP_INPUTS], *outputs[DTRAIN_OP_OUTPUTS];
+    dtrain_param *params[DTRAIN_OP_PARAMS];
+    const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
+    const void *param_data[DTRAIN_OP_PARAMS]; /* fp32, or see autocast; the unit is gathered */
+    void *output_data[DTRAIN_OP_OUTPUTS];     /* of outputs[i]->dtype */
+} dtrain_op;
+
+struct dtrain_op_desc {
+    uint32_t reads;          /* DTRAIN_OP_READS_* */
+    uint32_t checkpoint;     /* the DTRAIN_CHECKPOINT_* that drops its results; 0: always kept */
+    uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
+    bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
+                                 of the type `cast`. A gradient keeps the type of its tensor */
+    const char *name;        /* what error sentences begin with */
+    dtrain_result (*prepare)(dtrain_op *op); /* makes outputs[0] at least */
+    dtrain_result (*forward)(dtrain_op *op);
+    dtrain_result (*backward)(dtrain_op *op);
+};
+
+/* Run an operation on the tape and return its first output; NULL after an error, which sticks.
+ * Inputs and parameters are checked: not NULL, of the right type, in the unit that is gathered. The
+ * desc must outlive the pass; args (args_bytes; NULL and 0 if there are none) are copied. */
+DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                            dtrain_tensor *const *inputs, uint32_t input_count,
+                                            dtrain_param *const *params, uint32_t param_count,
+                                            const void *args, size_t args_bytes);
+
+/* The calls below are for prepare and backward. Their errors stick to the tape, which stops after
+ * prepare or backward: an address that is only stored needs no check for NULL. */
+
+/* In prepare: make the next output, contents undefined. */
+DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
+                                           const int64_t *shape);
+/* In prepare: take memory for `count` values that forward writes and backward reads. */
+DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count);
+/* In prepare: require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1
+ * stands for any length. */
+DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
+                                               int64_t columns);
+
+/* In backward: return where the gradient of input i goes (of the input's type), or that of
+ * parameter i (fp32); NULL when nobody wants it. *accumulate says whether to add to what is there
+ * or to overwrite it. A gradient that was asked for must be written, and that of one input before
+ * that of another is asked for: both may be one tensor.
+ *
+ * The gradients to read are outputs[i]->grad, of the output's type. The gradient of output 0 is
+ * always there (zeros where the loss does not depend on it); NULL of another output means zero. */
+DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate);
+DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);
 
 /* ================================================================================================
  * src/device/backend.h
@@ -14258,10 +14422,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 }
 
 /* ================================================================================================
- * src/tape/arena.c
+ * src/tape/tape.c
  * ==============================================================================================*/
 
 /* Tape and tensors
+ *
+ * A pass from begin to backward: inputs and unit marks are here, operations in tape/op.c, the walk
+ * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
+
+/* ================================================================================================
+ * src/tape/tape_internal.h
+ * ==============================================================================================*/
+
+/* The tape's own structures, and what its files share.
  *
  * Where things live during a step, and who gives them back:
  *
@@ -14274,19 +14447,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
  * the last one asked for allocates nothing and gets the same addresses. That also makes memory
- * predictable: the plan device runs this very code and only its allocations do nothing.
- *
- * Backward is one walk in reverse. Nodes are recorded after the nodes that made their inputs, so
- * when the walk reaches a node every use of its output has contributed: the gradient is complete,
- * is spent, and its buffer goes back. A handful of buffers serves a model of any depth. */
+ * predictable: the plan device runs this very code and only its allocations do nothing. */
 
-/* ================================================================================================
- * src/tape/tape_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of tape/ beside the public API. */
-
-#define DTRAIN__FEED_ITEMS 16 /* inputs of a pass that can be replayed */
+/* ---- Memory -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__chunk {
     struct dtrain__chunk *next;
@@ -14296,9 +14459,9 @@ typedef struct dtrain__chunk {
     bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
-/* Chunks in the order they were made; memory is handed out by moving forward through them. A pass
- * that asks for a part of what an earlier one asked for (an evaluation after a training step) is
- * never further along than that one was, so it finds room everywhere.
+/* An arena: chunks in the order they were made; memory is handed out by moving forward through
+ * them. A pass that asks for a part of what an earlier one asked for (an evaluation after a
+ * training step) is never further along than that one was, so it finds room everywhere.
  *
  * A chunk of device memory has exactly the size of the request it was made for: nothing is lost at
  * its end, and a few hundred allocations in the first step are soon forgotten. */
@@ -14309,68 +14472,62 @@ typedef struct dtrain__bump {
     size_t used;        /* bytes of that chunk */
 } dtrain__bump;
 
-/* A kernel of any kind. */
-typedef dtrain_result (*dtrain__kernel_fn)(dtrain_device *device, const void *args);
+/* ---- Nodes and tensors ------------------------------------------------------------------------*/
 
-/* A kernel call whose results were dropped. */
-typedef struct dtrain__call {
-    struct dtrain__call *next; /* made before this one, until the segment is run again */
-    dtrain__kernel_fn kernel;
-    const void *args;
-    const struct dtrain_node *node;
-} dtrain__call;
-
-/* What is recorded between two marks in a unit that drops results. */
-typedef struct dtrain__tape_segment {
-    int64_t unit;
-    uint32_t region;
-    dtrain__call *calls; /* the last one first */
-    const struct dtrain__tape_segment
-        *successor; /* the first to overwrite the results; NULL: intact */
-} dtrain__tape_segment;
-
-/* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
+/* One executed operation. */
 typedef struct dtrain_node {
-    struct dtrain_node *previous; /* recorded before this one */
-    const char *name;             /* of the public function */
-    dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
-    dtrain_tensor *in[2], *out;
-    dtrain_param *param[2];
-    const struct dtrain_node *sum; /* layernorm of a sum: its node, whose value this kernel makes */
-    dtrain__tape_segment *segment; /* NULL: this unit drops nothing */
-    int64_t unit;                  /* -1: before the first mark */
-    uint32_t mark;                 /* how many marks came before it */
-    bool dropped;                  /* its results are in the segment's region */
-    bool needs_grad;               /* some input or parameter does, and the tape records */
-    bool reads_input;              /* backward looks at in[0]->data */
-    bool reads_output;             /* backward looks at out->data: nobody may overwrite it */
-    bool reads_rest;               /* backward looks at other results of the forward kernels */
-    bool grad_is_inner; /* linear: out->grad is already that of the value before the activation */
-    bool residual_done; /* add: in[1] has had its share */
-    bool reached;       /* by the gradient of this backward's loss */
-    float factor;       /* of scale, sum, mean and cross-entropy: d out / d kernel result */
-    union {
-        dtrain_gemm_args linear;
-        dtrain_layernorm_args layernorm;
-        dtrain_embedding_args embedding;
-        dtrain_attention_args attention;
-        dtrain_dropout_args dropout;
-        dtrain_cross_entropy_args cross_entropy;
-    } forward;
+    dtrain_op op;                            /* first: a dtrain_op * of this library is a node */
+    struct dtrain_node *previous;            /* recorded before this one */
+    struct dtrain__tape_segment *segment;    /* NULL: this unit drops nothing */
+    struct dtrain_node *redo;                /* in that segment's list of dropped nodes */
+    dtrain_param *storage[DTRAIN_OP_PARAMS]; /* whose value and gradient params[i] are */
+    const void *source[DTRAIN_OP_INPUTS];    /* where inputs[i] was when the node was made ... */
+    void *rounded[DTRAIN_OP_INPUTS];         /* ... and its copy in the type of autocast, or NULL */
+    int64_t unit;                            /* -1: before the first mark */
+    uint32_t mark;                           /* how many marks came before it */
+    bool dropped;                            /* its results are in the segment's region */
+    bool saves;                              /* it has saved memory, which backward reads */
+    bool reached;                            /* by the gradient of this backward's loss */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient;       /* what tensor.grad points into */
-    int64_t valid_count;           /* of I32 inputs: entries that are not -1 */
-    dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
-    bool kept;                     /* tensor.data is a copy in the data arena */
+    dtrain__chunk *gradient;              /* what tensor.grad points into */
+    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
+    bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
 } dtrain__tape_tensor;
 
-/* Inputs of a pass that will be replayed: each goes through page-locked memory of its own, which
- * the next step can fill while nobody calls the model. */
+/* What is recorded between two marks in a unit that drops results. */
+typedef struct dtrain__tape_segment {
+    int64_t unit;
+    uint32_t region;
+    dtrain_node *dropped;                         /* the last one first */
+    const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
+} dtrain__tape_segment;
+
+/* Where segments put what they drop, one after the other. */
+typedef struct dtrain__tape_region {
+    dtrain__bump memory;
+    dtrain__tape_segment *owner;
+} dtrain__tape_region;
+
+/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
+ * not its address: a strategy that gathers units may have several weights there in turn. */
+typedef struct dtrain__cast {
+    struct dtrain__cast *next;
+    const dtrain_param *storage;
+    const void *low;
+} dtrain__cast;
+
+/* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
+
+#define DTRAIN__FEED_ITEMS 16
+
+/* Each input goes through page-locked memory of its own, which the next step can fill while nobody
+ * calls the model. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
     void *pinned;
@@ -14385,19 +14542,7 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
-/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
- * not its address: a strategy that gathers units may have several weights there in turn. */
-typedef struct dtrain__cast {
-    struct dtrain__cast *next;
-    const dtrain_param *storage;
-    const void *low;
-} dtrain__cast;
-
-/* Where segments put what they drop, one after the other. */
-typedef struct dtrain__tape_region {
-    dtrain__bump memory;
-    dtrain__tape_segment *owner;
-} dtrain__tape_region;
+/* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
@@ -14424,18 +14569,73 @@ struct dtrain_tape {
     size_t recomputed_count;
     const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
-    dtrain_dtype cast;                  /* of matrix multiplications: F32, or that of autocast */
+    dtrain_dtype cast;                  /* the type of autocast; F32 without */
     dtrain__cast *casts;                /* weights rounded in this pass */
 
-    dtrain_result error;
+    dtrain_result error; /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
-/* tape/arena.c */
+/* tape/tape.c */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
                                                  const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
+DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
+
+/* tape/op.c */
+typedef struct dtrain__text {
+    char text[96];
+} dtrain__text;
+DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to);
+DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4]);
+DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i);
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
+DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
+                                            dtrain_dtype to, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype);
+
+/* The descriptor of the built-in operation dtrain_<op>, whose functions are dtrain__<op>_prepare,
+ * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
+ * use, in elementwise.c. */
+#define DTRAIN__OP(op, reads, checkpoint, integer_inputs, autocast)          \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                  \
+                                                     checkpoint,             \
+                                                     integer_inputs,         \
+                                                     autocast,               \
+                                                     "dtrain_" #op,          \
+                                                     dtrain__##op##_prepare, \
+                                                     dtrain__##op##_forward, \
+                                                     dtrain__##op##_backward};
+
+/* tape/backward.c */
+DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
+DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
+                                                    bool *accumulate);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
+                                                     dtrain__chunk **earlier);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
+                                                     dtrain__chunk *earlier);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
+                                                    dtrain_tensor *x);
+
+/* tape/checkpointing.c */
+DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape);
+DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
+                                                  const char *call);
+
+/* tape/arena.c */
 DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
                                             dtrain__chunk *chunk);
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
@@ -14447,39 +14647,282 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
-DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 
-/* tape/tape.c */
-DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
-DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
-DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
-                                                    bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk **earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
-                                                    dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p);
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_tape *tape, dtrain_param *p);
-DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *node, int i,
-                                          bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
+static dtrain_result dtrain__flags_check(uint32_t flags);
+static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
+                                         const void *host, bool requires_grad);
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x,
+                                       const void **host);
+static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                        const float *host, const char *call);
 
-/* tape/checkpointing.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
-                                                  const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
-                                                 dtrain__kernel_fn kernel, const void *args,
-                                                 size_t args_bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
+                                            dtrain_device *device, dtrain_tape **out)
+{
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
+    *out = NULL;
+    if (!world && !device)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
+                                                  "NULL; a tape needs a device to run on");
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
+    if (!tape) return DTRAIN_ERROR_MEMORY;
+    tape->allocator = allocator;
+    tape->strategy = strategy;
+    tape->device = device ? device : dtrain_world_device(world);
+    tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    tape->data.device = tape->device;
+    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
+    tape->unit = -1;
+    *out = tape;
+    return DTRAIN_OK;
+}
 
-#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
+{
+    if (!tape) return;
+    dtrain__chunks_destroy(tape, tape->device, tape->data.first);
+    for (int i = 0; i < 2; i++)
+        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
+    dtrain__chunks_destroy(tape, tape->device, tape->gradients);
+    dtrain__chunks_destroy(tape, NULL, tape->host.first);
+    dtrain_allocator allocator = tape->allocator;
+    dtrain__free(&allocator, tape, 1, sizeof *tape);
+}
+
+/* ---- A pass -----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    tape->error = DTRAIN_OK;
+    dtrain__bump_rewind(&tape->host);
+    dtrain__bump_rewind(&tape->data);
+    dtrain__segments_forget(tape);
+    for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
+    tape->last = NULL;
+    tape->node_count = tape->tensor_count = 0;
+    tape->flags = flags;
+    tape->seed = seed;
+    tape->dropout_count = 0;
+    tape->state = DTRAIN__TAPE_FORWARD;
+    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
+                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
+                                           : DTRAIN_DTYPE_F32;
+    tape->casts = NULL;
+    dtrain_result result = dtrain__flags_check(flags);
+    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
+}
+
+static dtrain_result dtrain__flags_check(uint32_t flags)
+{
+    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
+    if ((flags & low) == low)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
+                           "pass has one of them",
+                           flags);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
+{
+    if (!tape || tape->error != DTRAIN_OK) return;
+    if (tape->state != DTRAIN__TAPE_FORWARD)
+        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
+                          "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
+    else if (unit != tape->unit) {
+        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+        dtrain__segment_begin(tape);
+    }
+}
+
+/* Lets go of the unit that is gathered and gathers another; -1 = none. Releasing comes first: two
+ * whole units at once would double what a sharded strategy keeps in memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
+{
+    int64_t before = tape->unit;
+    if (unit == before) return DTRAIN_OK;
+    tape->unit = unit;
+    if (tape->planning || !tape->strategy) return DTRAIN_OK;
+    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
+    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+}
+
+/* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    if (tape->error != DTRAIN_OK) return tape->error;
+    if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
+    const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
+                                                       : "this pass has had its backward";
+    dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call, why);
+    return tape->error;
+}
+
+/* ---- Inputs -----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad)
+{
+    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
+    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
+        return NULL;
+    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
+    if (!x) return NULL;
+    x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
+    const size_t bytes = (size_t)x->count * 4;
+    dtrain_result result;
+    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    else
+        result =
+            tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    /* counted here because only here are they in host memory */
+    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
+        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
+    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
+}
+
+static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
+                                         const void *host, bool requires_grad)
+{
+    const char *const call = "dtrain_tape_input";
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
+                           dtrain_dtype_name(dtype));
+    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
+    if (!shape || !host)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
+    if (ndim < 1 || ndim > 4)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+    for (uint32_t i = 0; i < ndim; i++)
+        if (shape[i] < 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                               (long long)shape[i]);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid;
+}
+
+/* The caller's data goes to the input's page-locked place, if it is not there yet, and from there
+ * to the device when the stream comes to it. *host becomes that place. */
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
+{
+    dtrain__feed *feed = tape->feed;
+    dtrain__feed_item *item = &feed->items[feed->next];
+    const size_t bytes = (size_t)x->count * 4;
+    if (feed->next == DTRAIN__FEED_ITEMS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_tape_input: a pass that is replayed has at most %d inputs",
+                           DTRAIN__FEED_ITEMS);
+    if (feed->next == feed->count) {
+        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
+        item->bytes = bytes;
+        item->dtype = (dtrain_dtype)x->dtype;
+        feed->count++;
+    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
+                           "step; a step that is replayed must repeat its shapes",
+                           feed->next + 1, bytes, item->bytes);
+    }
+    if (!feed->filled) memcpy(item->pinned, *host, bytes);
+    item->host = *host;
+    if (item->dtype == DTRAIN_DTYPE_I32)
+        item->valid_count = dtrain__count_valid(item->pinned, x->count);
+    *host = item->pinned;
+    feed->next++;
+    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
+                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                            float *host)
+{
+    const char *const call = "dtrain_tensor_read";
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    DTRAIN__TRY(dtrain__check_intact(tensor, call));
+    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
+                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
+    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
+    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
+        uint16_t bits;
+        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
+        host[i] =
+            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                                 float *host)
+{
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
+    if (tensor->producer || !tensor->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
+                                               "requires_grad keep their gradient");
+    if (tape->state != DTRAIN__TAPE_DONE)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
+    size_t bytes = (size_t)tensor->count * sizeof(float);
+    if (!tensor->grad) { /* the loss does not depend on it */
+        memset(host, 0, bytes);
+        return DTRAIN_OK;
+    }
+    return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
+                                   DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                        const float *host, const char *call)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
+    if (!tensor || !host)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                           tensor ? "host" : "tensor");
+    if (!dtrain__is_float(tensor))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
+                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    memset(info, 0, sizeof *info);
+    if (!tape) return;
+    info->node_count = tape->node_count;
+    info->tensor_count = tape->tensor_count;
+    info->recomputed_count = tape->recomputed_count;
+    info->activation_bytes = tape->activation_bytes;
+    info->gradient_bytes = tape->gradient_bytes;
+    info->block_allocations = tape->allocation_count;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
+{
+    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
+           x->dtype == DTRAIN_DTYPE_F16;
+}
+
+DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
+{
+    return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
+}
 
 /* ---- Errors
  *
@@ -14516,126 +14959,451 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
     return tape->error;
 }
 
-/* ---- Memory -----------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/tape/op.c
+ * ==============================================================================================*/
 
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
-                                            dtrain__chunk *chunk)
-{
-    while (chunk) {
-        dtrain__chunk *next = chunk->next;
-        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
-        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-        chunk = next;
-    }
-}
+/* Running an operation
+ *
+ * dtrain_tape_apply is the one way onto the tape, for built-in operations and those of a program:
+ *
+ * 1. make a node, with a copy of the arguments, in host memory that dtrain_tape_begin rewinds 2.
+ * check inputs and parameters, and note the addresses of their values 3. prepare: check shapes,
+ * make outputs, take memory for what backward will read 4. forward; before it, inputs that autocast
+ * wants in a narrower type are rounded 5. note the node in its segment if its results are dropped,
+ * and record it on the tape if a gradient will have to pass through it
+ *
+ * The addresses of steps 2 and 3 hold for the life of the node, although tensor->data may move: a
+ * value that a later unit reads is copied out of the region it was dropped into. A forward that
+ * runs again must read and write where its neighbours in the unit do, in the region; the copy is
+ * for the readers outside. */
 
-/* device NULL: host memory. NULL when there is none; the error sticks. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
-                                                    size_t bytes)
+static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                     const void *args, size_t args_bytes);
+static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
+static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
+static void dtrain__record(dtrain_node *node);
+
+DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                            dtrain_tensor *const *inputs, uint32_t input_count,
+                                            dtrain_param *const *params, uint32_t param_count,
+                                            const void *args, size_t args_bytes)
 {
-    const dtrain_allocator *host = &tape->allocator;
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    void *memory = NULL;
-    dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
-    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
-    else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
-    if (memory) {
-        chunk->bytes = bytes;
-        chunk->memory = (char *)memory;
-        if (device) tape->allocation_count++;
-        return chunk;
-    }
+    const char *const call = desc && desc->name ? desc->name : "dtrain_tape_apply";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return NULL;
+    if (!desc || !desc->name || !desc->prepare || !desc->forward || !desc->backward)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: desc is NULL or has no name, prepare, forward or backward",
+                                 call);
+    if (input_count > DTRAIN_OP_INPUTS || param_count > DTRAIN_OP_PARAMS)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "%s: %u inputs and %u parameters, but an operation has at most %d "
+                                 "and %d",
+                                 call, input_count, param_count, DTRAIN_OP_INPUTS,
+                                 DTRAIN_OP_PARAMS);
+    dtrain_node *node = dtrain__node_new(tape, desc, args, args_bytes);
+    if (!node) return NULL;
+    for (uint32_t i = 0; i < input_count && !result; i++)
+        result = dtrain__take_input(node, inputs[i]);
+    for (uint32_t i = 0; i < param_count && !result; i++)
+        result = dtrain__take_param(node, params[i]);
+    if (result == DTRAIN_OK) result = desc->prepare(&node->op);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && node->op.output_count == 0)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK) result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
-    dtrain__chunks_destroy(tape, device, chunk);
-    return NULL;
+    if (tape->error != DTRAIN_OK) return NULL;
+    dtrain__record(node);
+    return node->op.outputs[0];
 }
 
-DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
+/* A node for one call. Without gradients too: the arguments have to be somewhere, and it costs
+ * nothing but a little host memory until the next begin. */
+static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                     const void *args, size_t args_bytes)
 {
-    arena->at = &arena->first;
-    arena->used = 0;
+    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, sizeof *node);
+    void *copy = args_bytes ? dtrain__take_host(tape, args_bytes) : NULL;
+    if (!node || (args_bytes && !copy)) return NULL;
+    if (args_bytes) memcpy(copy, args, args_bytes);
+    node->op.desc = desc;
+    node->op.tape = tape;
+    node->op.device = tape->device;
+    node->op.args = copy;
+    node->op.cast = tape->cast;
+    node->op.planning = tape->planning;
+    node->unit = tape->unit;
+    node->mark = tape->mark_count;
+    node->segment = tape->segment;
+    node->dropped = tape->segment && (tape->dropped_ops & desc->checkpoint);
+    return node;
 }
 
-static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
+/* The next input: it is there, of the right type, and stays where it is as long as the node needs
+ * it. A gradient that it needs makes the node need one. */
+static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
-    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
-    while (*arena->at && (*arena->at)->bytes - arena->used < bytes) {
-        arena->at = &(*arena->at)->next;
-        arena->used = 0;
+    dtrain_op *op = &node->op;
+    const uint32_t i = op->input_count++;
+    const bool integer = (op->desc->integer_inputs >> i & 1) != 0;
+    if (!x || (integer ? x->dtype != DTRAIN_DTYPE_I32 : !dtrain__is_float(x)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: input %u is %s, expected %s", op->desc->name,
+                           i + 1, x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL",
+                           integer ? "i32" : "f32");
+    DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
+    if (x->needs_grad) op->needs_grad = true;
+    op->inputs[i] = x;
+    op->input_data[i] = node->source[i] = x->data;
+    if (!op->desc->autocast || integer || x->dtype == (uint32_t)op->cast) return DTRAIN_OK;
+    op->input_data[i] = node->rounded[i] = dtrain_op_save(op, op->cast, x->count);
+    return op->tape->error;
+}
+
+/* ---- Parameters -------------------------------------------------------------------------------*/
+
+/* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
+static dtrain_param *dtrain__param_storage(dtrain_param *p)
+{
+    if (p->state.storage) return p->state.storage;
+    while (p->alias_of) p = p->alias_of;
+    return p;
+}
+
+/* A sharded strategy has values of the gathered unit only. */
+static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
+                                         const dtrain_param *storage)
+{
+    const dtrain_tape *tape = op->tape;
+    const char *call = op->desc->name, *name = p->name ? p->name : "?";
+    const bool foreign = tape->strategy && !p->state.storage;
+    if (tape->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (foreign || !tape->strategy)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s %s; give it to dtrain_strategy_create first", call,
+                           name, foreign ? "belongs to no strategy" : "has no value");
+    if (tape->unit < 0)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark "
+                           "it with dtrain_tape_unit",
+                           call, name, p->unit);
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
+                       "register an alias of it in each other unit that uses it",
+                       call, name, p->unit, (long long)tape->unit);
+}
+
+/* The next parameter, with its value; of the type of autocast, the strategy's copy is taken, or one
+ * that is made at the first use in this pass: no result of the node, other units may use it too. */
+static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
+{
+    dtrain_op *op = &node->op;
+    dtrain_tape *tape = op->tape;
+    const uint32_t i = op->param_count++;
+    int64_t shape[4];
+    if (!p)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
+                           i + 1);
+    dtrain_param *storage = dtrain__param_storage(p);
+    DTRAIN__TRY(dtrain__check_value(op, p, storage));
+    op->params[i] = p;
+    op->param_data[i] = storage->value;
+    node->storage[i] = storage;
+    if (dtrain__param_trainable(node, i)) op->needs_grad = true;
+    if (!op->desc->autocast || op->cast == DTRAIN_DTYPE_F32 ||
+        dtrain__param_shape(op, i, shape) < 2)
+        return DTRAIN_OK;
+    if (tape->strategy) op->param_data[i] = dtrain__strategy_low(tape->strategy, storage, op->cast);
+    else op->param_data[i] = NULL;
+    for (dtrain__cast *cast = tape->casts; cast && !op->param_data[i]; cast = cast->next)
+        if (cast->storage == storage) op->param_data[i] = cast->low;
+    if (op->param_data[i]) return DTRAIN_OK;
+    dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
+    if (!cast) return tape->error;
+    cast->storage = storage;
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast, storage->count);
+    cast->next = tape->casts;
+    tape->casts = cast;
+    op->param_data[i] = cast->low;
+    return tape->error;
+}
+
+/* The axes of a parameter: all zero means one axis of count, and for an alias its target's. */
+DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4])
+{
+    const dtrain_param *p = op->params[i];
+    const dtrain_param *from = p->shape[0] || p->count ? p : ((const dtrain_node *)op)->storage[i];
+    uint32_t ndim = 0;
+    memcpy(shape, from->shape, sizeof from->shape);
+    while (ndim < 4 && shape[ndim] != 0) ndim++;
+    if (ndim > 0) return ndim;
+    shape[0] = from->count;
+    return 1;
+}
+
+/* Whether it gets a gradient in this pass. A plan may be made before gradients are allocated: there
+ * only the flag counts. */
+DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i)
+{
+    const dtrain_tape *tape = node->op.tape;
+    const dtrain_param *p = node->op.params[i], *storage = node->storage[i];
+    if (tape->flags & DTRAIN_TAPE_NO_GRAD) return false;
+    if ((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) return false;
+    return tape->planning || tape->strategy || storage->grad;
+}
+
+/* ---- Running ----------------------------------------------------------------------------------*/
+
+/* Runs the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    if (op->planning) return DTRAIN_OK;
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const dtrain_tensor *x = op->inputs[i];
+        if (node->rounded[i])
+            DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
+                                             node->rounded[i], op->cast));
     }
-    if (!*arena->at) {
-        size_t chunk_bytes = arena->device ? bytes : DTRAIN__TAPE_HOST_BYTES;
-        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
-        if (!*arena->at) return NULL;
-        if (arena->device) tape->activation_bytes += chunk_bytes;
+    return op->desc->forward(op);
+}
+
+/* The node goes on the tape if a gradient will have to pass through it. Uses are counted for
+ * in-place backwards, which must know that nobody else will look at an input. */
+static void dtrain__record(dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    dtrain_tape *tape = op->tape;
+    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
+        node->redo = node->segment->dropped;
+        node->segment->dropped = node;
     }
-    void *memory = (*arena->at)->memory + arena->used;
-    arena->used += bytes;
-    return memory;
-}
-
-/* A zeroed node or tensor. */
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
-{
-    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
-    if (memory) memset(memory, 0, bytes);
-    return memory;
-}
-
-/* Device memory for count values of this pass, contents undefined: results of the node, or what
- * stays until the next begin when node is NULL. */
-DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
-                                        uint32_t dtype)
-{
-    const bool dropped = node && node->dropped;
-    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
-    size_t bytes;
-    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
-        bytes > PTRDIFF_MAX) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
-                          "a tensor of %lld elements is more than this machine can address",
-                          (long long)count);
-        return NULL;
+    if (!op->needs_grad) return;
+    for (uint32_t i = 0; i < op->output_count; i++) {
+        op->outputs[i]->producer = node;
+        op->outputs[i]->needs_grad = true;
     }
-    return dtrain__bump_take(tape, arena, bytes);
+    for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
+    node->previous = tape->last;
+    tape->last = node;
+    tape->node_count++;
 }
 
-/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
- */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
-                                                  dtrain_dtype dtype, uint32_t ndim,
-                                                  const int64_t *shape)
+/* count values in another type, to stay until the next begin; themselves when they have it. NULL
+ * after an error. */
+DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
+                                            dtrain_dtype to, int64_t count)
 {
-    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
-    if (!tensor) return NULL;
-    size_t count = 1;
+    if (from == (uint32_t)to) return values;
+    void *made = dtrain__take_data(tape, NULL, count, to);
+    if (made)
+        dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, values, from, made, to));
+    return tape->error == DTRAIN_OK ? made : NULL;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype)
+{
+    dtrain_convert_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.x = x;
+    args.y = y;
+    args.x_dtype = (dtrain_dtype)x_dtype;
+    args.y_dtype = (dtrain_dtype)y_dtype;
+    return device->ops->convert(device, &args);
+}
+
+/* ---- For authors ------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
+                                           const int64_t *shape)
+{
+    const uint32_t i = op->output_count;
+    if (op->tape->error != DTRAIN_OK) return NULL;
+    if (i == DTRAIN_OP_OUTPUTS)
+        return dtrain__tape_fail(op->tape, DTRAIN_ERROR_USAGE,
+                                 "%s: an operation has at most %d outputs", op->desc->name,
+                                 DTRAIN_OP_OUTPUTS);
+    op->outputs[i] = dtrain__tensor_new(op->tape, (dtrain_node *)op, dtype, ndim, shape);
+    if (!op->outputs[i]) return NULL;
+    op->output_data[i] = op->outputs[i]->data;
+    op->output_count++;
+    return op->outputs[i];
+}
+
+DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count)
+{
+    dtrain_node *node = (dtrain_node *)op;
+    node->saves = true;
+    return dtrain__take_data(op->tape, node, count, dtype);
+}
+
+/* "(6, 16)", with "any" for -1. Written to *to, so that one sentence can have several. */
+static const char *dtrain__axes_text(uint32_t ndim, const int64_t *shape, dtrain__text *to)
+{
+    size_t used = 0;
     for (uint32_t i = 0; i < ndim; i++) {
-        /* what overflows is left at the largest count, which take_data refuses */
-        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
-        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
-        tensor->shape[i] = shape[i];
+        char length[24] = "any";
+        if (shape[i] >= 0) snprintf(length, sizeof length, "%lld", (long long)shape[i]);
+        used += (size_t)snprintf(to->text + used, sizeof to->text - used, "%s%s", i ? ", " : "(",
+                                 length); /* 4 axes of 19 digits fit */
     }
-    tensor->dtype = dtype;
-    tensor->ndim = ndim;
-    tensor->count = (int64_t)count;
-    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
-    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
-    tape->tensor_count++;
-    return tensor->data ? tensor : NULL;
+    snprintf(to->text + used, sizeof to->text - used, ")");
+    return to->text;
 }
 
-DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
+DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to)
 {
-    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
-           x->dtype == DTRAIN_DTYPE_F16;
+    return dtrain__axes_text(x->ndim, x->shape, to);
+}
+
+DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
+                                               int64_t columns)
+{
+    const int64_t expected[2] = {rows, columns};
+    const uint32_t ndim = columns ? 2 : 1;
+    int64_t shape[4];
+    dtrain__text found_text, expected_text, input_text;
+    if (i >= op->param_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: there is no parameter %u", op->desc->name,
+                           i + 1);
+    const uint32_t found = dtrain__param_shape(op, i, shape);
+    bool same = found == ndim;
+    for (uint32_t a = 0; same && a < ndim; a++) same = expected[a] < 0 || expected[a] == shape[a];
+    if (same) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s",
+                       op->desc->name, op->params[i]->name ? op->params[i]->name : "?",
+                       dtrain__axes_text(found, shape, &found_text),
+                       op->input_count ? dtrain__shape_text(op->inputs[0], &input_text) : "(none)",
+                       dtrain__axes_text(ndim, expected, &expected_text));
+}
+
+DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate)
+{
+    *accumulate = false;
+    if (i >= op->input_count || !op->inputs[i]->needs_grad) return NULL;
+    dtrain__tape_stick(op->tape, dtrain__gradient_open(op->tape, op->inputs[i], accumulate));
+    return op->inputs[i]->grad;
+}
+
+/* Whoever asks must write: the gradient counts as written from here on. */
+DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
+{
+    dtrain_node *node = (dtrain_node *)op;
+    *accumulate = false;
+    if (i >= op->param_count || !dtrain__param_trainable(node, i)) return NULL;
+    dtrain_param *storage = node->storage[i];
+    *accumulate = storage->state.grad_written;
+    if (!op->planning) storage->state.grad_written = true;
+    return storage->grad;
 }
 
 /* ================================================================================================
- * src/tape/tape.c
+ * src/tape/backward.c
  * ==============================================================================================*/
 
-/* Gradients of tensors
+/* Backward
+ *
+ * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
+ *    will get a contribution; alias and target are counted apart, as the strategy registered them
+ * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
+ *    backward, give its outputs' gradients back, tell the strategy about parameters that have had
+ *    their last contribution
+ *
+ * Nodes are recorded after the nodes that made their inputs, so when the walk reaches a node every
+ * use of its outputs has contributed: their gradients are complete, are spent, and their buffers go
+ * back. A handful of buffers serves a model of any depth. */
+
+static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
+{
+    dtrain_node *node;
+    if (loss->producer) loss->producer->reached = true;
+    for (node = tape->last; node; node = node->previous) {
+        const dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        for (uint32_t i = 0; i < op->input_count; i++)
+            if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
+                op->inputs[i]->producer->reached = true;
+        /* a backward that failed half-way leaves a count behind */
+        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
+            op->params[i]->state.pending_uses = 0;
+    }
+    for (node = tape->last; node && !tape->planning; node = node->previous)
+        for (uint32_t i = 0; i < node->op.param_count && node->reached; i++)
+            node->op.params[i]->state.pending_uses++;
+}
+
+/* No contribution came to the first output: another output did, or nothing depends on it. */
+static dtrain_result dtrain__gradient_zero(dtrain_tape *tape, dtrain_tensor *x)
+{
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+    return tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x));
+}
+
+static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__segment_again(tape, node));
+    if (!op->outputs[0]->grad) DTRAIN__TRY(dtrain__gradient_zero(tape, op->outputs[0]));
+    DTRAIN__TRY(op->desc->backward(op));
+    DTRAIN__TRY(tape->error);
+    for (uint32_t i = 0; i < op->output_count; i++) dtrain__gradient_drop(op->outputs[i]);
+    for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
+        dtrain_param *p = op->params[i];
+        if (--p->state.pending_uses == 0 && tape->strategy && dtrain__param_trainable(node, i))
+            DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->state.index));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    bool accumulate;
+    dtrain_axpby_args seed;
+    tape->segment = NULL;
+    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
+    dtrain__mark_reached(tape, loss);
+    DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
+    memset(&seed, 0, sizeof seed);
+    seed.count = 1;
+    seed.a = scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
+    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
+    for (dtrain_node *node = tape->last; node; node = node->previous)
+        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    return dtrain__tape_enter(tape, -1);
+}
+
+DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    const char *const call = "dtrain_tape_backward";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
+    if (tape->flags & DTRAIN_TAPE_NO_GRAD)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
+                             call);
+    else if (!loss) result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
+    else if (loss->count != 1)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: the loss has %lld elements, not one; use dtrain_mean or "
+                             "dtrain_sum",
+                             call, (long long)loss->count);
+    else if (!loss->needs_grad)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: the loss depends on no trainable parameter "
+                             "and no input with requires_grad",
+                             call);
+    else result = dtrain__backward_run(tape, loss, scale);
+    tape->state = DTRAIN__TAPE_DONE;
+    return dtrain__tape_stick(tape, result);
+}
+
+/* ---- Gradients of tensors
  *
  * The first contribution overwrites, later ones add. An operation that only hands its gradient on
  * (add) makes the buffer shared instead of copying it; who wants to write into a shared buffer
@@ -14643,11 +15411,6 @@ DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
  *
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
  *                         and by the time it adds its own share to d x that is the only owner */
-
-DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
-{
-    return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-}
 
 static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, const dtrain_tensor *x)
 {
@@ -14713,121 +15476,895 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_t
     return dtrain__gradient_open(tape, x, &accumulate);
 }
 
+/* x's gradient += what is at `more`, of type dtype. */
+static dtrain_result dtrain__gradient_add(dtrain_tape *tape, dtrain_tensor *x, const void *more,
+                                          uint32_t dtype)
+{
+    dtrain_add_args args;
+    memset(&args, 0, sizeof args);
+    args.count = x->count;
+    args.x = x->grad;
+    args.y = more;
+    args.out = x->grad;
+    args.x_dtype = (dtrain_dtype)x->dtype;
+    args.y_dtype = (dtrain_dtype)dtype;
+    return tape->device->ops->add(tape->device, &args);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
                                                      dtrain__chunk *earlier)
 {
     if (!earlier) return DTRAIN_OK;
-    const dtrain_dtype dtype = (dtrain_dtype)x->dtype;
-    dtrain_add_args args = {x->count, x->grad, earlier->memory, x->grad, dtype, dtype};
     earlier->owners--;
-    return tape->device->ops->add(tape->device, &args);
+    return dtrain__gradient_add(tape, x, earlier->memory, x->dtype);
 }
 
 /* x's gradient += from's gradient, by sharing the buffer when x has none yet and the same type. */
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
                                                     dtrain_tensor *x)
 {
-    const dtrain_dtype from_dtype = (dtrain_dtype)from->dtype, x_dtype = (dtrain_dtype)x->dtype;
     dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
     bool accumulate;
-    if (!x->grad_written && from_dtype == x_dtype && !chunk->in_region) {
+    if (!x->needs_grad) return DTRAIN_OK;
+    if (!x->grad_written && from->dtype == x->dtype && !chunk->in_region) {
         chunk->owners++;
         dtrain__gradient_set(x, chunk);
         return DTRAIN_OK;
     }
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    if (!accumulate && from_dtype == x_dtype)
-        return tape->device->ops->copy(tape->device, x->grad, from->grad, dtrain__tensor_bytes(x),
-                                       DTRAIN_COPY_DEVICE_TO_DEVICE);
-    if (!accumulate) {
-        dtrain_convert_args convert = {x->count, from->grad, x->grad, from_dtype, x_dtype};
-        return tape->device->ops->convert(tape->device, &convert);
-    }
-    dtrain_add_args args = {x->count, x->grad, from->grad, x->grad, x_dtype, from_dtype};
-    return tape->device->ops->add(tape->device, &args);
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
+    if (accumulate) return dtrain__gradient_add(op->tape, x, from->grad, from->dtype);
+    if (from->dtype == x->dtype)
+        return op->device->ops->copy(op->device, x->grad, from->grad, dtrain__tensor_bytes(x),
+                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
+    return dtrain__tape_convert(op->device, x->count, from->grad, from->dtype, x->grad, x->dtype);
 }
 
-/* ---- Parameters -------------------------------------------------------------------------------*/
+/* ================================================================================================
+ * src/tape/layers.c
+ * ==============================================================================================*/
 
-/* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
-DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p)
+/* Layers: linear, layer normalisation, embedding, attention
+ *
+ * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
+ * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
+ * on, backward takes shapes and addresses from them.
+ *
+ * What a node keeps alive until its backward, beside its parameters:
+ *
+ *     linear          x; with GELU the value before it, with ReLU the output
+ *     layernorm       x (or the sum that it normalises), mean and rstd of each row
+ *     embedding       tokens
+ *     attention       qkv, y, log-sum-exp of each row and head */
+
+/* The output with x's shape and n in the last axis. */
+static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                dtrain_dtype dtype)
 {
-    if (p->state.storage) return p->state.storage;
-    while (p->alias_of) p = p->alias_of;
-    return p;
+    int64_t shape[4];
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = n;
+    dtrain_op_output(op, dtype, x->ndim, shape);
 }
 
-/* Whether p gets a gradient in this pass. A plan may be made before gradients are allocated: there
- * only the flag counts. */
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_tape *tape, dtrain_param *p)
-{
-    const dtrain_param *storage = dtrain__param_storage(p);
-    if (tape->flags & DTRAIN_TAPE_NO_GRAD) return false;
-    if ((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) return false;
-    return tape->planning || tape->strategy || storage->grad;
-}
+/* ---- Linear
+ *
+ * With z = x weight^T + bias and y = act(z):
+ *
+ *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
+ *
+ * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
+ * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
+ * output and has no other use, the product that makes d_x multiplies by that activation's
+ * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
 
-/* Where node's backward writes the gradient of param[i], and whether it has to add; NULL when none
- * is wanted. Whoever asks must write: the gradient counts as written from here on. */
-DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *node, int i,
-                                          bool *accumulate)
-{
-    *accumulate = false;
-    if (!node->param[i] || !dtrain__param_trainable(tape, node->param[i])) return NULL;
-    dtrain_param *storage = dtrain__param_storage(node->param[i]);
-    *accumulate = storage->state.grad_written;
-    if (!tape->planning) storage->state.grad_written = true;
-    return storage->grad;
-}
+typedef struct dtrain__linear {
+    dtrain_gemm_args forward;
+    bool grad_is_inner; /* the output's gradient is already that of z */
+} dtrain__linear;
 
-/* ---- Life of a tape ---------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
-                                            dtrain_device *device, dtrain_tape **out)
+static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 {
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: out is NULL");
-    *out = NULL;
-    if (!world && !device)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
-                                                  "NULL; a tape needs a device to run on");
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
-    if (!tape) return DTRAIN_ERROR_MEMORY;
-    tape->allocator = allocator;
-    tape->strategy = strategy;
-    tape->device = device ? device : dtrain_world_device(world);
-    tape->planning = tape->device->ops == dtrain_plan_device_ops();
-    tape->data.device = tape->device;
-    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
-    tape->unit = -1;
-    *out = tape;
+    dtrain_gemm_args *args = &((dtrain__linear *)op->args)->forward;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t in = x->shape[x->ndim - 1];
+    int64_t weight[4];
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
+    dtrain__param_shape(op, 0, weight);
+    const int64_t out = weight[0];
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
+    if (args->activation > DTRAIN_ACTIVATION_GELU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
+                           args->activation);
+    dtrain__output_like(op, x, out, op->cast);
+    args->flags = DTRAIN_GEMM_TRANS_B;
+    args->m = x->count / in, args->n = out, args->k = in;
+    args->alpha = 1;
+    args->a = op->input_data[0], args->lda = in;
+    args->b = op->param_data[0], args->ldb = in;
+    args->c = op->output_data[0], args->ldc = out;
+    args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
+    args->bias = (const float *)op->param_data[1];
+    if (args->activation == DTRAIN_ACTIVATION_GELU && op->needs_grad)
+        args->aux = dtrain_op_save(op, op->cast, args->m * out);
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
+static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    if (!tape) return;
-    dtrain__chunks_destroy(tape, tape->device, tape->data.first);
-    for (int i = 0; i < 2; i++)
-        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
-    dtrain__chunks_destroy(tape, tape->device, tape->gradients);
-    dtrain__chunks_destroy(tape, NULL, tape->host.first);
-    dtrain_allocator allocator = tape->allocator;
-    dtrain__free(&allocator, tape, 1, sizeof *tape);
+    return op->device->ops->gemm(op->device, &((const dtrain__linear *)op->args)->forward);
 }
 
-/* Lets go of the unit that is gathered and gathers another; -1 = none. Releasing comes first: two
- * whole units at once would double what a sharded strategy keeps in memory. */
-DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
+/* The layer that made x, if this product may finish its activation's backward. Both must be of the
+ * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
+static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
 {
-    int64_t before = tape->unit;
-    if (unit == before) return DTRAIN_OK;
-    tape->unit = unit;
-    if (tape->planning || !tape->strategy) return DTRAIN_OK;
-    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
-    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_node *inner = x->producer;
+    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad_written ||
+        inner->mark != ((const dtrain_node *)op)->mark)
+        return NULL;
+    const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
+    return layer->forward.activation == DTRAIN_ACTIVATION_GELU ? inner : NULL;
 }
+
+/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
+static dtrain_result dtrain__linear_backward_x(dtrain_op *op, dtrain_gemm_args gemm)
+{
+    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
+    dtrain_tensor *x = op->inputs[0];
+    dtrain_node *inner = dtrain__inner_layer(op);
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
+    gemm.flags = 0;
+    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
+    gemm.b = forward->b, gemm.ldb = forward->k;
+    gemm.c = x->grad, gemm.ldc = forward->k;
+    gemm.c_dtype = (dtrain_dtype)x->dtype;
+    gemm.beta = accumulate ? 1.0f : 0.0f;
+    gemm.bias_grad = NULL;
+    if (inner) {
+        dtrain__linear *layer = (dtrain__linear *)inner->op.args;
+        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
+        gemm.activation = layer->forward.activation;
+        gemm.aux = layer->forward.aux;
+        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
+        layer->grad_is_inner = true;
+    }
+    return op->device->ops->gemm(op->device, &gemm);
+}
+
+static dtrain_result dtrain__linear_backward(dtrain_op *op)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_tensor *y = op->outputs[0];
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
+    bool add_weight, add_bias = false;
+    float *d_weight = dtrain_op_param_grad(op, 0, &add_weight), *d_bias = NULL;
+    dtrain_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    if (!layer->grad_is_inner) d_bias = dtrain_op_param_grad(op, 1, &add_bias);
+
+    if (activated) DTRAIN__TRY(dtrain__gradient_own(op->tape, y));
+    if (activated || (d_bias && !d_weight)) {
+        dtrain_activation_backward_args args;
+        memset(&args, 0, sizeof args);
+        args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+        args.accumulate = add_bias;
+        args.rows = forward->m;
+        args.n = forward->n;
+        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+        args.x = forward->aux ? forward->aux : forward->c;
+        args.d_out = args.d_in = y->grad;
+        args.d_bias = d_bias;
+        args.dtype = forward->c_dtype;
+        DTRAIN__TRY(ops->activation_backward(op->device, &args));
+        d_bias = NULL;
+    }
+    gemm.alpha = 1;
+    gemm.a = y->grad;
+    gemm.lda = forward->n;
+    gemm.a_dtype = forward->c_dtype;
+    gemm.b_dtype = forward->a_dtype;
+    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
+        gemm.flags = DTRAIN_GEMM_TRANS_A;
+        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
+        gemm.b = forward->a, gemm.ldb = forward->k;
+        gemm.c = d_weight, gemm.ldc = forward->k;
+        gemm.c_dtype = DTRAIN_DTYPE_F32;
+        gemm.beta = add_weight ? 1.0f : 0.0f;
+        gemm.bias_grad = d_bias;
+        gemm.accumulate_bias_grad = add_bias;
+        DTRAIN__TRY(ops->gemm(op->device, &gemm));
+    }
+    return op->inputs[0]->needs_grad ? dtrain__linear_backward_x(op, gemm) : DTRAIN_OK;
+}
+
+DTRAIN__OP(linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+/* The same behind ReLU, whose backward looks at the output. */
+static const dtrain_op_desc dtrain__linear_relu_op = {DTRAIN_OP_READS_INPUTS |
+                                                          DTRAIN_OP_READS_OUTPUTS,
+                                                      DTRAIN_CHECKPOINT_LINEAR,
+                                                      0,
+                                                      true,
+                                                      "dtrain_linear",
+                                                      dtrain__linear_prepare,
+                                                      dtrain__linear_forward,
+                                                      dtrain__linear_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, dtrain_activation activation)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain__linear args;
+    memset(&args, 0, sizeof args);
+    args.forward.activation = activation;
+    return dtrain_tape_apply(
+        tape, activation == DTRAIN_ACTIVATION_RELU ? &dtrain__linear_relu_op : &dtrain__linear_op,
+        &x, 1, params, bias ? 2 : 1, &args, sizeof args);
+}
+
+/* ---- Layer normalisation
+ *
+ * With h = (x - mean) rstd, rows of n elements, and d_h = d_y weight:
+ *
+ *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
+ *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
+ *
+ * Behind a residual connection x is the sum of both inputs and the operation's second output. Its
+ * gradient, complete with this d_x, becomes that of both inputs; where the residual has a narrower
+ * type the kernel writes the rounded copy while the values are at hand. */
+
+static dtrain_result dtrain__layernorm_args_fill(dtrain_op *op, const dtrain_tensor *x)
+{
+    dtrain_layernorm_args *args = (dtrain_layernorm_args *)op->args;
+    args->n = x->shape[x->ndim - 1];
+    args->rows = x->count / args->n;
+    for (uint32_t i = 0; i < op->param_count; i++)
+        DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
+    dtrain__output_like(op, x, args->n, op->cast);
+    args->epsilon = 1e-5f;
+    args->x = op->input_data[0];
+    args->weight = (const float *)op->param_data[0];
+    args->bias = (const float *)op->param_data[1];
+    args->y = op->output_data[0];
+    args->mean = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
+    args->rstd = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
+    args->x_dtype = (dtrain_dtype)x->dtype;
+    args->y_dtype = op->cast;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
+{
+    return dtrain__layernorm_args_fill(op, op->inputs[0]);
+}
+
+static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
+{
+    return op->device->ops->layernorm(op->device, (const dtrain_layernorm_args *)op->args);
+}
+
+/* The gradient of what was normalised, x, whose values are at `values`; residual NULL, or where
+ * its rounded copy goes. */
+static dtrain_result dtrain__layernorm_gradient(dtrain_op *op, dtrain_tensor *x, const void *values,
+                                                void *d_residual)
+{
+    const dtrain_layernorm_args *forward = (const dtrain_layernorm_args *)op->args;
+    bool add_weight, add_bias;
+    dtrain_layernorm_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.n = forward->n;
+    args.x = values;
+    args.weight = forward->weight;
+    args.mean = forward->mean;
+    args.rstd = forward->rstd;
+    args.d_y = op->outputs[0]->grad;
+    args.d_residual = d_residual;
+    args.x_dtype = forward->x_dtype;
+    args.y_dtype = forward->y_dtype;
+    args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
+    args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
+    args.accumulate_params = add_weight || add_bias;
+    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
+    if (args.d_weight && args.d_bias && add_weight != add_bias)
+        DTRAIN__TRY(op->device->ops->zero(op->device, add_weight ? args.d_bias : args.d_weight,
+                                          (size_t)args.n * sizeof(float)));
+    if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate_x));
+    args.d_x = x->grad;
+    return op->device->ops->layernorm_backward(op->device, &args);
+}
+
+static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
+{
+    return dtrain__layernorm_gradient(op, op->inputs[0], op->input_data[0], NULL);
+}
+
+DTRAIN__OP(layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                           dtrain_param *weight, dtrain_param *bias)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain_layernorm_args args;
+    memset(&args, 0, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
+}
+
+typedef struct dtrain__add_layernorm {
+    dtrain_layernorm_args forward; /* first: the functions above read it */
+    dtrain_tensor **sum;           /* the caller's */
+} dtrain__add_layernorm;
+
+static dtrain_result dtrain__add_layernorm_prepare(dtrain_op *op)
+{
+    dtrain__add_layernorm *args = (dtrain__add_layernorm *)op->args;
+    const dtrain_tensor *x = op->inputs[0], *residual = op->inputs[1];
+    dtrain__text left, right;
+    if (x->count != residual->count || x->shape[x->ndim - 1] != residual->shape[residual->ndim - 1])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
+                           dtrain__shape_text(x, &left), dtrain__shape_text(residual, &right));
+    DTRAIN__TRY(dtrain__layernorm_args_fill(op, x));
+    *args->sum = dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
+    args->forward.residual = op->input_data[1];
+    args->forward.sum = op->output_data[1];
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__add_layernorm_forward(dtrain_op *op)
+{
+    return dtrain__layernorm_forward(op);
+}
+
+static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
+{
+    dtrain_tensor *residual = op->inputs[1], *sum = op->outputs[1];
+    bool rounded = false, accumulate;
+    if (residual->needs_grad && !residual->grad_written && residual->dtype != sum->dtype) {
+        DTRAIN__TRY(dtrain__gradient_open(op->tape, residual, &accumulate));
+        rounded = true;
+    }
+    DTRAIN__TRY(
+        dtrain__layernorm_gradient(op, sum, op->output_data[1], rounded ? residual->grad : NULL));
+    dtrain__gradient_drop(op->outputs[0]); /* spent: the buffer may serve the residual */
+    DTRAIN__TRY(dtrain__gradient_pass(op, sum, op->inputs[0]));
+    return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, sum, residual);
+}
+
+DTRAIN__OP(add_layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+
+/* The fused kernel takes a residual of the type that autocast computes in. */
+DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
+                                               dtrain_tensor *residual, dtrain_param *weight,
+                                               dtrain_param *bias, dtrain_tensor **sum)
+{
+    dtrain_tensor *const inputs[2] = {x, residual};
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain__add_layernorm args;
+    memset(&args, 0, sizeof args);
+    args.sum = sum;
+    if (dtrain__tape_check(tape, "dtrain_add_layernorm") != DTRAIN_OK) return NULL;
+    if (!sum)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add_layernorm: sum is NULL");
+    if (x && residual && residual->dtype != (uint32_t)tape->cast) {
+        *sum = dtrain_add(tape, x, residual);
+        return dtrain_layernorm(tape, *sum, weight, bias);
+    }
+    return dtrain_tape_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
+                             &args, sizeof args);
+}
+
+/* ---- Embedding
+ *
+ * d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
+ * The kernel touches only rows that occur, so the others have to become zero first. */
+
+static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
+{
+    dtrain_embedding_args *args = (dtrain_embedding_args *)op->args;
+    const dtrain_tensor *tokens = op->inputs[0];
+    int64_t token[4], position[4];
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
+    dtrain__param_shape(op, 0, token);
+    args->rows = tokens->count;
+    args->sequence = tokens->shape[tokens->ndim - 1];
+    args->vocab = token[0];
+    args->n = token[1];
+    if (op->param_count > 1) {
+        DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
+        dtrain__param_shape(op, 1, position);
+        if (position[0] < args->sequence)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
+                               op->params[1]->name ? op->params[1]->name : "?",
+                               (long long)position[0], (long long)args->sequence);
+    }
+    const int64_t shape[2] = {args->rows, args->n};
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
+    args->tokens = (const int32_t *)op->input_data[0];
+    args->wte = (const float *)op->param_data[0];
+    args->wpe = (const float *)op->param_data[1];
+    args->y = op->output_data[0];
+    args->dtype = DTRAIN_DTYPE_F32;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__embedding_forward(dtrain_op *op)
+{
+    return op->device->ops->embedding(op->device, (const dtrain_embedding_args *)op->args);
+}
+
+static dtrain_result dtrain__embedding_backward(dtrain_op *op)
+{
+    const dtrain_embedding_args *forward = (const dtrain_embedding_args *)op->args;
+    dtrain_embedding_backward_args args;
+    float *grad[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        int64_t shape[4];
+        bool add;
+        grad[i] = dtrain_op_param_grad(op, i, &add);
+        if (!grad[i] || add) continue;
+        dtrain__param_shape(op, i, shape);
+        DTRAIN__TRY(op->device->ops->zero(op->device, grad[i],
+                                          (size_t)shape[0] * (size_t)shape[1] * sizeof(float)));
+    }
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.sequence = forward->sequence;
+    args.n = forward->n;
+    args.vocab = forward->vocab;
+    args.tokens = forward->tokens;
+    args.d_y = op->outputs[0]->grad;
+    args.d_wte = grad[0];
+    args.d_wpe = grad[1];
+    args.dtype = DTRAIN_DTYPE_F32;
+    return op->device->ops->embedding_backward(op->device, &args);
+}
+
+DTRAIN__OP(embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
+
+DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
+                                           dtrain_param *token, dtrain_param *position)
+{
+    dtrain_param *const params[2] = {token, position};
+    dtrain_embedding_args args;
+    memset(&args, 0, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__embedding_op, &tokens, 1, params, position ? 2 : 1,
+                             &args, sizeof args);
+}
+
+/* ---- Attention
+ *
+ * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
+ *
+ *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
+
+static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+{
+    dtrain_attention_args *args = (dtrain_attention_args *)op->args;
+    const dtrain_tensor *qkv = op->inputs[0];
+    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width, n = width / 3;
+    dtrain__text text;
+    if (args->sequence < 1 || rows % args->sequence || args->heads < 1 || width % 3 ||
+        n % args->heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_attention: qkv %s does not divide into sequences of %lld rows "
+                           "and 3 x %lld heads",
+                           dtrain__shape_text(qkv, &text), (long long)args->sequence,
+                           (long long)args->heads);
+    args->dtype = (dtrain_dtype)qkv->dtype;
+    dtrain__output_like(op, qkv, n, args->dtype);
+    args->batch = rows / args->sequence;
+    args->n = n;
+    args->qkv = op->input_data[0];
+    args->y = op->output_data[0];
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * args->heads);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_forward(dtrain_op *op)
+{
+    return op->device->ops->attention(op->device, (const dtrain_attention_args *)op->args);
+}
+
+static dtrain_result dtrain__attention_backward(dtrain_op *op)
+{
+    const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
+    dtrain_attention_backward_args args;
+    dtrain_tensor *qkv = op->inputs[0];
+    dtrain__chunk *earlier;
+    DTRAIN__TRY(dtrain__gradient_fresh(op->tape, qkv, &earlier));
+    memset(&args, 0, sizeof args);
+    args.batch = forward->batch;
+    args.sequence = forward->sequence;
+    args.heads = forward->heads;
+    args.n = forward->n;
+    args.causal = forward->causal;
+    args.qkv = forward->qkv;
+    args.y = forward->y;
+    args.lse = forward->lse;
+    args.d_y = op->outputs[0]->grad;
+    args.d_qkv = qkv->grad;
+    args.dtype = forward->dtype;
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    return dtrain__gradient_merge(op->tape, qkv, earlier);
+}
+
+DTRAIN__OP(attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ATTENTION,
+           0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
+                                           int64_t heads, uint32_t flags)
+{
+    dtrain_attention_args args;
+    memset(&args, 0, sizeof args);
+    args.sequence = sequence;
+    args.heads = heads;
+    args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
+    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
+    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
+                                 flags);
+    return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ================================================================================================
+ * src/tape/elementwise.c
+ * ==============================================================================================*/
+
+/* Elementwise operations and losses
+ *
+ * Nothing is kept for their backwards but what cross-entropy needs: logits, targets and the
+ * log-sum-exp of each row. */
+
+/* ---- Add
+ *
+ * Both inputs share the gradient of the sum until one of them has more to add. The sum has the
+ * wider type of the two, x's when they are as wide. */
+
+static dtrain_result dtrain__add_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
+    dtrain__text left, right;
+    if (x->count != y->count || x->shape[x->ndim - 1] != y->shape[y->ndim - 1])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
+                           dtrain__shape_text(x, &left), dtrain__shape_text(y, &right));
+    const bool y_is_wide = y->dtype == DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, (dtrain_dtype)(y_is_wide ? y : x)->dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__add_forward(dtrain_op *op)
+{
+    const int wide = op->inputs[1]->dtype == DTRAIN_DTYPE_F32 ? 1 : 0;
+    dtrain_add_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[wide];
+    args.y = op->input_data[1 - wide];
+    args.out = op->output_data[0];
+    args.x_dtype = (dtrain_dtype)op->inputs[wide]->dtype;
+    args.y_dtype = (dtrain_dtype)op->inputs[1 - wide]->dtype;
+    return op->device->ops->add(op->device, &args);
+}
+
+static dtrain_result dtrain__add_backward(dtrain_op *op)
+{
+    for (uint32_t i = 0; i < op->input_count; i++)
+        DTRAIN__TRY(dtrain__gradient_pass(op, op->outputs[0], op->inputs[i]));
+    return DTRAIN_OK;
+}
+
+DTRAIN__OP(add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
+{
+    dtrain_tensor *const inputs[2] = {x, y};
+    return dtrain_tape_apply(tape, &dtrain__add_op, inputs, 2, NULL, 0, NULL, 0);
+}
+
+/* ---- Cast -------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__cast_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    const dtrain_dtype dtype = *(const dtrain_dtype *)op->args;
+    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
+                           dtrain_dtype_name(dtype));
+    dtrain_op_output(op, dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cast_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
+    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
+                                op->output_data[0], y->dtype);
+}
+
+static dtrain_result dtrain__cast_backward(dtrain_op *op)
+{
+    return dtrain__gradient_pass(op, op->outputs[0], op->inputs[0]);
+}
+
+DTRAIN__OP(cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
+{
+    if (dtrain__tape_check(tape, "dtrain_cast") != DTRAIN_OK) return NULL;
+    if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
+    return dtrain_tape_apply(tape, &dtrain__cast_op, &x, 1, NULL, 0, &dtype, sizeof dtype);
+}
+
+/* ---- Scale ------------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__scale_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+/* y = factor x, or added to what is there. */
+static dtrain_result dtrain__scale_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.accumulate = accumulate;
+    args.a = *(const float *)op->args;
+    args.b = accumulate ? 1.0f : 0.0f;
+    args.x = x;
+    args.y = y;
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return op->device->ops->axpby(op->device, &args);
+}
+
+static dtrain_result dtrain__scale_forward(dtrain_op *op)
+{
+    return dtrain__scale_to(op, op->input_data[0], op->output_data[0], false);
+}
+
+static dtrain_result dtrain__scale_backward(dtrain_op *op)
+{
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
+    return dtrain__scale_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
+}
+
+DTRAIN__OP(scale, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
+{
+    return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &factor, sizeof factor);
+}
+
+/* ---- Dropout
+ *
+ * Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
+
+static dtrain_result dtrain__dropout_prepare(dtrain_op *op) { return dtrain__scale_prepare(op); }
+
+static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    dtrain_dropout_args args = *(const dtrain_dropout_args *)op->args;
+    args.count = op->inputs[0]->count;
+    args.accumulate = accumulate;
+    args.x = x;
+    args.y = y;
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return op->device->ops->dropout(op->device, &args);
+}
+
+static dtrain_result dtrain__dropout_forward(dtrain_op *op)
+{
+    return dtrain__dropout_to(op, op->input_data[0], op->output_data[0], false);
+}
+
+static dtrain_result dtrain__dropout_backward(dtrain_op *op)
+{
+    bool accumulate;
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
+    return dtrain__dropout_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
+}
+
+DTRAIN__OP(dropout, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
+{
+    dtrain_dropout_args args;
+    if (dtrain__tape_check(tape, "dtrain_dropout") != DTRAIN_OK) return NULL;
+    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
+        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
+                                 "dtrain_dropout: probability is %g, not in [0, 1)",
+                                 (double)probability);
+    if (x && dtrain__is_float(x) && (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)))
+        return x;
+    memset(&args, 0, sizeof args);
+    args.probability = probability;
+    args.seed = tape->seed;
+    args.stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
+    args.scalars = tape->scalars;
+    return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ---- Sum and mean -----------------------------------------------------------------------------*/
+
+/* out (1) = factor * sum of x (count); added up in double: a float sum over many rows would lose
+ * digits of the loss. */
+static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
+                                           int64_t count, float factor)
+{
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.scale = (double)factor;
+    args.x = x;
+    args.dtype = (dtrain_dtype)dtype;
+    args.out = (float *)op->output_data[0];
+    return op->device->ops->sum(op->device, &args);
+}
+
+static dtrain_result dtrain__sum_prepare(dtrain_op *op)
+{
+    const int64_t shape[1] = {1};
+    float *factor = (float *)op->args;
+    if (*factor == 0) *factor = 1.0f / (float)op->inputs[0]->count;
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__sum_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
+                                 *(const float *)op->args);
+}
+
+/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
+ * the factor: a scaled loss may be beyond fp16 while its mean is not. */
+static dtrain_result dtrain__sum_backward(dtrain_op *op)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_tensor *x = op->inputs[0];
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.a = *(const float *)op->args;
+    args.x = op->outputs[0]->grad;
+    if (x->dtype != DTRAIN_DTYPE_F32) {
+        float *scaled = (float *)dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
+        if (!scaled) return op->tape->error;
+        args.count = 1;
+        args.y = scaled;
+        args.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(ops->axpby(op->device, &args));
+        args.a = 1;
+        args.x = dtrain__cast_to(op->tape, scaled, DTRAIN_DTYPE_F32, (dtrain_dtype)x->dtype, 1);
+        DTRAIN__TRY(op->tape->error);
+    }
+    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate));
+    args.count = x->count;
+    args.b = 1;
+    args.y = x->grad;
+    args.broadcast = true;
+    args.dtype = (dtrain_dtype)x->dtype;
+    return ops->axpby(op->device, &args);
+}
+
+static const dtrain_op_desc dtrain__sum_op = {
+    0, 0, 0, false, "dtrain_sum", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
+static const dtrain_op_desc dtrain__mean_op = {
+    0, 0, 0, false, "dtrain_mean", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
+
+DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
+{
+    const float factor = 1;
+    return dtrain_tape_apply(tape, &dtrain__sum_op, &x, 1, NULL, 0, &factor, sizeof factor);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
+{
+    const float factor = 0; /* one over the count of x, which prepare knows */
+    return dtrain_tape_apply(tape, &dtrain__mean_op, &x, 1, NULL, 0, &factor, sizeof factor);
+}
+
+/* ---- Cross-entropy
+ *
+ * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
+ *
+ * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
+ * only use and the operation that made them does not look at them in its own backward, they are
+ * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
+ * The chunk that says so belongs to no pool: it goes with the nodes of the pass. */
+
+typedef struct dtrain__cross_entropy {
+    dtrain_cross_entropy_args forward;
+    float factor; /* 1 / valid targets */
+} dtrain__cross_entropy;
+
+static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
+{
+    dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
+    dtrain_cross_entropy_args *args = &loss->forward;
+    const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
+    const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
+    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
+    dtrain__text left, right;
+    if (targets->count != rows)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
+                           dtrain__shape_text(logits, &left), (long long)rows,
+                           dtrain__shape_text(targets, &right));
+    args->rows = rows;
+    args->n = n;
+    args->logits = op->input_data[0];
+    args->dtype = (dtrain_dtype)logits->dtype;
+    args->targets = (const int32_t *)op->input_data[1];
+    args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    loss->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
+{
+    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
+    return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
+                                 loss->factor);
+}
+
+static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
+{
+    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    dtrain_tensor *logits = op->inputs[0];
+    dtrain__chunk *earlier = NULL;
+    if (logits->producer && logits->pending_uses == 1 &&
+        !(logits->producer->op.desc->reads & DTRAIN_OP_READS_OUTPUTS)) {
+        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(op->tape, sizeof *in_place);
+        if (!in_place) return op->tape->error;
+        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
+        in_place->memory = (char *)logits->data;
+        in_place->owners = 1;
+        in_place->in_region = made->segment && !made->kept;
+        dtrain__gradient_set(logits, in_place);
+    } else {
+        DTRAIN__TRY(dtrain__gradient_fresh(op->tape, logits, &earlier));
+    }
+    dtrain_cross_entropy_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = loss->forward.rows;
+    args.n = loss->forward.n;
+    args.scale = loss->factor;
+    args.logits = loss->forward.logits;
+    args.targets = loss->forward.targets;
+    args.lse = loss->forward.lse;
+    args.d_logits = logits->grad;
+    args.upstream = (const float *)op->outputs[0]->grad;
+    args.dtype = loss->forward.dtype;
+    DTRAIN__TRY(op->device->ops->cross_entropy_backward(op->device, &args));
+    return dtrain__gradient_merge(op->tape, logits, earlier);
+}
+
+DTRAIN__OP(cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
+
+DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
+                                               dtrain_tensor *targets)
+{
+    dtrain_tensor *const inputs[2] = {logits, targets};
+    dtrain__cross_entropy args;
+    memset(&args, 0, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
+                             sizeof args);
+}
+
+#undef DTRAIN__OP
 
 /* ================================================================================================
  * src/tape/checkpointing.c
@@ -14836,21 +16373,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
 /* Activation checkpointing
  *
  * In a unit that drops results these do not go to the data arena but to one of two regions, which
- * such units use in turn; each kernel call is noted. Units 1 to 4, in regions A and B:
+ * such units use in turn; each operation is noted. Units 1 to 4, in regions A and B:
  *
  *     forward      1 -> A     2 -> B     3 -> A     4 -> B
  *     backward     4 is in B, 3 is in A     2 again -> B     1 again -> A
  *
- * When backward enters a unit that has been overwritten, its calls run again in their order: the
- * same kernels on the same addresses and the same random streams, so the same bits, and no pointer
- * anywhere has to change. Calls whose results nobody will read are left out: the last product of a
- * transformer block, a third of its multiplications, is read by the next block only.
+ * When backward enters a unit that has been overwritten, its operations run forward again in their
+ * order: the same kernels on the same addresses with the same random streams, so the bits are the
+ * same, and no pointer anywhere has to change. Operations whose results nobody will read are left
+ * out: the last product of a transformer block, a third of its multiplications, is read by the next
+ * block only, from a copy.
  *
- * That copy is made when an operation of a later unit takes the tensor. Its own unit is still
- * intact then, for the one that follows writes to the other region; and from there on tensor->data
- * is the copy, in the data arena, for everyone. The calls of its own unit keep their address. */
+ * The copy is made when an operation of a later unit takes the tensor. The tensor's own unit is
+ * still intact then, because the unit that follows writes to the other region. From there on
+ * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
+ * unit itself keep the address they noted. */
 
-static void dtrain__segments_forget(dtrain_tape *tape)
+DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape)
 {
     tape->every = tape->checkpoint_every;
     tape->dropped_ops = tape->checkpoint_ops;
@@ -14868,7 +16407,7 @@ static void dtrain__region_take(dtrain_tape *tape, dtrain__tape_segment *segment
 }
 
 /* After a mark: what follows is a segment, if this unit drops results. */
-static void dtrain__segment_begin(dtrain_tape *tape)
+DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
 {
     const uint32_t every = tape->every, mark = tape->mark_count++;
     tape->segment = NULL;
@@ -14912,71 +16451,55 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* Runs a kernel of the node, and notes the call if its results are dropped. */
-DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
-                                                 dtrain__kernel_fn kernel, const void *args,
-                                                 size_t args_bytes)
+/* These values will be read at the addresses at which the segment made them. */
+static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
+                         uint32_t count)
 {
-    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
-        dtrain__call *call = (dtrain__call *)dtrain__take_host(tape, sizeof *call);
-        void *copy = dtrain__take_host(tape, args_bytes);
-        if (!call || !copy) return tape->error;
-        memcpy(copy, args, args_bytes);
-        call->kernel = kernel;
-        call->args = copy;
-        call->node = node;
-        call->next = node->segment->calls;
-        node->segment->calls = call;
-    }
-    return kernel(tape->device, args);
-}
-
-/* The value of x will be read at the address at which the segment made it. */
-static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *x)
-{
-    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
-    if (x && made->segment == segment) made->wanted = true;
-}
-
-static bool dtrain__is_wanted(const dtrain_tensor *x)
-{
-    return ((const dtrain__tape_tensor *)x)->wanted;
-}
-
-/* What the backward functions of the segment will read; node is the last that has one to run. */
-static void dtrain__want_backward(const dtrain__tape_segment *segment, const dtrain_node *node)
-{
-    for (; node && node->segment == segment; node = node->previous) {
-        if (!node->reached) continue;
-        if (node->reads_input) dtrain__want(segment, node->in[0]);
-        if (node->reads_output) dtrain__want(segment, node->out);
+    for (uint32_t i = 0; i < count; i++) {
+        dtrain__tape_tensor *made = (dtrain__tape_tensor *)tensors[i];
+        if (made->segment == segment) made->wanted = true;
     }
 }
 
-/* Makes the segment's values again as far as backward needs them, if they are gone. */
+/* Whether the node's results are needed: saved memory by its own backward, outputs by others. */
+static bool dtrain__is_needed(const dtrain_node *node)
+{
+    bool needed = node->reached && node->saves;
+    for (uint32_t i = 0; i < node->op.output_count; i++)
+        needed = needed || ((const dtrain__tape_tensor *)node->op.outputs[i])->wanted;
+    return needed;
+}
+
+/* Makes the segment's values again as far as backward needs them, if they are gone; node is the
+ * last that has a backward to run.
+ *
+ * 1. what the backward functions read is wanted
+ * 2. from the last dropped node to the first: if it is needed, its inputs are wanted as well
+ * 3. the needed ones run, in the order of forward */
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
 {
     dtrain__tape_segment *segment = node->segment;
-    dtrain__call *call, *before, *first = NULL;
+    dtrain_node *first = NULL, *made, *before;
     if (!segment || !segment->successor) return DTRAIN_OK;
     if (tape->regions[segment->region].owner == segment) return DTRAIN_OK; /* done already */
     dtrain__region_take(tape, segment);
-    dtrain__want_backward(segment, node);
-    for (call = segment->calls; call; call = before) {
-        const dtrain_node *made_by = call->node, *sum = made_by->sum;
-        before = call->next;
-        if (!(made_by->reached && made_by->reads_rest) && !dtrain__is_wanted(made_by->out) &&
-            !(sum && dtrain__is_wanted(sum->out)))
-            continue;
-        for (int i = 0; i < 2; i++) {
-            dtrain__want(segment, made_by->in[i]);
-            if (sum) dtrain__want(segment, sum->in[i]);
-        }
-        call->next = first;
-        first = call;
+    for (; node && node->segment == segment; node = node->previous) {
+        const dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        if (op->desc->reads & DTRAIN_OP_READS_INPUTS)
+            dtrain__want(segment, op->inputs, op->input_count);
+        if (op->desc->reads & DTRAIN_OP_READS_OUTPUTS)
+            dtrain__want(segment, op->outputs, op->output_count);
     }
-    for (call = first; call; call = call->next, tape->recomputed_count++)
-        DTRAIN__TRY(call->kernel(tape->device, call->args));
+    for (made = segment->dropped; made; made = before) {
+        before = made->redo;
+        if (!dtrain__is_needed(made)) continue;
+        dtrain__want(segment, made->op.inputs, made->op.input_count);
+        made->redo = first;
+        first = made;
+    }
+    for (made = first; made; made = made->redo, tape->recomputed_count++)
+        DTRAIN__TRY(dtrain__op_run(made));
     return DTRAIN_OK;
 }
 
@@ -14991,1228 +16514,131 @@ DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t ever
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
+/* ================================================================================================
+ * src/tape/arena.c
+ * ==============================================================================================*/
+
+/* The tape's memory
+ *
+ * Chunks from the device or the host, arenas that are moved through and rewound, and tensors made
+ * in them. */
+
+#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+
+DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
+                                            dtrain__chunk *chunk)
 {
-    if (!tape || tape->error != DTRAIN_OK) return;
-    if (tape->state != DTRAIN__TAPE_FORWARD)
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
-    else if (unit != tape->unit) {
-        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
-        dtrain__segment_begin(tape);
+    while (chunk) {
+        dtrain__chunk *next = chunk->next;
+        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
+        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+        chunk = next;
     }
 }
 
-static dtrain_result dtrain__flags_check(uint32_t flags)
+/* device NULL: host memory. NULL when there is none; the error sticks. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+                                                    size_t bytes)
 {
-    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
-    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
-    if ((flags & low) == low)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
-                           "pass has one of them",
-                           flags);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
-    tape->error = DTRAIN_OK;
-    dtrain__bump_rewind(&tape->host);
-    dtrain__bump_rewind(&tape->data);
-    dtrain__segments_forget(tape);
-    for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
-    tape->last = NULL;
-    tape->node_count = tape->tensor_count = 0;
-    tape->flags = flags;
-    tape->seed = seed;
-    tape->dropout_count = 0;
-    tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
-                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
-                                           : DTRAIN_DTYPE_F32;
-    tape->casts = NULL;
-    dtrain_result result = dtrain__flags_check(flags);
-    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
-}
-
-/* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
-DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (tape->error != DTRAIN_OK) return tape->error;
-    if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
-    const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
-                                                       : "this pass has had its backward";
-    dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call, why);
-    return tape->error;
-}
-
-static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
-                                         const void *host, bool requires_grad)
-{
-    const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
-                           dtrain_dtype_name(dtype));
-    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
-    if (!shape || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
-    if (ndim < 1 || ndim > 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
-    for (uint32_t i = 0; i < ndim; i++)
-        if (shape[i] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
-                               (long long)shape[i]);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
-{
-    const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid;
-}
-
-/* The caller's data goes to the input's page-locked place, if it is not there yet, and from there
- * to the device when the stream comes to it. *host becomes that place. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
-{
-    dtrain__feed *feed = tape->feed;
-    dtrain__feed_item *item = &feed->items[feed->next];
-    const size_t bytes = (size_t)x->count * 4;
-    if (feed->next == DTRAIN__FEED_ITEMS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_tape_input: a pass that is replayed has at most %d inputs",
-                           DTRAIN__FEED_ITEMS);
-    if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
-        item->bytes = bytes;
-        item->dtype = (dtrain_dtype)x->dtype;
-        feed->count++;
-    } else if (item->bytes != bytes || item->dtype != (dtrain_dtype)x->dtype) {
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tape_input: input %zu has %zu bytes and had %zu in an earlier "
-                           "step; a step that is replayed must repeat its shapes",
-                           feed->next + 1, bytes, item->bytes);
+    const dtrain_allocator *host = &tape->allocator;
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    void *memory = NULL;
+    dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
+    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
+    else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
+    if (memory) {
+        chunk->bytes = bytes;
+        chunk->memory = (char *)memory;
+        if (device) tape->allocation_count++;
+        return chunk;
     }
-    if (!feed->filled) memcpy(item->pinned, *host, bytes);
-    item->host = *host;
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        item->valid_count = dtrain__count_valid(item->pinned, x->count);
-    *host = item->pinned;
-    feed->next++;
-    return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
-                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+    dtrain__tape_stick(tape, result);
+    dtrain__chunks_destroy(tape, device, chunk);
+    return NULL;
 }
 
-DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                            const int64_t *shape, const void *host,
-                                            bool requires_grad)
+DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
-    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
-    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
+    arena->at = &arena->first;
+    arena->used = 0;
+}
+
+static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
+{
+    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    while (*arena->at && (*arena->at)->bytes - arena->used < bytes) {
+        arena->at = &(*arena->at)->next;
+        arena->used = 0;
+    }
+    if (!*arena->at) {
+        size_t chunk_bytes = bytes;
+        if (!arena->device && bytes < DTRAIN__TAPE_HOST_BYTES)
+            chunk_bytes = DTRAIN__TAPE_HOST_BYTES;
+        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
+        if (!*arena->at) return NULL;
+        if (arena->device) tape->activation_bytes += chunk_bytes;
+    }
+    void *memory = (*arena->at)->memory + arena->used;
+    arena->used += bytes;
+    return memory;
+}
+
+/* A zeroed node or tensor. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+{
+    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+/* Device memory for count values of this pass, contents undefined: results of the node, or what
+ * stays until the next begin when node is NULL. */
+DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                                        uint32_t dtype)
+{
+    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
+    size_t bytes;
+    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
+        bytes > PTRDIFF_MAX) {
+        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
+                          "a tensor of %lld elements is more than this machine can address",
+                          (long long)count);
         return NULL;
-    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
-    if (!x) return NULL;
-    x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
-    const size_t bytes = (size_t)x->count * 4;
-    dtrain_result result;
-    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
-    else
-        result =
-            tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
-    /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
-        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
-    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
-}
-
-/* ================================================================================================
- * src/tape/backward.c
- * ==============================================================================================*/
-
-/* Reading. */
-
-static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                        const float *host, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
-    if (!tensor || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                           tensor ? "host" : "tensor");
-    if (!dtrain__is_float(tensor))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
-                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host)
-{
-    const char *const call = "dtrain_tensor_read";
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
-    DTRAIN__TRY(dtrain__check_intact(tensor, call));
-    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
-                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
-    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
-        uint16_t bits;
-        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] =
-            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
-    return DTRAIN_OK;
+    return dtrain__bump_take(tape, arena, bytes);
 }
 
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host)
+/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
+ */
+DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
+                                                  dtrain_dtype dtype, uint32_t ndim,
+                                                  const int64_t *shape)
 {
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
-    if (tensor->producer || !tensor->needs_grad)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
-                                               "requires_grad keep their gradient");
-    if (tape->state != DTRAIN__TAPE_DONE)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
-    size_t bytes = (size_t)tensor->count * sizeof(float);
-    if (!tensor->grad) { /* the loss does not depend on it */
-        memset(host, 0, bytes);
-        return DTRAIN_OK;
-    }
-    return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
-                                   DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
-{
-    memset(info, 0, sizeof *info);
-    if (!tape) return;
-    info->node_count = tape->node_count;
-    info->tensor_count = tape->tensor_count;
-    info->recomputed_count = tape->recomputed_count;
-    info->activation_bytes = tape->activation_bytes;
-    info->gradient_bytes = tape->gradient_bytes;
-    info->block_allocations = tape->allocation_count;
-}
-
-/* ---- Backward
- *
- * 1. mark the nodes between the trainable leaves and the loss, and count how often each parameter
- *    will get a contribution; alias and target are counted apart, as the strategy registered them
- * 2. in reverse order: enter the node's unit, make its values again if they were dropped, run its
- *    backward, give its output's gradient back, tell the strategy about parameters that have had
- *    their last contribution */
-
-static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
-{
-    dtrain_node *node;
-    if (loss->producer) loss->producer->reached = true;
-    for (node = tape->last; node; node = node->previous) {
-        if (!node->reached) continue;
-        for (int i = 0; i < 2; i++) {
-            dtrain_tensor *x = node->in[i];
-            if (x && x->needs_grad && x->producer) x->producer->reached = true;
-            /* a backward that failed half-way leaves a count behind */
-            if (node->param[i] && !tape->planning) node->param[i]->state.pending_uses = 0;
-        }
-    }
-    if (tape->planning) return;
-    for (node = tape->last; node; node = node->previous)
-        for (int i = 0; i < 2; i++)
-            if (node->reached && node->param[i]) node->param[i]->state.pending_uses++;
-}
-
-static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
-{
-    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-    DTRAIN__TRY(dtrain__segment_again(tape, node));
-    DTRAIN__TRY(node->backward(tape, node));
-    dtrain__gradient_drop(node->out);
-    for (int i = 0; i < 2 && !tape->planning; i++) {
-        dtrain_param *p = node->param[i];
-        if (!p || --p->state.pending_uses > 0 || !tape->strategy ||
-            !dtrain__param_trainable(tape, p))
-            continue;
-        DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->state.index));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    bool accumulate;
-    tape->segment = NULL;
-    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
-    dtrain__mark_reached(tape, loss);
-    DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
-    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
-    for (dtrain_node *node = tape->last; node; node = node->previous)
-        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
-    return dtrain__tape_enter(tape, -1);
-}
-
-DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    const char *const call = "dtrain_tape_backward";
-    dtrain_result result = dtrain__tape_check(tape, call);
-    if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
-    if (tape->flags & DTRAIN_TAPE_NO_GRAD)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
-                             call);
-    else if (!loss) result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
-    else if (loss->count != 1)
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                             "%s: the loss has %lld elements, not one; use dtrain_mean or "
-                             "dtrain_sum",
-                             call, (long long)loss->count);
-    else if (!loss->needs_grad)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE,
-                             "%s: the loss depends on no trainable parameter "
-                             "and no input with requires_grad",
-                             call);
-    else result = dtrain__backward_run(tape, loss, scale);
-    tape->state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, result);
-}
-
-/* ================================================================================================
- * src/tape/ops.c
- * ==============================================================================================*/
-
-/* Operations
- *
- * Every operation has the same steps, and its own arguments:
- *
- *     node = dtrain__op(...)               NULL after an error: the operation does nothing
- *     dtrain__check_input, _check_param    the sentence says what differs from what
- *     fill node->forward                   memory from dtrain__output and dtrain__take_data
- *     if (tape->error) return NULL         one look for all allocations above
- *     return dtrain__record(tape, node, dtrain__run_kernel(tape, node, kernel, arguments))
- *
- * Its backward reads node->forward and node->out->grad and contributes to the gradients of inputs
- * and parameters. What a node keeps alive until then, beside its parameters:
- *
- *     linear          x; with GELU the value before it, with ReLU the output
- *     layernorm       x, mean and rstd of each row
- *     embedding       tokens
- *     attention       qkv, y, log-sum-exp of each row and head
- *     cross_entropy   logits, targets, log-sum-exp of each row
- *     add, scale, cast, dropout, sum, mean: nothing
- *
- * node->reads_input, reads_output and reads_rest say the same to activation checkpointing. */
-
-/* ================================================================================================
- * src/tape/ops_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of tape/ beside the public API. */
-
-typedef struct dtrain__text {
-    char text[96];
-} dtrain__text;
-
-/* tape/ops.c */
-DTRAIN__PRIVATE dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kind,
-                                        dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
-                                        dtrain_tensor *first, dtrain_tensor *second);
-DTRAIN__PRIVATE const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape,
-                                               dtrain__text *to);
-DTRAIN__PRIVATE bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_dtype dtype);
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(dtrain_param *p, int64_t shape[4]);
-DTRAIN__PRIVATE int64_t dtrain__param_rows(dtrain_param *p);
-DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
-DTRAIN__PRIVATE bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_param *p, int64_t rows, int64_t columns);
-DTRAIN__PRIVATE float *dtrain__param_value(dtrain_param *p);
-DTRAIN__PRIVATE void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x,
-                                     int64_t n, uint32_t dtype);
-DTRAIN__PRIVATE float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node,
-                                           int64_t count);
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count);
-DTRAIN__PRIVATE const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node);
-DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p);
-DTRAIN__PRIVATE dtrain_tensor *dtrain__record(dtrain_tape *tape, dtrain_node *node,
-                                              dtrain_result kernel);
-DTRAIN__PRIVATE int64_t dtrain__last_axis(const dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_dtype dtrain__dtype(const dtrain_tensor *x);
-
-/* tape/layers.c */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name,
-                                                 dtrain_tensor *x, dtrain_param *weight,
-                                                 dtrain_param *bias, const dtrain_node *sum);
-
-/* Kernels as a node calls them: tape/ops.c */
-DTRAIN__PRIVATE dtrain_result dtrain__call_gemm(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_layernorm(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_embedding(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_attention(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_add(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_axpby(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_dropout(dtrain_device *device, const void *args);
-DTRAIN__PRIVATE dtrain_result dtrain__call_convert(dtrain_device *device, const void *args);
-
-#define DTRAIN__CALL(op)                                                                     \
-    DTRAIN__PRIVATE dtrain_result dtrain__call_##op(dtrain_device *device, const void *args) \
-    {                                                                                        \
-        return device->ops->op(device, (const dtrain_##op##_args *)args);                    \
-    }
-DTRAIN__CALL(gemm)
-DTRAIN__CALL(layernorm)
-DTRAIN__CALL(embedding)
-DTRAIN__CALL(attention)
-DTRAIN__CALL(add)
-DTRAIN__CALL(axpby)
-DTRAIN__CALL(dropout)
-DTRAIN__CALL(convert)
-#undef DTRAIN__CALL
-
-/* A node for one call. Without gradients too: the kernel's arguments have to be somewhere, and it
- * costs nothing but a little host memory until the next begin. kind is the operation's
- * DTRAIN_CHECKPOINT bit, 0 if its results are always kept. */
-DTRAIN__PRIVATE dtrain_node *dtrain__op(dtrain_tape *tape, const char *name, uint32_t kind,
-                                        dtrain_result (*backward)(dtrain_tape *, dtrain_node *),
-                                        dtrain_tensor *first, dtrain_tensor *second)
-{
-    if (dtrain__tape_check(tape, name) != DTRAIN_OK) return NULL;
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, sizeof *node);
-    if (!node) return NULL;
-    node->name = name;
-    node->backward = backward;
-    node->in[0] = first;
-    node->in[1] = second;
-    node->unit = tape->unit;
-    node->mark = tape->mark_count;
-    node->segment = tape->segment;
-    node->dropped = tape->segment && (tape->dropped_ops & kind);
-    return node;
-}
-
-/* ---- Checks -----------------------------------------------------------------------------------*/
-
-/* "(6, 16)", with "any" for -1. Written to *to, so that one sentence can have several. */
-DTRAIN__PRIVATE const char *dtrain__shape_text(uint32_t ndim, const int64_t *shape,
-                                               dtrain__text *to)
-{
-    size_t used = 0;
+    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
+    if (!tensor) return NULL;
+    size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
-        char length[24] = "any";
-        if (shape[i] >= 0) snprintf(length, sizeof length, "%lld", (long long)shape[i]);
-        used += (size_t)snprintf(to->text + used, sizeof to->text - used, "%s%s", i ? ", " : "(",
-                                 length); /* 4 axes of 19 digits fit */
+        /* what overflows is left at the largest count, which take_data refuses */
+        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
+        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
+        tensor->shape[i] = shape[i];
     }
-    snprintf(to->text + used, sizeof to->text - used, ")");
-    return to->text;
-}
-
-/* Input i is there, of this type (for F32 any type of float) and stays where it is as long as the
- * node needs it. A gradient that it needs makes the node need one. */
-DTRAIN__PRIVATE bool dtrain__check_input(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_dtype dtype)
-{
-    dtrain_tensor *x = node->in[i];
-    if (x && (dtype == DTRAIN_DTYPE_F32 ? dtrain__is_float(x) : x->dtype == (uint32_t)dtype)) {
-        if (x->needs_grad) node->needs_grad = true;
-        return dtrain__tape_stick(tape, dtrain__tensor_keep(tape, x, node->name)) == DTRAIN_OK;
-    }
-    const char *found = x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL";
-    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: input %d is %s, expected %s", node->name,
-                      i + 1, found, dtrain_dtype_name(dtype));
-    return false;
-}
-
-/* The axes of a parameter: all zero means one axis of count, and for an alias its target's. */
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(dtrain_param *p, int64_t shape[4])
-{
-    const dtrain_param *from = p->shape[0] || p->count ? p : dtrain__param_storage(p);
-    uint32_t ndim = 0;
-    memcpy(shape, from->shape, sizeof from->shape);
-    while (ndim < 4 && shape[ndim] != 0) ndim++;
-    if (ndim > 0) return ndim;
-    shape[0] = from->count;
-    return 1;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__param_rows(dtrain_param *p)
-{
-    int64_t shape[4];
-    dtrain__param_shape(p, shape);
-    return shape[0];
-}
-
-DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
-{
-    return p->name ? p->name : "?";
-}
-
-static bool dtrain__check_shape(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p,
-                                uint32_t ndim, const int64_t *expected)
-{
-    int64_t shape[4];
-    dtrain__text found_text, expected_text, input_text;
-    uint32_t found = dtrain__param_shape(p, shape);
-    bool same = found == ndim;
-    for (uint32_t i = 0; same && i < ndim; i++) same = expected[i] < 0 || expected[i] == shape[i];
-    if (same) return true;
-    const dtrain_tensor *x = node->in[0];
-    dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s",
-                      node->name, dtrain__param_name(p),
-                      dtrain__shape_text(found, shape, &found_text),
-                      dtrain__shape_text(x->ndim, x->shape, &input_text),
-                      dtrain__shape_text(ndim, expected, &expected_text));
-    return false;
-}
-
-/* A sharded strategy has values of the gathered unit only. */
-static bool dtrain__check_value(dtrain_tape *tape, const dtrain_node *node, dtrain_param *p)
-{
-    const dtrain_param *storage = dtrain__param_storage(p);
-    const char *name = dtrain__param_name(p);
-    const bool foreign = tape->strategy && !p->state.storage;
-    if (storage->value && !foreign) return true;
-    if (foreign || !tape->strategy)
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter %s %s; give it to dtrain_strategy_create first",
-                          node->name, name, foreign ? "belongs to no strategy" : "has no value");
-    else if (tape->unit < 0)
-        dtrain__tape_fail(
-            tape, DTRAIN_ERROR_USAGE,
-            "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark it "
-            "with dtrain_tape_unit",
-            node->name, name, p->unit);
-    else
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
-                          "register an alias of it in each other unit that uses it",
-                          node->name, name, p->unit, (long long)tape->unit);
-    return false;
-}
-
-/* Parameter i of the node is p, has a value and the shape (rows, columns), or (rows) when columns
- * is 0; -1 takes any length. */
-DTRAIN__PRIVATE bool dtrain__check_param(dtrain_tape *tape, dtrain_node *node, int i,
-                                         dtrain_param *p, int64_t rows, int64_t columns)
-{
-    const int64_t expected[2] = {rows, columns};
-    node->param[i] = p;
-    if (!p) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: parameter %d is NULL", node->name,
-                          i + 1);
-        return false;
-    }
-    if (!dtrain__check_shape(tape, node, p, columns ? 2 : 1, expected)) return false;
-    if (!tape->planning && !dtrain__check_value(tape, node, p)) return false;
-    if (dtrain__param_trainable(tape, p)) node->needs_grad = true;
-    return true;
-}
-
-DTRAIN__PRIVATE float *dtrain__param_value(dtrain_param *p)
-{
-    return p ? dtrain__param_storage(p)->value : NULL;
-}
-
-/* ---- Results ----------------------------------------------------------------------------------*/
-
-/* Output of the node: x's shape with n in the last axis. NULL after an error. */
-DTRAIN__PRIVATE void *dtrain__output(dtrain_tape *tape, dtrain_node *node, const dtrain_tensor *x,
-                                     int64_t n, uint32_t dtype)
-{
-    int64_t shape[4];
-    memcpy(shape, x->shape, sizeof shape);
-    shape[x->ndim - 1] = n;
-    node->out = dtrain__tensor_new(tape, node, (dtrain_dtype)dtype, x->ndim, shape);
-    return node->out ? node->out->data : NULL;
-}
-
-DTRAIN__PRIVATE float *dtrain__take_floats(dtrain_tape *tape, const dtrain_node *node,
-                                           int64_t count)
-{
-    return (float *)dtrain__take_data(tape, node, count, DTRAIN_DTYPE_F32);
-}
-
-/* count values in another type, to stay until the next begin; themselves when they have it. NULL
- * after an error. */
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count)
-{
-    if (from == (uint32_t)to) return values;
-    void *made = dtrain__take_data(tape, NULL, count, to);
-    dtrain_convert_args args = {count, values, made, (dtrain_dtype)from, to};
-    if (!made || dtrain__tape_stick(tape, tape->device->ops->convert(tape->device, &args)))
-        return NULL;
-    return made;
-}
-
-/* The node's input in the type of autocast: a result of the node like others. */
-DTRAIN__PRIVATE const void *dtrain__cast_input(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_tensor *x = node->in[0];
-    if (x->dtype == (uint32_t)tape->cast) return x->data;
-    void *made = dtrain__take_data(tape, node, x->count, tape->cast);
-    dtrain_convert_args args = {x->count, x->data, made, (dtrain_dtype)x->dtype, tape->cast};
-    node->reads_rest = true;
-    if (!made || dtrain__tape_stick(tape, dtrain__run_kernel(tape, node, dtrain__call_convert,
-                                                             &args, sizeof args)))
-        return NULL;
-    return made;
-}
-
-/* A weight in the type of autocast: the strategy's copy, or rounded at its first use in this pass.
- * The copy is no result of a node: other units may use it too. */
-DTRAIN__PRIVATE const void *dtrain__cast_weight(dtrain_tape *tape, dtrain_param *p)
-{
-    const dtrain_param *storage = dtrain__param_storage(p);
-    if (tape->cast == DTRAIN_DTYPE_F32) return storage->value;
-    const void *low =
-        tape->strategy ? dtrain__strategy_low(tape->strategy, storage, tape->cast) : NULL;
-    if (low) return low;
-    for (dtrain__cast *cast = tape->casts; cast; cast = cast->next)
-        if (cast->storage == storage) return cast->low;
-    dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
-    if (!cast) return NULL;
-    cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, tape->cast, storage->count);
-    cast->next = tape->casts;
-    tape->casts = cast;
-    return cast->low;
-}
-
-/* Ends an operation: the node goes on the tape if a gradient will have to pass through it. Uses are
- * counted for in-place backwards, which must know that nobody else will look at an input. */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__record(dtrain_tape *tape, dtrain_node *node,
-                                              dtrain_result kernel)
-{
-    if (dtrain__tape_stick(tape, kernel) != DTRAIN_OK) return NULL;
-    if (!node->needs_grad) return node->out;
-    node->out->producer = node;
-    node->out->needs_grad = true;
-    for (int i = 0; i < 2; i++)
-        if (node->in[i]) node->in[i]->pending_uses++;
-    node->previous = tape->last;
-    tape->last = node;
-    tape->node_count++;
-    return node->out;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__last_axis(const dtrain_tensor *x) { return x->shape[x->ndim - 1]; }
-DTRAIN__PRIVATE dtrain_dtype dtrain__dtype(const dtrain_tensor *x)
-{
-    return (dtrain_dtype)x->dtype;
-}
-
-/* ================================================================================================
- * src/tape/layers.c
- * ==============================================================================================*/
-
-/* Linear. */
-
-/* With z = x weight^T + bias and y = act(z):
- *
- *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
- *
- * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
- * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
- * output and has no other use, the product that makes d_x multiplies by that activation's
- * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
-
-/* The layer that made x, if this product may finish its activation's backward. Both must be of the
- * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
-static dtrain_node *dtrain__inner_layer(const dtrain_node *node, const dtrain_tensor *x)
-{
-    dtrain_node *inner = x->producer;
-    const bool fits = inner && inner->backward == node->backward && inner->mark == node->mark &&
-                      inner->forward.linear.activation == DTRAIN_ACTIVATION_GELU &&
-                      x->pending_uses == 1 && !x->grad_written;
-    return fits ? inner : NULL;
-}
-
-/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
-static dtrain_result dtrain__linear_backward_x(dtrain_tape *tape, dtrain_node *node,
-                                               dtrain_gemm_args gemm)
-{
-    const dtrain_gemm_args *forward = &node->forward.linear;
-    dtrain_tensor *x = node->in[0];
-    dtrain_node *inner = dtrain__inner_layer(node, x);
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    gemm.flags = 0;
-    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
-    gemm.b = forward->b, gemm.ldb = forward->k;
-    gemm.c = x->grad, gemm.ldc = forward->k;
-    gemm.c_dtype = dtrain__dtype(x);
-    gemm.beta = accumulate ? 1.0f : 0.0f;
-    gemm.bias_grad = NULL;
-    if (inner) {
-        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
-        gemm.activation = inner->forward.linear.activation;
-        gemm.aux = inner->forward.linear.aux;
-        gemm.bias_grad = dtrain__param_grad(tape, inner, 1, &gemm.accumulate_bias_grad);
-        inner->grad_is_inner = true;
-    }
-    return tape->device->ops->gemm(tape->device, &gemm);
-}
-
-static dtrain_result dtrain__linear_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_gemm_args *forward = &node->forward.linear;
-    const dtrain_device_ops *ops = tape->device->ops;
-    dtrain_tensor *y = node->out;
-    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !node->grad_is_inner;
-    bool add_weight, add_bias = false;
-    float *d_weight = dtrain__param_grad(tape, node, 0, &add_weight), *d_bias = NULL;
-    dtrain_gemm_args gemm;
-    memset(&gemm, 0, sizeof gemm);
-    if (!node->grad_is_inner) d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
-
-    if (activated) DTRAIN__TRY(dtrain__gradient_own(tape, y));
-    if (activated || (d_bias && !d_weight)) {
-        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-        const void *z = forward->aux ? forward->aux : forward->c;
-        dtrain_activation_backward_args args = {activated ? forward->activation
-                                                          : (uint32_t)DTRAIN_ACTIVATION_NONE,
-                                                add_bias,
-                                                forward->m,
-                                                forward->n,
-                                                z,
-                                                y->grad,
-                                                y->grad,
-                                                d_bias,
-                                                forward->c_dtype};
-        DTRAIN__TRY(ops->activation_backward(tape->device, &args));
-        d_bias = NULL;
-    }
-    gemm.alpha = 1;
-    gemm.a = y->grad;
-    gemm.lda = forward->n;
-    gemm.a_dtype = forward->c_dtype;
-    gemm.b_dtype = forward->a_dtype;
-    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
-        gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
-        gemm.b = forward->a, gemm.ldb = forward->k;
-        gemm.c = d_weight, gemm.ldc = forward->k;
-        gemm.c_dtype = DTRAIN_DTYPE_F32;
-        gemm.beta = add_weight ? 1.0f : 0.0f;
-        gemm.bias_grad = d_bias;
-        gemm.accumulate_bias_grad = add_bias;
-        DTRAIN__TRY(ops->gemm(tape->device, &gemm));
-    }
-    return node->in[0]->needs_grad ? dtrain__linear_backward_x(tape, node, gemm) : DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
-                                        dtrain_param *bias, dtrain_activation activation)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_linear", DTRAIN_CHECKPOINT_LINEAR,
-                                   dtrain__linear_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    const int64_t in = dtrain__last_axis(x), rows = x->count / in;
-    if (!dtrain__check_param(tape, node, 0, weight, -1, in)) return NULL;
-    const int64_t out = dtrain__param_rows(weight);
-    if (bias && !dtrain__check_param(tape, node, 1, bias, out, 0)) return NULL;
-    if ((uint32_t)activation > DTRAIN_ACTIVATION_GELU)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_linear: unknown activation %d", (int)activation);
-
-    dtrain_gemm_args *args = &node->forward.linear;
-    args->flags = DTRAIN_GEMM_TRANS_B;
-    args->activation = activation;
-    args->m = rows, args->n = out, args->k = in;
-    args->alpha = 1;
-    args->a = dtrain__cast_input(tape, node), args->lda = in;
-    args->b = dtrain__cast_weight(tape, weight), args->ldb = in;
-    args->c = dtrain__output(tape, node, x, out, tape->cast), args->ldc = out;
-    args->a_dtype = args->b_dtype = args->c_dtype = tape->cast;
-    args->bias = dtrain__param_value(bias);
-    if (activation == DTRAIN_ACTIVATION_GELU && node->needs_grad)
-        args->aux = dtrain__take_data(tape, node, rows * out, tape->cast);
-    node->reads_input = true;
-    node->reads_output = activation == DTRAIN_ACTIVATION_RELU;
-    if (args->aux) node->reads_rest = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_gemm, args, sizeof *args));
-}
-
-/* ---- Layer normalisation ----------------------------------------------------------------------*/
-
-/* With h = (x - mean) rstd, rows of n elements, and d_h = d_y weight:
- *
- *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
- *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
- *
- * Behind add_layernorm x is a sum, whose gradient is complete here: this was the first node to use
- * it. Its narrower summand gets a rounded copy while the values are at hand. */
-static dtrain_result dtrain__layernorm_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_layernorm_args *forward = &node->forward.layernorm;
-    const dtrain_device_ops *ops = tape->device->ops;
-    dtrain_tensor *x = node->in[0];
-    bool add_weight, add_bias;
-    dtrain_layernorm_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.rows = forward->rows;
-    args.n = forward->n;
-    args.x = x->data;
-    args.weight = forward->weight;
-    args.mean = forward->mean;
-    args.rstd = forward->rstd;
-    args.d_y = node->out->grad;
-    args.x_dtype = forward->x_dtype;
-    args.y_dtype = forward->y_dtype;
-    args.d_weight = dtrain__param_grad(tape, node, 0, &add_weight);
-    args.d_bias = dtrain__param_grad(tape, node, 1, &add_bias);
-    args.accumulate_params = add_weight || add_bias;
-    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
-    if (args.d_weight && args.d_bias && add_weight != add_bias)
-        DTRAIN__TRY(ops->zero(tape->device, add_weight ? args.d_bias : args.d_weight,
-                              (size_t)args.n * sizeof(float)));
-    if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate_x));
-    args.d_x = x->grad;
-    if (forward->residual && x->needs_grad) {
-        dtrain_node *sum = x->producer;
-        dtrain_tensor *residual = sum->in[1];
-        if (residual->needs_grad && !residual->grad_written && residual->dtype != x->dtype) {
-            bool accumulate;
-            DTRAIN__TRY(dtrain__gradient_open(tape, residual, &accumulate));
-            args.d_residual = residual->grad;
-            sum->residual_done = true;
-        }
-    }
-    return ops->layernorm_backward(tape->device, &args);
-}
-
-/* Of x, or of x + residual, which then becomes sum->data. */
-DTRAIN__PRIVATE dtrain_tensor *dtrain__layernorm(dtrain_tape *tape, const char *name,
-                                                 dtrain_tensor *x, dtrain_param *weight,
-                                                 dtrain_param *bias, const dtrain_node *sum)
-{
-    dtrain_node *node =
-        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__layernorm_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    const int64_t n = dtrain__last_axis(x), rows = x->count / n;
-    if (!dtrain__check_param(tape, node, 0, weight, n, 0)) return NULL;
-    if (bias && !dtrain__check_param(tape, node, 1, bias, n, 0)) return NULL;
-
-    dtrain_layernorm_args *args = &node->forward.layernorm;
-    args->rows = rows;
-    args->n = n;
-    args->epsilon = 1e-5f;
-    args->x = sum ? sum->in[0]->data : x->data;
-    args->weight = dtrain__param_value(weight);
-    args->bias = dtrain__param_value(bias);
-    args->y = dtrain__output(tape, node, x, n, tape->cast);
-    args->mean = dtrain__take_floats(tape, node, rows);
-    args->rstd = dtrain__take_floats(tape, node, rows);
-    args->residual = sum ? sum->in[1]->data : NULL;
-    args->sum = sum ? x->data : NULL;
-    args->x_dtype = dtrain__dtype(x);
-    args->y_dtype = tape->cast;
-    node->sum = sum;
-    node->reads_input = node->reads_rest = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__call_layernorm, args, sizeof *args));
-}
-
-DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias)
-{
-    return dtrain__layernorm(tape, "dtrain_layernorm", x, weight, bias, NULL);
-}
-
-/* ---- Embedding --------------------------------------------------------------------------------*/
-
-/* d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
- * The kernel touches only rows that occur, so the others have to become zero first. */
-static dtrain_result dtrain__embedding_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_embedding_args *forward = &node->forward.embedding;
-    const dtrain_device_ops *ops = tape->device->ops;
-    float *grad[2];
-    for (int i = 0; i < 2; i++) {
-        bool add;
-        grad[i] = dtrain__param_grad(tape, node, i, &add);
-        if (!grad[i] || add) continue;
-        size_t rows = (size_t)dtrain__param_rows(node->param[i]);
-        DTRAIN__TRY(ops->zero(tape->device, grad[i], rows * (size_t)forward->n * sizeof(float)));
-    }
-    dtrain_embedding_backward_args args = {forward->rows,  forward->sequence, forward->n,
-                                           forward->vocab, forward->tokens,   node->out->grad,
-                                           grad[0],        grad[1],           DTRAIN_DTYPE_F32};
-    return ops->embedding_backward(tape->device, &args);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
-                                           dtrain_param *token, dtrain_param *position)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_embedding", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__embedding_backward, tokens, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_I32)) return NULL;
-    if (!dtrain__check_param(tape, node, 0, token, -1, -1)) return NULL;
-    int64_t token_shape[4];
-    dtrain__param_shape(token, token_shape);
-    const int64_t n = token_shape[1], sequence = dtrain__last_axis(tokens), rows = tokens->count;
-    if (position && !dtrain__check_param(tape, node, 1, position, -1, n)) return NULL;
-    if (position && dtrain__param_rows(position) < sequence)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_embedding: parameter %s has %lld positions, the tokens "
-                                 "%lld",
-                                 dtrain__param_name(position),
-                                 (long long)dtrain__param_rows(position), (long long)sequence);
-
-    const int64_t shape[2] = {rows, n};
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 2, shape);
-    if (!node->out) return NULL;
-    dtrain_embedding_args *args = &node->forward.embedding;
-    args->rows = rows;
-    args->sequence = sequence;
-    args->n = n;
-    args->vocab = token_shape[0];
-    args->tokens = (const int32_t *)tokens->data;
-    args->wte = dtrain__param_value(token);
-    args->wpe = dtrain__param_value(position);
-    args->y = node->out->data;
-    args->dtype = DTRAIN_DTYPE_F32;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__call_embedding, args, sizeof *args));
-}
-
-/* ---- Attention --------------------------------------------------------------------------------*/
-
-/* With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
- *
- *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
-static dtrain_result dtrain__attention_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_attention_args *forward = &node->forward.attention;
-    dtrain_tensor *qkv = node->in[0];
-    dtrain__chunk *earlier;
-    DTRAIN__TRY(dtrain__gradient_fresh(tape, qkv, &earlier));
-    dtrain_attention_backward_args args = {forward->batch, forward->sequence, forward->heads,
-                                           forward->n,     forward->causal,   forward->qkv,
-                                           forward->y,     forward->lse,      node->out->grad,
-                                           qkv->grad,      forward->dtype};
-    DTRAIN__TRY(tape->device->ops->attention_backward(tape->device, &args));
-    return dtrain__gradient_merge(tape, qkv, earlier);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_attention", DTRAIN_CHECKPOINT_ATTENTION,
-                                   dtrain__attention_backward, qkv, NULL);
-    dtrain__text text;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    const int64_t width = dtrain__last_axis(qkv), rows = qkv->count / width, n = width / 3;
-    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
-                                 flags);
-    if (sequence < 1 || rows % sequence || heads < 1 || width % 3 || n % heads)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_attention: qkv %s does not divide into sequences of %lld "
-                                 "rows and 3 x %lld heads",
-                                 dtrain__shape_text(qkv->ndim, qkv->shape, &text),
-                                 (long long)sequence, (long long)heads);
-
-    dtrain_attention_args *args = &node->forward.attention;
-    args->batch = rows / sequence;
-    args->sequence = sequence;
-    args->heads = heads;
-    args->n = n;
-    args->causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    args->qkv = qkv->data;
-    args->dtype = dtrain__dtype(qkv);
-    args->y = dtrain__output(tape, node, qkv, n, qkv->dtype);
-    args->lse = dtrain__take_floats(tape, node, rows * heads);
-    node->reads_input = node->reads_output = node->reads_rest = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    return dtrain__record(
-        tape, node, dtrain__run_kernel(tape, node, dtrain__call_attention, args, sizeof *args));
-}
-
-/* ================================================================================================
- * src/tape/elementwise.c
- * ==============================================================================================*/
-
-/* Elementwise. */
-
-/* Both inputs share the gradient of the sum until one of them has more to add. The sum has the
- * wider type of the two, x's when they are as wide. */
-static dtrain_result dtrain__add_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    for (int i = 0; i < (node->residual_done ? 1 : 2); i++)
-        if (node->in[i]->needs_grad)
-            DTRAIN__TRY(dtrain__gradient_pass(tape, node->out, node->in[i]));
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
-{
-    dtrain_node *node =
-        dtrain__op(tape, "dtrain_add", DTRAIN_CHECKPOINT_ELEMENTWISE, dtrain__add_backward, x, y);
-    dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
-    if (x->count != y->count || dtrain__last_axis(x) != dtrain__last_axis(y))
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
-                                 dtrain__shape_text(x->ndim, x->shape, &left),
-                                 dtrain__shape_text(y->ndim, y->shape, &right));
-    const dtrain_tensor *wide = y->dtype == DTRAIN_DTYPE_F32 ? y : x, *other = wide == y ? x : y;
-    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), wide->dtype);
-    if (!out) return NULL;
-    dtrain_add_args args = {x->count, wide->data,          other->data,
-                            out,      dtrain__dtype(wide), dtrain__dtype(other)};
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_add, &args, sizeof args));
-}
-
-/* The sum is a node of its own, whose kernel is part of the normalisation's: what only fuses the
- * passes over memory need not tie two gradients together. It is dropped when that is. */
-DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                               dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, dtrain_tensor **sum)
-{
-    const char *const name = "dtrain_add_layernorm";
-    dtrain_node *node =
-        dtrain__op(tape, name, DTRAIN_CHECKPOINT_LAYERNORM, dtrain__add_backward, x, residual);
-    dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_F32)) return NULL;
-    if (!sum) return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", name);
-    if (x->count != residual->count || dtrain__last_axis(x) != dtrain__last_axis(residual))
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", name,
-                                 dtrain__shape_text(x->ndim, x->shape, &left),
-                                 dtrain__shape_text(residual->ndim, residual->shape, &right));
-    if (residual->dtype != (uint32_t)tape->cast) { /* not what the fused kernel takes */
-        *sum = dtrain_add(tape, x, residual);
-        return dtrain_layernorm(tape, *sum, weight, bias);
-    }
-    if (!dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype)) return NULL;
-    *sum = dtrain__record(tape, node, DTRAIN_OK);
-    return dtrain__layernorm(tape, name, *sum, weight, bias, node);
-}
-
-/* d_x += factor d_y */
-static dtrain_result dtrain__scale_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_tensor *x = node->in[0];
-    dtrain_axpby_args args = {x->count,        false, node->factor, 1,
-                              node->out->grad, NULL,  false,        dtrain__dtype(x)};
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
-    args.y = x->grad;
-    return tape->device->ops->axpby(tape->device, &args);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_scale", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__scale_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    node->factor = factor;
-    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
-    if (!out) return NULL;
-    dtrain_axpby_args args = {x->count, false, factor, 0, x->data, out, false, dtrain__dtype(x)};
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_axpby, &args, sizeof args));
-}
-
-static dtrain_result dtrain__cast_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    return dtrain__gradient_pass(tape, node->out, node->in[0]);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_cast", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__cast_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
-                                 dtrain_dtype_name(dtype));
-    if (dtrain__dtype(x) == dtype) return x;
-    void *out = dtrain__output(tape, node, x, dtrain__last_axis(x), dtype);
-    if (!out) return NULL;
-    dtrain_convert_args args = {x->count, x->data, out, dtrain__dtype(x), dtype};
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_convert, &args, sizeof args));
-}
-
-/* Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
-static dtrain_result dtrain__dropout_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_tensor *x = node->in[0];
-    dtrain_dropout_args args = node->forward.dropout;
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
-    args.x = node->out->grad;
-    args.y = x->grad;
-    return tape->device->ops->dropout(tape->device, &args);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_dropout", DTRAIN_CHECKPOINT_ELEMENTWISE,
-                                   dtrain__dropout_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_dropout: probability is %g, not in [0, 1)",
-                                 (double)probability);
-    if (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)) return x;
-    dtrain_dropout_args *args = &node->forward.dropout;
-    args->count = x->count;
-    args->probability = probability;
-    args->seed = tape->seed;
-    args->stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
-    args->scalars = tape->scalars;
-    args->dtype = dtrain__dtype(x);
-    args->x = x->data;
-    args->y = dtrain__output(tape, node, x, dtrain__last_axis(x), x->dtype);
-    if (!args->y) return NULL;
-    return dtrain__record(tape, node,
-                          dtrain__run_kernel(tape, node, dtrain__call_dropout, args, sizeof *args));
-}
-
-/* ---- One-element results ----------------------------------------------------------------------*/
-
-/* factor * sum of x (count), as the node's output (1); added up in double: a float sum over many
- * rows would lose digits of the loss. */
-static dtrain_tensor *dtrain__sum_to_output(dtrain_tape *tape, dtrain_node *node, const void *x,
-                                            uint32_t dtype, int64_t count)
-{
-    const int64_t shape[1] = {1};
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    node->out = dtrain__tensor_new(tape, node, DTRAIN_DTYPE_F32, 1, shape);
-    if (!node->out) return NULL;
-    args.count = count;
-    args.scale = (double)node->factor;
-    args.x = x;
-    args.dtype = (dtrain_dtype)dtype;
-    args.out = (float *)node->out->data;
-    return dtrain__record(tape, node, tape->device->ops->sum(tape->device, &args));
-}
-
-/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
- * the factor: a scaled loss may be beyond fp16 while its mean is not. */
-static dtrain_result dtrain__sum_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_tensor *x = node->in[0];
-    const dtrain_device_ops *ops = tape->device->ops;
-    dtrain_axpby_args args = {x->count,        false,   node->factor, 1,
-                              node->out->grad, x->grad, true,         dtrain__dtype(x)};
-    if (x->dtype != DTRAIN_DTYPE_F32) {
-        float *scaled = dtrain__take_floats(tape, NULL, 1);
-        dtrain_axpby_args one = {1,      false,  node->factor, 0,
-                                 args.x, scaled, false,        DTRAIN_DTYPE_F32};
-        if (!scaled) return tape->error;
-        DTRAIN__TRY(ops->axpby(tape->device, &one));
-        args.a = 1;
-        args.x = dtrain__cast_to(tape, scaled, DTRAIN_DTYPE_F32, args.dtype, 1);
-        DTRAIN__TRY(tape->error);
-    }
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &args.accumulate));
-    args.y = x->grad;
-    return ops->axpby(tape->device, &args);
-}
-
-static dtrain_tensor *dtrain__sum(dtrain_tape *tape, const char *name, dtrain_tensor *x, bool mean)
-{
-    dtrain_node *node = dtrain__op(tape, name, 0, dtrain__sum_backward, x, NULL);
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    node->factor = mean ? 1.0f / (float)x->count : 1.0f;
-    return dtrain__sum_to_output(tape, node, x->data, x->dtype, x->count);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
-{
-    return dtrain__sum(tape, "dtrain_sum", x, false);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
-{
-    return dtrain__sum(tape, "dtrain_mean", x, true);
-}
-
-/* ---- Cross-entropy ----------------------------------------------------------------------------*/
-
-/* d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
- *
- * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
- * only use and the operation that made them does not look at them in its own backward, they are
- * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- * The block that says so belongs to no pool: it goes with the nodes of the pass. */
-static dtrain_result dtrain__cross_entropy_backward(dtrain_tape *tape, dtrain_node *node)
-{
-    const dtrain_cross_entropy_args *forward = &node->forward.cross_entropy;
-    dtrain_tensor *logits = node->in[0];
-    dtrain__chunk *earlier = NULL;
-    if (logits->producer && !logits->producer->reads_output && logits->pending_uses == 1) {
-        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(tape, sizeof *in_place);
-        if (!in_place) return tape->error;
-        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
-        in_place->memory = (char *)logits->data;
-        in_place->owners = 1;
-        in_place->in_region = made->segment && !made->kept;
-        dtrain__gradient_set(logits, in_place);
-    } else {
-        DTRAIN__TRY(dtrain__gradient_fresh(tape, logits, &earlier));
-    }
-    dtrain_cross_entropy_backward_args args = {
-        forward->rows,    forward->n,   node->factor, forward->logits,
-        forward->targets, forward->lse, logits->grad, (const float *)node->out->grad,
-        forward->dtype};
-    DTRAIN__TRY(tape->device->ops->cross_entropy_backward(tape->device, &args));
-    return dtrain__gradient_merge(tape, logits, earlier);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets)
-{
-    dtrain_node *node = dtrain__op(tape, "dtrain_cross_entropy", 0, dtrain__cross_entropy_backward,
-                                   logits, targets);
-    dtrain__text left, right;
-    if (!node || !dtrain__check_input(tape, node, 0, DTRAIN_DTYPE_F32)) return NULL;
-    if (!dtrain__check_input(tape, node, 1, DTRAIN_DTYPE_I32)) return NULL;
-    const int64_t n = dtrain__last_axis(logits), rows = logits->count / n;
-    if (targets->count != rows)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                                 dtrain__shape_text(logits->ndim, logits->shape, &left),
-                                 (long long)rows,
-                                 dtrain__shape_text(targets->ndim, targets->shape, &right));
-
-    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
-    dtrain_cross_entropy_args *args = &node->forward.cross_entropy;
-    args->rows = rows;
-    args->n = n;
-    args->logits = logits->data;
-    args->dtype = dtrain__dtype(logits);
-    args->targets = (const int32_t *)targets->data;
-    args->loss = dtrain__take_floats(tape, node, rows);
-    args->lse = dtrain__take_floats(tape, node, rows);
-    node->reads_input = true;
-    if (tape->error != DTRAIN_OK) return NULL;
-    node->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
-    dtrain_result result = tape->device->ops->cross_entropy(tape->device, args);
-    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
-    return dtrain__sum_to_output(tape, node, args->loss, DTRAIN_DTYPE_F32, rows);
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    tensor->count = (int64_t)count;
+    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
+    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
+    tape->tensor_count++;
+    return tensor->data ? tensor : NULL;
 }
 
 /* ================================================================================================
  * src/optim/clip.c
  * ==============================================================================================*/
 
-/* Loss scaling, clipping
+/* Norm and clipping
  *
  * The norm is one number from all shards, added in double in registration order: the same bits on
  * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
@@ -16230,7 +16656,8 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
  * src/optim/optim_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of optim/ beside the public API. */
+/* The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+ * host, and an update whose numbers are read from device memory. */
 
 struct dtrain_optimizer {
     dtrain_optimizer_desc desc;
@@ -16356,7 +16783,7 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
  * src/optim/scaler.c
  * ==============================================================================================*/
 
-/* Loss scaling. */
+/* Loss scaling: which scale the next backward gets, and unscaling before the update. */
 
 DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
 {
@@ -16511,198 +16938,57 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *
  * Values and gradients that are in host memory themselves are used where they are. */
 
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.999f;
-    desc.epsilon = 1e-8f;
-    desc.weight_decay = 0.01f;
-    return desc;
-}
+/* A part of one shard; begins as zeros. */
+typedef struct dtrain__update_piece {
+    size_t shard, tensor; /* next to be looked at */
+    int64_t next;         /* first element of it after this chunk */
+    const float *grad;    /* of this chunk, where the strategy keeps it */
+    float *value;
+    dtrain_optimizer_tensor part; /* this chunk, in host memory but for the gradient */
+} dtrain__update_piece;
 
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_SGD;
-    return desc;
-}
+static bool dtrain__variance_stays(const dtrain_optimizer *optimizer);
+static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
+                                              dtrain_device *device,
+                                              const dtrain_optimizer_tensor *tensors, size_t count,
+                                              const dtrain_step_scalars *now,
+                                              const dtrain_step_scalars *device_scalars);
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer);
+static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer);
+static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p);
+static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes);
+static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
+                                         dtrain_optimizer_tensor *tensor, float **place);
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
+                                            const dtrain_step_scalars *now);
+static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk);
+static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
+                                        dtrain__update_piece *chunk, size_t i);
+static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
+                                      const dtrain__update_piece *chunk);
 
-/* Comparisons are written so that NaN fails them. */
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
+ * before the first is touched. Empty shards have no state and take no step. */
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
 {
-    const char *wrong = NULL;
-    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
+    if (!optimizer)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
-            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
-            (unsigned)desc->kind);
-    if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
-        wrong = "weight_decay >= 0";
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
-        if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
-        if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
-        if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
-    } else {
-        if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
-        if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
-        if (desc->variance_steps) wrong = "variance_steps 0: SGD has no second moments";
-    }
-    if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
-                       "%g, epsilon %g, weight_decay %g, momentum %g",
-                       wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-                       (double)desc->weight_decay, (double)desc->momentum);
-}
-
-/* State tensors per shard. */
-static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
-{
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
-    return desc->momentum > 0 ? 1 : 0;
-}
-
-static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes)
-{
-    dtrain_device *device = optimizer->device;
-    const size_t states = dtrain__state_tensors(&optimizer->desc);
-    void *memory;
-    const size_t bytes =
-        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
-    if (bytes == 0) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
-    memset(memory, 0, bytes);
-    optimizer->host = (float *)memory;
-    optimizer->host_bytes = bytes;
-    optimizer->state = optimizer->host + 2 * optimizer->stage;
-    optimizer->state_bytes = state_bytes;
-    return DTRAIN_OK;
-}
-
-/* The products cannot overflow: a quarter of the address space holds the values, the layout saw to
- * it. */
-static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
-{
-    dtrain_device *device = optimizer->device;
-    void *memory;
-    size_t bytes = 0;
-    for (size_t i = 0; i < optimizer->shard_count; i++)
-        bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    bytes *= dtrain__state_tensors(&optimizer->desc);
-    if (optimizer->strategy->offload.cpu) return dtrain__offload_state(optimizer, bytes);
-    if (bytes == 0) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
-    optimizer->state = (float *)memory;
-    optimizer->state_bytes = bytes;
-    return device->ops->zero(device, memory, bytes);
-}
-
-/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
-static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
-{
-    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
-    return skipped ? 0.0f : optimizer->desc.weight_decay;
-}
-
-/* Offloaded values on the device get a master copy at *place, which moves on. */
-static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
-                                         dtrain_optimizer_tensor *tensor, float **place)
-{
-    dtrain_device *device = optimizer->device;
-    if (!optimizer->host || dtrain__on_host(device, tensor->value)) return DTRAIN_OK;
-    float *value = tensor->value;
-    tensor->value = *place;
-    *place += dtrain__padded(tensor->count);
-    return device->ops->copy(device, tensor->value, value, (size_t)tensor->count * sizeof(float),
-                             DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-/* The optimizer's view of the shards; addresses do not change any more. */
-static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
-{
-    const size_t states = dtrain__state_tensors(&optimizer->desc);
-    float *state = optimizer->state;
-    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
-        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
-    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->count == 0) continue;
-        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
-        tensor->count = shard->count;
-        tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
-        tensor->value = shard->value;
-        tensor->grad = shard->grad;
-        DTRAIN__TRY(dtrain__take_master(optimizer, tensor, &state));
-        if (states > 0) tensor->m = state;
-        if (states > 1) tensor->v = state + dtrain__padded(shard->count);
-        if (state) state += states * (size_t)dtrain__padded(shard->count);
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
-                                                 const dtrain_optimizer_desc *desc,
-                                                 dtrain_optimizer **out)
-{
-    const dtrain_shard *shards;
-    size_t shard_count;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
-    *out = NULL;
-    if (!world || !strategy || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
-                           !world      ? "world"
-                           : !strategy ? "strategy"
-                                       : "desc");
-    DTRAIN__TRY(dtrain__check_optimizer(desc));
-    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
-    dtrain_optimizer *optimizer =
-        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
-    if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->desc = *desc;
-    optimizer->allocator = *allocator;
-    optimizer->device = dtrain_world_device(world);
-    optimizer->strategy = strategy;
-    optimizer->shards = shards;
-    optimizer->shard_count = shard_count;
-    dtrain_result result = dtrain__optimizer_state(optimizer);
-    if (result == DTRAIN_OK) result = dtrain__optimizer_tensors(optimizer);
-    if (result == DTRAIN_OK) *out = optimizer;
-    else dtrain_optimizer_destroy(optimizer);
-    return result;
-}
-
-DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
-{
-    if (!optimizer) return;
-    const dtrain_allocator allocator = optimizer->allocator;
-    dtrain_device *device = optimizer->device;
-    if (optimizer->host) {
-        device->ops->synchronize(device); /* new values may still be on their way */
-        device->ops->host_free(device, optimizer->host, optimizer->host_bytes);
-    } else if (optimizer->state)
-        device->ops->free(device, optimizer->state, optimizer->state_bytes);
-    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
-                 sizeof *optimizer->tensors);
-    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
-}
-
-DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
-{
-    return optimizer ? optimizer->state_bytes : 0;
-}
-
-/* In the step that comes next. */
-static bool dtrain__variance_stays(const dtrain_optimizer *optimizer)
-{
-    const uint64_t steps = optimizer->desc.variance_steps;
-    return steps > 0 && (uint64_t)optimizer->step_count >= steps;
+            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
+            "%g and %g; the parameters are as they were",
+            (double)lr, (double)grad_scale);
+    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
+    if (optimizer->strategy->offload.cpu)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
+    else DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
+    optimizer->step_count++;
+    return dtrain_strategy_publish(optimizer->strategy);
 }
 
 /* What changes from step to step, for the step that comes next. */
@@ -16721,6 +17007,21 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optim
     scalars.correction1 = (float)(1 - pow((double)desc->beta1, step));
     scalars.correction2 = (float)(1 - pow((double)desc->beta2, estimated));
     return scalars;
+}
+
+/* In the step that comes next. */
+static bool dtrain__variance_stays(const dtrain_optimizer *optimizer)
+{
+    const uint64_t steps = optimizer->desc.variance_steps;
+    return steps > 0 && (uint64_t)optimizer->step_count >= steps;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
+                                                    const dtrain_step_scalars *now,
+                                                    const dtrain_step_scalars *device_scalars)
+{
+    return dtrain__optimizer_update(optimizer, optimizer->device, optimizer->tensors,
+                                    optimizer->tensor_count, now, device_scalars);
 }
 
 /* The update with the scalars given, or with those that `device_scalars` holds when it runs. The
@@ -16760,24 +17061,221 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
     return device->ops->sgd(device, &args);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
-                                                    const dtrain_step_scalars *now,
-                                                    const dtrain_step_scalars *device_scalars)
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out)
 {
-    return dtrain__optimizer_update(optimizer, optimizer->device, optimizer->tensors,
-                                    optimizer->tensor_count, now, device_scalars);
+    const dtrain_shard *shards;
+    size_t shard_count;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
+    *out = NULL;
+    if (!world || !strategy || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
+                           !world      ? "world"
+                           : !strategy ? "strategy"
+                                       : "desc");
+    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
+    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_optimizer *optimizer =
+        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
+    if (!optimizer) return DTRAIN_ERROR_MEMORY;
+    optimizer->desc = *desc;
+    optimizer->allocator = *allocator;
+    optimizer->device = dtrain_world_device(world);
+    optimizer->strategy = strategy;
+    optimizer->shards = shards;
+    optimizer->shard_count = shard_count;
+    dtrain_result result = dtrain__optimizer_state(optimizer);
+    if (result == DTRAIN_OK) result = dtrain__optimizer_tensors(optimizer);
+    if (result == DTRAIN_OK) *out = optimizer;
+    else dtrain_optimizer_destroy(optimizer);
+    return result;
 }
 
-/* ---- The update in host memory ----------------------------------------------------------------*/
+/* Comparisons are written so that NaN fails them. */
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+{
+    const char *wrong = NULL;
+    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
+            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
+            (unsigned)desc->kind);
+    if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
+        wrong = "weight_decay >= 0";
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
+        if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
+        if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
+        if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
+    } else {
+        if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
+        if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
+        if (desc->variance_steps) wrong = "variance_steps 0: SGD has no second moments";
+    }
+    if (!wrong) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
+                       "%g, epsilon %g, weight_decay %g, momentum %g",
+                       wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
+                       (double)desc->weight_decay, (double)desc->momentum);
+}
 
-/* A part of one shard; begins as zeros. */
-typedef struct dtrain__update_piece {
-    size_t shard, tensor; /* next to be looked at */
-    int64_t next;         /* first element of it after this chunk */
-    const float *grad;    /* of this chunk, where the strategy keeps it */
-    float *value;
-    dtrain_optimizer_tensor part; /* this chunk, in host memory but for the gradient */
-} dtrain__update_piece;
+/* The products cannot overflow: a quarter of the address space holds the values, the layout saw to
+ * it. */
+static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
+{
+    dtrain_device *device = optimizer->device;
+    void *memory;
+    size_t bytes = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++)
+        bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
+    bytes *= dtrain__state_tensors(&optimizer->desc);
+    if (optimizer->strategy->offload.cpu) return dtrain__offload_state(optimizer, bytes);
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
+    optimizer->state = (float *)memory;
+    optimizer->state_bytes = bytes;
+    return device->ops->zero(device, memory, bytes);
+}
+
+/* State tensors per shard. */
+static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
+{
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
+    return desc->momentum > 0 ? 1 : 0;
+}
+
+/* The optimizer's view of the shards; addresses do not change any more. */
+static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
+{
+    const size_t states = dtrain__state_tensors(&optimizer->desc);
+    float *state = optimizer->state;
+    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
+        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
+    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (shard->count == 0) continue;
+        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
+        tensor->count = shard->count;
+        tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
+        tensor->value = shard->value;
+        tensor->grad = shard->grad;
+        DTRAIN__TRY(dtrain__take_master(optimizer, tensor, &state));
+        if (states > 0) tensor->m = state;
+        if (states > 1) tensor->v = state + dtrain__padded(shard->count);
+        if (state) state += states * (size_t)dtrain__padded(shard->count);
+    }
+    return DTRAIN_OK;
+}
+
+/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
+static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
+{
+    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
+    return skipped ? 0.0f : optimizer->desc.weight_decay;
+}
+
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
+{
+    if (!optimizer) return;
+    const dtrain_allocator allocator = optimizer->allocator;
+    dtrain_device *device = optimizer->device;
+    if (optimizer->host) {
+        device->ops->synchronize(device); /* new values may still be on their way */
+        device->ops->host_free(device, optimizer->host, optimizer->host_bytes);
+    } else if (optimizer->state)
+        device->ops->free(device, optimizer->state, optimizer->state_bytes);
+    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
+                 sizeof *optimizer->tensors);
+    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
+}
+
+DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
+{
+    return optimizer ? optimizer->state_bytes : 0;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.999f;
+    desc.epsilon = 1e-8f;
+    desc.weight_decay = 0.01f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_OPTIMIZER_SGD;
+    return desc;
+}
+
+/* ---- the update in host memory ----------------------------------------------------------------*/
+
+static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes)
+{
+    dtrain_device *device = optimizer->device;
+    const size_t states = dtrain__state_tensors(&optimizer->desc);
+    void *memory;
+    const size_t bytes =
+        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
+    if (bytes == 0) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
+    memset(memory, 0, bytes);
+    optimizer->host = (float *)memory;
+    optimizer->host_bytes = bytes;
+    optimizer->state = optimizer->host + 2 * optimizer->stage;
+    optimizer->state_bytes = state_bytes;
+    return DTRAIN_OK;
+}
+
+/* Offloaded values on the device get a master copy at *place, which moves on. */
+static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
+                                         dtrain_optimizer_tensor *tensor, float **place)
+{
+    dtrain_device *device = optimizer->device;
+    if (!optimizer->host || dtrain__on_host(device, tensor->value)) return DTRAIN_OK;
+    float *value = tensor->value;
+    tensor->value = *place;
+    *place += dtrain__padded(tensor->count);
+    return device->ops->copy(device, tensor->value, value, (size_t)tensor->count * sizeof(float),
+                             DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Every event is behind what compute had queued: when the first has happened, nobody reads old
+ * values any more, neither from the device nor from the master copies. A stage is filled again when
+ * the chunk that it held is done. */
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
+                                            const dtrain_step_scalars *now)
+{
+    dtrain_strategy *strategy = optimizer->strategy;
+    const dtrain__offload *offload = &strategy->offload;
+    dtrain__update_piece chunks[2]; /* one being updated, one on its way */
+    memset(chunks, 0, sizeof chunks);
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    bool any = dtrain__piece_next(optimizer, &chunks[0]);
+    if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, &chunks[0], 0));
+    for (size_t i = 0; any; i++) {
+        dtrain__update_piece *chunk = &chunks[i & 1], *ahead = &chunks[1 - (i & 1)];
+        *ahead = *chunk;
+        any = dtrain__piece_next(optimizer, ahead);
+        if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, ahead, i + 1));
+        DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i & 1]));
+        DTRAIN__TRY(dtrain__optimizer_update(optimizer, offload->cpu, &chunk->part, 1, now, NULL));
+        DTRAIN__TRY(dtrain__piece_up(optimizer, chunk));
+    }
+    return dtrain__stream_follow(strategy, NULL, offload->up);
+}
 
 /* False behind the last. Empty shards have no tensor. */
 static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk)
@@ -16831,58 +17329,11 @@ static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
                                    DTRAIN_COPY_HOST_TO_DEVICE, optimizer->strategy->offload.up);
 }
 
-/* Every event is behind what compute had queued: when the first has happened, nobody reads old
- * values any more, neither from the device nor from the master copies. A stage is filled again when
- * the chunk that it held is done. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now)
-{
-    dtrain_strategy *strategy = optimizer->strategy;
-    const dtrain__offload *offload = &strategy->offload;
-    dtrain__update_piece chunks[2]; /* one being updated, one on its way */
-    memset(chunks, 0, sizeof chunks);
-    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
-    bool any = dtrain__piece_next(optimizer, &chunks[0]);
-    if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, &chunks[0], 0));
-    for (size_t i = 0; any; i++) {
-        dtrain__update_piece *chunk = &chunks[i & 1], *ahead = &chunks[1 - (i & 1)];
-        *ahead = *chunk;
-        any = dtrain__piece_next(optimizer, ahead);
-        if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, ahead, i + 1));
-        DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i & 1]));
-        DTRAIN__TRY(dtrain__optimizer_update(optimizer, offload->cpu, &chunk->part, 1, now, NULL));
-        DTRAIN__TRY(dtrain__piece_up(optimizer, chunk));
-    }
-    return dtrain__stream_follow(strategy, NULL, offload->up);
-}
-
-/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
- * before the first is touched. Empty shards have no state and take no step. */
-DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
-                                               float grad_scale)
-{
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
-    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
-            "%g and %g; the parameters are as they were",
-            (double)lr, (double)grad_scale);
-    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    if (optimizer->strategy->offload.cpu)
-        DTRAIN__TRY(
-            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
-    else DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
-}
-
 /* ================================================================================================
  * src/optim/schedule.c
  * ==============================================================================================*/
 
-/* Learning rates. */
+/* Learning rates: computed in double, so that every machine and world size gets the same bits. */
 
 /* In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
@@ -16912,36 +17363,16 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/sampler.c
  * ==============================================================================================*/
 
-/* Data, samplers
- *
- * Three layers: which index comes when (sampler), what a file holds (dataset), which tokens make a
- * sample (loader).
+/* Samplers
  *
  * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
- * torch.randperm, its modulo bias included: the order is PyTorch's, number by number.
- *
- * Files are read with pread into a small buffer, never mapped: a file that is truncated under us is
- * then a short read, which is a sentence, and not a SIGBUS, which is a dead rank.
- *
- * The loader cuts the stream into windows that share one border token (target of one, input of the
- * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
- * seen behind the same context:
- *
- *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
- *               shift  0       1       2    +1 target
- *
- *     sample k of the run = window order[k % windows] of epoch k / windows
- *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
- *
- * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
- * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). */
+ * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. */
 
 /* ================================================================================================
  * src/train/data_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of train/ beside the public API. */
+/* The structure of an open token file, which the loader reads. */
 
 /* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
@@ -16962,80 +17393,10 @@ typedef struct dtrain__mt19937 {
     uint32_t next; /* first number not handed out */
 } dtrain__mt19937;
 
-static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
-{
-    mt->state[0] = seed;
-    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t before = mt->state[i - 1];
-        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
-    }
-    mt->next = DTRAIN__MT_COUNT;
-}
-
-/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
- * wrap around are the ones renewed in this same pass, as the definition has it. */
-static void dtrain__mt_renew(dtrain__mt19937 *mt)
-{
-    uint32_t *s = mt->state;
-    for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
-        s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
-    }
-    mt->next = 0;
-}
-
-static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
-{
-    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
-    uint32_t y = mt->state[mt->next++];
-    y ^= y >> 11;
-    y ^= (y << 7) & 0x9d2c5680u;
-    y ^= (y << 15) & 0xefc60000u;
-    return y ^ (y >> 18);
-}
-
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
-{
-    dtrain__mt19937 mt;
-    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
-                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
-    for (int64_t i = 0; i < n; i++) out[i] = i;
-    dtrain__mt_seed(&mt, (uint32_t)seed);
-    for (int64_t i = 0; i < n - 1; i++) {
-        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
-        int64_t swapped = out[i];
-        out[i] = out[j];
-        out[j] = swapped;
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- sampler ----------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
-{
-    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
-    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
-    if (desc->rank >= ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
-                           (unsigned)desc->rank, (unsigned)(ranks - 1));
-    if (desc->item_count < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
-                           call, (long long)desc->item_count);
-    return DTRAIN_OK;
-}
-
-/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
- * ranks - 1 could overflow. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
-{
-    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
-    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
-    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
-    return desc->item_count / ranks + (padded ? 1 : 0);
-}
+static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call);
+static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt);
+static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed);
+static void dtrain__mt_renew(dtrain__mt19937 *mt);
 
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices)
@@ -17059,11 +17420,90 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
     return DTRAIN_OK;
 }
 
+/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
+ * ranks - 1 could overflow. */
+DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
+{
+    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
+    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
+    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
+    return desc->item_count / ranks + (padded ? 1 : 0);
+}
+
+static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
+{
+    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
+    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
+    if (desc->rank >= ranks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
+                           (unsigned)desc->rank, (unsigned)(ranks - 1));
+    if (desc->item_count < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
+                           call, (long long)desc->item_count);
+    return DTRAIN_OK;
+}
+
+/* ---- the shuffle ------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
+{
+    dtrain__mt19937 mt;
+    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
+                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    dtrain__mt_seed(&mt, (uint32_t)seed);
+    for (int64_t i = 0; i < n - 1; i++) {
+        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
+    return DTRAIN_OK;
+}
+
+static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
+{
+    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
+    uint32_t y = mt->state[mt->next++];
+    y ^= y >> 11;
+    y ^= (y << 7) & 0x9d2c5680u;
+    y ^= (y << 15) & 0xefc60000u;
+    return y ^ (y >> 18);
+}
+
+static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
+{
+    mt->state[0] = seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
+        uint32_t before = mt->state[i - 1];
+        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
+    }
+    mt->next = DTRAIN__MT_COUNT;
+}
+
+/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
+ * wrap around are the ones renewed in this same pass, as the definition has it. */
+static void dtrain__mt_renew(dtrain__mt19937 *mt)
+{
+    uint32_t *s = mt->state;
+    for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
+        uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
+        s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+    }
+    mt->next = 0;
+}
+
 /* ================================================================================================
  * src/train/dataset.c
  * ==============================================================================================*/
 
-/* dataset. */
+/* Token files
+ *
+ * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
+ * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
+ */
 
 #define DTRAIN__FORMAT_BYTES 1u
 #define DTRAIN__FORMAT_BIN 2u
@@ -17071,141 +17511,18 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 
-/* Little-endian number of `width` bytes, whatever the host's order. */
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
-}
-
-/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
- * the end of the file, and there the file must have shrunk, because offsets were checked. */
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes)
-{
-    while (bytes > 0) {
-        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                               dataset->path, (long long)offset, strerror(errno));
-        if (got == 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
-                               "it truncated or written again during the run?",
-                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
-        buffer += got;
-        bytes -= (size_t)got;
-        offset += got;
-    }
-    return DTRAIN_OK;
-}
-
-static const char *dtrain__file_kind(mode_t mode)
-{
-    if (S_ISDIR(mode)) return "a directory";
-    if (S_ISFIFO(mode)) return "a pipe";
-    if (S_ISSOCK(mode)) return "a socket";
-    return "a device";
-}
-
-/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
-{
-    struct stat info;
-    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode))
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
-                           dtrain__file_kind(info.st_mode));
-    if (info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is empty, expected at least one token",
-                           dataset->path);
-    dataset->file_bytes = (int64_t)info.st_size;
-    return DTRAIN_OK;
-}
-
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
+static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
+static const char *dtrain__file_kind(mode_t mode);
+static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
+static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head);
 static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
-                                                 const unsigned char *head)
-{
-    char text[5] = "....";
-    for (int i = 0; i < 4; i++)
-        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
-                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
-                       ".bin files lack the header",
-                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
-                       (unsigned)dtrain__le(head, 4), text);
-}
-
-/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
-{
-    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
-    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
-    int64_t count = (int32_t)dtrain__le(head + 8, 4);
-    int64_t token_bytes = narrow ? 2 : 4;
-    if (version != expected)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has header version %u, expected %u",
-                           dataset->path, (unsigned)version, (unsigned)expected);
-    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
-                           "bytes, but has %lld: is it cut off?",
-                           dataset->path, (long long)count,
-                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
-                           (long long)dataset->file_bytes);
-    dataset->token_bytes = (uint32_t)token_bytes;
-    dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = count;
-    return DTRAIN_OK;
-}
-
-/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
-{
-    unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
-    uint32_t magic = dtrain__le(head, 4);
-    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
-    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
-        dataset->token_bytes = 1;
-        dataset->token_count = dataset->file_bytes;
-        return DTRAIN_OK;
-    }
-    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
-    if (have < DTRAIN__BIN_HEADER)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
-                           dataset->path, have, DTRAIN__BIN_HEADER);
-    return dtrain__dataset_bin(dataset, head);
-}
-
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
-{
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
-    if (!desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
-    if (desc->format > DTRAIN__FORMAT_BIN)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
-                           "or 2 (.bin)",
-                           (unsigned)desc->format);
-    if (desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
-                           (long long)desc->vocab_count, (long long)most);
-    return DTRAIN_OK;
-}
+                                                 const unsigned char *head);
+static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
+                                               int64_t count, int32_t *tokens);
+static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
+                                           unsigned char *buffer, size_t bytes);
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
@@ -17238,6 +17555,111 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     return DTRAIN_OK;
 }
 
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
+{
+    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
+    if (!desc || !desc->path || !desc->path[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
+    if (desc->format > DTRAIN__FORMAT_BIN)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
+                           "or 2 (.bin)",
+                           (unsigned)desc->format);
+    if (desc->vocab_count < 0 || desc->vocab_count > most)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
+                           (long long)desc->vocab_count, (long long)most);
+    return DTRAIN_OK;
+}
+
+/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
+static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
+{
+    struct stat info;
+    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           dataset->path, strerror(errno));
+    if (!S_ISREG(info.st_mode))
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
+                           dtrain__file_kind(info.st_mode));
+    if (info.st_size == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is empty, expected at least one token",
+                           dataset->path);
+    dataset->file_bytes = (int64_t)info.st_size;
+    return DTRAIN_OK;
+}
+
+static const char *dtrain__file_kind(mode_t mode)
+{
+    if (S_ISDIR(mode)) return "a directory";
+    if (S_ISFIFO(mode)) return "a pipe";
+    if (S_ISSOCK(mode)) return "a socket";
+    return "a device";
+}
+
+/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
+static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
+    uint32_t magic = dtrain__le(head, 4);
+    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
+        dataset->token_bytes = 1;
+        dataset->token_count = dataset->file_bytes;
+        return DTRAIN_OK;
+    }
+    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
+    if (have < DTRAIN__BIN_HEADER)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
+                           dataset->path, have, DTRAIN__BIN_HEADER);
+    return dtrain__dataset_bin(dataset, head);
+}
+
+/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
+static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
+{
+    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
+    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
+    int64_t count = (int32_t)dtrain__le(head + 8, 4);
+    int64_t token_bytes = narrow ? 2 : 4;
+    if (version != expected)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has header version %u, expected %u",
+                           dataset->path, (unsigned)version, (unsigned)expected);
+    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
+                           "bytes, but has %lld: is it cut off?",
+                           dataset->path, (long long)count,
+                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
+                           (long long)dataset->file_bytes);
+    dataset->token_bytes = (uint32_t)token_bytes;
+    dataset->header_bytes = DTRAIN__BIN_HEADER;
+    dataset->token_count = count;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
+                                                 const unsigned char *head)
+{
+    char text[5] = "....";
+    for (int i = 0; i < 4; i++)
+        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
+                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
+                       ".bin files lack the header",
+                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
+                       (unsigned)dtrain__le(head, 4), text);
+}
+
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 {
     if (!dataset) return;
@@ -17247,14 +17669,33 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
     dtrain__free(&allocator, dataset, 1, sizeof *dataset);
 }
 
-DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset)
+DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
-    return dataset ? dataset->token_count : 0;
+    if (!info) return;
+    info->token_count = dataset ? dataset->token_count : 0;
+    info->vocab_count = dataset ? dataset->vocab_count : 0;
 }
 
-DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset)
+/* ---- reading ----------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
+                                             int32_t *tokens)
 {
-    return dataset ? dataset->vocab_count : 0;
+    if (!dataset || count < 0 || (count > 0 && !tokens))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
+    if (first < 0 || first > dataset->token_count - count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
+                           "%lld",
+                           (long long)count, (long long)first, dataset->path,
+                           (long long)dataset->token_count);
+    for (int64_t done = 0; done < count;) {
+        int64_t some = dtrain__min(count - done, 2048);
+        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
+        done += some;
+    }
+    return DTRAIN_OK;
 }
 
 /* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on
@@ -17279,31 +17720,56 @@ static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, in
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens)
+/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
+ * the end of the file, and there the file must have shrunk, because offsets were checked. */
+static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
+                                           unsigned char *buffer, size_t bytes)
 {
-    if (!dataset || count < 0 || (count > 0 && !tokens))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
-    if (first < 0 || first > dataset->token_count - count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
-                           "%lld",
-                           (long long)count, (long long)first, dataset->path,
-                           (long long)dataset->token_count);
-    for (int64_t done = 0; done < count;) {
-        int64_t some = dtrain__min(count - done, 2048);
-        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
-        done += some;
+    while (bytes > 0) {
+        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
+                               dataset->path, (long long)offset, strerror(errno));
+        if (got == 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
+                               "it truncated or written again during the run?",
+                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
+        buffer += got;
+        bytes -= (size_t)got;
+        offset += got;
     }
     return DTRAIN_OK;
+}
+
+/* Little-endian number of `width` bytes, whatever the host's order. */
+static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
 }
 
 /* ================================================================================================
  * src/train/loader.c
  * ==============================================================================================*/
 
-/* loader. */
+/* Loaders
+ *
+ * A loader cuts the stream into windows that share one border token (target of one, input of the
+ * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
+ * seen behind the same context:
+ *
+ *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
+ *               shift  0       1       2    +1 target
+ *
+ *     sample k of the run = window order[k % windows] of epoch k / windows
+ *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
+ *
+ * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
+ * that every shift in [0, sequence) leaves them room (but never fewer than one). */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
@@ -17322,6 +17788,99 @@ struct dtrain_loader {
     int64_t shift;
     int64_t *order; /* (window_count) */
 };
+
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample);
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
+static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc);
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_alloc(dtrain_loader *loader);
+
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
+                                            int32_t *targets)
+{
+    if (!loader || !inputs || !targets)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_next: loader, inputs or targets is NULL");
+    size_t row = (size_t)loader->desc.sequence;
+    for (uint32_t i = 0; i < loader->desc.batch; i++) {
+        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
+        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
+        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
+        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    }
+    /* Only now: a call that failed can be repeated. */
+    loader->position += loader->desc.batch * loader->ranks;
+    return DTRAIN_OK;
+}
+
+/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
+ * read once although its tokens are used twice. */
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
+{
+    uint64_t windows = (uint64_t)loader->window_count;
+    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
+    uint64_t place = sample % windows;
+    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
+    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
+    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
+                               loader->window);
+}
+
+/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
+ * growing k, so a batch across a border enters each epoch once. */
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+{
+    uint32_t random[4];
+    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+    loader->epoch = epoch;
+    loader->entered = true;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
+{
+    if (!info) return;
+    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->position = loader ? loader->position : 0;
+}
+
+DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
+{
+    if (loader) loader->position = position;
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out)
+{
+    if (!out || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+    *out = NULL;
+    dtrain_loader_desc resolved = *desc;
+    DTRAIN__TRY(dtrain__loader_check(&resolved));
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_loader *loader =
+        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
+    if (!loader) return DTRAIN_ERROR_MEMORY;
+    loader->allocator = allocator;
+    loader->desc = resolved;
+    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
+    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    dtrain_result result = dtrain__loader_plan(loader);
+    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
+    if (result != DTRAIN_OK) {
+        dtrain_loader_destroy(loader);
+        return result;
+    }
+    *out = loader;
+    return DTRAIN_OK;
+}
 
 /* Checks the desc and resolves token_count. Written with subtractions only: nothing overflows. */
 static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
@@ -17350,7 +17909,7 @@ static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
     return DTRAIN_OK;
 }
 
-/* How the span is cut; the rule in the banner. */
+/* Count the windows of an epoch and the shifts to choose from, by the rule at the top. */
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
@@ -17381,33 +17940,6 @@ static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
     return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
-                                              dtrain_loader **out)
-{
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
-    *out = NULL;
-    dtrain_loader_desc resolved = *desc;
-    DTRAIN__TRY(dtrain__loader_check(&resolved));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_loader *loader =
-        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
-    if (!loader) return DTRAIN_ERROR_MEMORY;
-    loader->allocator = allocator;
-    loader->desc = resolved;
-    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
-    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
-    dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
-    if (result != DTRAIN_OK) {
-        dtrain_loader_destroy(loader);
-        return result;
-    }
-    *out = loader;
-    return DTRAIN_OK;
-}
-
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
@@ -17418,92 +17950,35 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
     dtrain__free(&allocator, loader, 1, sizeof *loader);
 }
 
-/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
- * growing k, so a batch across a border enters each epoch once. */
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
-{
-    uint32_t random[4];
-    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
-    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
-    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
-    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
-    loader->epoch = epoch;
-    loader->entered = true;
-    return DTRAIN_OK;
-}
-
-/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
- * read once although its tokens are used twice. */
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
-{
-    uint64_t windows = (uint64_t)loader->window_count;
-    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
-    uint64_t place = sample % windows;
-    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
-    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
-    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
-                               loader->window);
-}
-
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets)
-{
-    if (!loader || !inputs || !targets)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_next: loader, inputs or targets is NULL");
-    size_t row = (size_t)loader->desc.sequence;
-    for (uint32_t i = 0; i < loader->desc.batch; i++) {
-        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
-        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
-        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
-        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
-    }
-    /* Only now: a call that failed can be repeated. */
-    loader->position += loader->desc.batch * loader->ranks;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader)
-{
-    return loader ? loader->window_count : 0;
-}
-
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader)
-{
-    return loader ? loader->position : 0;
-}
-
-DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
-{
-    if (loader) loader->position = position;
-}
-
 /* ================================================================================================
  * src/train/trainer.c
  * ==============================================================================================*/
 
 /* Trainer
  *
+ * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
+ * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
+ *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 4 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
- * and because all ranks then judge the same numbers: a loss that is not finite is the same error
- * on all of them. The parameters are safe without waiting for it: the norm of the averaged
- * gradient is the same everywhere, a NaN of any rank is in it, and then no rank updates or
- * publishes. With loss scaling that is a skipped step, unless a loss was not finite either.
+ * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
+ * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
+ * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
+ * scaling that is a skipped step, unless a loss was not finite either.
  *
- * Whose time is it? A rank computes, or it is inside the communicator. A fast rank waits there for
- * a slow one, so a straggler shows in the others' exposed time, and in its own compute time
- * (step - exposed): that is what ranks are compared by. What ranks wait for each other in the
- * record's own all-gather is in no figure. */
+ * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
+ * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
+ * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
+ * in the record's own all-gather is in no figure. */
 
 /* ================================================================================================
  * src/train/trainer_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of train/ beside the public API. */
+/* The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+ * queued step (queued_step.c). */
 
 /* What a rank tells the others each step. */
 enum {
@@ -17537,247 +18012,128 @@ struct dtrain_trainer {
 
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain__feed *feeds;          /* (accumulation): one a micro-batch */
+    dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* page-locked (accumulation + 1): losses, norm */
+    float *results;               /* page-locked (micro_batches + 1): losses, norm */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
 
 /* train/trainer.c */
 DTRAIN__PRIVATE double dtrain__nan(void);
-DTRAIN__PRIVATE float *dtrain__queue_norm(const dtrain__queue *queue);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
-DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
-DTRAIN__PRIVATE double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
-DTRAIN__PRIVATE float dtrain__backward_scale(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
-                                                     dtrain_step_record *record);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
+                                                    uint64_t seed, dtrain_tensor **loss);
+
+/* train/queued_step.c */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record);
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
 
-/* A bit pattern instead of NAN: it survives -ffast-math. */
-DTRAIN__PRIVATE double dtrain__nan(void)
-{
-    const uint64_t bits = UINT64_C(0x7ff8000000000000);
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
+static uint64_t dtrain__micro_seed(uint32_t micro);
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
+static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record);
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
+                                            dtrain_step_record *record);
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
+static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
+static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
+static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm);
+static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record);
+static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record);
+static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record);
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
+static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer);
+static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer);
 
-/* ---- a step without the host: what it needs
- *
- * A whole step is queued on the device before the host looks at any of its results. That is what
- * a graph can record:
- *
- *     pinned            device                                                      pinned
- *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
- *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed. */
-
-DTRAIN__PRIVATE float *dtrain__queue_norm(const dtrain__queue *queue)
+/* One step: micro-batches and update, either with the host in the middle or queued as a whole, and
+ * then the record. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    return (float *)(void *)(queue->scalars + 1);
-}
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain_step_record full;
+    dtrain_comm_info before, after;
+    float own[DTRAIN__WORD_COUNT];
+    memset(&full, 0, sizeof full);
+    full.step = trainer->step;
+    full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
+    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
+    const double start = dtrain_seconds();
+    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
+    else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
+    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
+    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
 
-static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
-{
-    return ((size_t)trainer->desc.accumulation + 1) * sizeof(float);
-}
-
-static void dtrain__queue_destroy(dtrain_trainer *trainer)
-{
-    dtrain__queue *queue = trainer->queue;
-    if (!queue) return;
-    const dtrain_device_ops *ops = queue->device->ops;
-    ops->synchronize(queue->device);
-    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
-    for (uint32_t m = 0; queue->feeds && m < trainer->desc.accumulation; m++)
-        for (size_t i = 0; i < queue->feeds[m].count; i++)
-            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
-                           queue->feeds[m].items[i].bytes);
-    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
-    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
-    if (queue->results)
-        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
-    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.accumulation,
-                 sizeof *queue->feeds);
-    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
-    trainer->queue = NULL;
-}
-
-static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
-{
-    const char *missing = NULL;
-    dtrain_comm_info comm;
-    dtrain_comm_query(trainer->comm, &comm);
-    if (trainer->scaling)
-        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
-                  "which needs no scale, or graph = false";
-    else if (dtrain_world_device(trainer->world)->ops->host_memory)
-        missing = "a device that can record (the CPU's cannot)";
-    else if (!trainer->desc.next_batch) missing = "next_batch";
-    else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (trainer->desc.optimizer->desc.variance_steps)
-        missing = "an optimizer without variance_steps: what is recorded would never stop";
-    else if (trainer->desc.strategy->desc.offload)
-        missing = "everything on the device: an offloaded update runs on the host";
-    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
-    else if (trainer->desc.strategy->desc.compression)
-        missing = "no compression: its first steps are not like the later ones";
-    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
-    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
-        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
-    if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
-}
-
-static dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
-{
-    void *memory;
-    DTRAIN__TRY(dtrain__queue_check(trainer));
-    dtrain__queue *queue = trainer->queue =
-        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
-    if (!queue) return DTRAIN_ERROR_MEMORY;
-    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->feeds =
-        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.accumulation,
-                                      sizeof *queue->feeds, "the inputs of a queued step");
-    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
-    queue->scalars = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
-    queue->now = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
-    queue->results = (float *)memory;
+    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
+    const double exposed = after.inside_seconds - before.inside_seconds;
+    const double flight = after.flight_seconds - before.flight_seconds;
+    own[DTRAIN__WORD_LOSS] = (float)full.loss;
+    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
+    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
+    full.comm_bytes = after.wire_bytes - before.wire_bytes;
+    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    trainer->step++;
+    if (record) *record = full;
     return DTRAIN_OK;
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
+/* ---- micro-batches and update -----------------------------------------------------------------*/
 
-static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
+/* One micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a device
+ * with a queue works through all of it before the host waits. A tape error (a NULL tensor) comes
+ * out of backward. A batch that a feed holds already is not fetched again. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
+                                                    uint64_t seed, dtrain_tensor **loss)
 {
-    size_t ranks = (size_t)trainer->ranks;
-    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
-    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
-                                       trainer->desc.checkpoint_ops));
-    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
-                                            "a trainer's words");
-    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
-                                               "a trainer's times");
-    trainer->named =
-        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
-    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain_tape *tape = trainer->tape;
+    const bool fetched = tape->feed && tape->feed->filled;
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
+    if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
+    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(micro)));
+    *loss = desc->loss(tape, desc->user);
+    DTRAIN__TRY(dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches));
+    return dtrain_strategy_finish(desc->strategy);
 }
 
-static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+/* Micro-batches and update with the host in the middle. Fills loss and grad_norm. */
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    const uint32_t flags = desc->tape_flags;
-    if (!desc->strategy || !desc->loss)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
-                           desc->strategy ? "loss" : "strategy");
-    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
-                       "DTRAIN_TAPE_F16",
-                       flags);
-}
-
-static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
-{
-    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
-    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
-                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
-                       desc->minimum_scale != 0;
-    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
-    if (!trainer->scaling) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
-                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_loss_scaler_defaults();
-    return dtrain_loss_scaler_init(&trainer->scaler, desc);
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                               dtrain_trainer **out)
-{
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: world, desc or out is NULL");
-    *out = NULL;
-    DTRAIN__TRY(dtrain__check_trainer(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
-    dtrain_trainer *trainer =
-        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
-    if (!trainer) return DTRAIN_ERROR_MEMORY;
-    trainer->allocator = allocator;
-    trainer->world = world;
-    trainer->desc = *desc;
-    if (trainer->desc.accumulation == 0) trainer->desc.accumulation = 1;
-    trainer->comm = dtrain_strategy_comm(desc->strategy);
-    trainer->rank = dtrain_comm_rank(trainer->comm);
-    trainer->ranks = dtrain_comm_size(trainer->comm);
-    trainer->slow_rank = -1;
-    dtrain_result result = dtrain__trainer_alloc(trainer);
-    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
-    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
-    if (result != DTRAIN_OK) {
-        dtrain_trainer_destroy(trainer);
-        return result;
+    const uint32_t count = trainer->desc.micro_batches;
+    for (uint32_t micro = 0; micro < count; micro++) {
+        dtrain_tensor *tensor;
+        float loss = 0;
+        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, dtrain__step_seed(trainer), &tensor));
+        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+        record->loss += (double)loss;
     }
-    *out = trainer;
-    return DTRAIN_OK;
+    record->loss /= count;
+    return dtrain__trainer_update(trainer, record);
 }
 
-DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
+/* Norm and optimizer; a norm that is not finite leaves the parameters as they are. */
+static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer) return;
-    dtrain_allocator allocator = trainer->allocator;
-    size_t ranks = (size_t)trainer->ranks;
-    dtrain__queue_destroy(trainer);
-    dtrain_tape_destroy(trainer->tape);
-    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
-    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
-    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
-    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1;
+    bool found_inf;
+    if (trainer->scaling)
+        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
+                                               &scale, &found_inf));
+    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    record->grad_norm = (double)norm;
+    if (!dtrain_is_finite(norm)) return DTRAIN_OK;
+    return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
 }
-
-DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
-{
-    return trainer ? trainer->tape : NULL;
-}
-
-/* ---- what ranks tell each other ---------------------------------------------------------------*/
-
-/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
- * place, and nothing is allocated per step. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
-{
-    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
-                             DTRAIN_DTYPE_F32, NULL);
-}
-
-DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
-{
-    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
-}
-
-/* Over ranks, in rank order: the same bits everywhere. */
-DTRAIN__PRIVATE double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
-{
-    double sum = 0;
-    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
-    return sum / trainer->ranks;
-}
-
-/* ---- one step ---------------------------------------------------------------------------------*/
 
 /* Random numbers of dropout must differ between steps, micro-batches and ranks, and a run that is
  * repeated must repeat them. A pass uses the sum of both: the first changes from step to step, the
@@ -17789,170 +18145,37 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     dtrain_philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro)
+static uint64_t dtrain__micro_seed(uint32_t micro)
 {
     return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
 }
 
-/* What the loss's gradient starts as. A power of two as scale changes no bit of the update. */
-DTRAIN__PRIVATE float dtrain__backward_scale(const dtrain_trainer *trainer)
+/* ---- the record -------------------------------------------------------------------------------*/
+
+/* Completes the record from the words of all ranks. */
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
+                                            dtrain_step_record *record)
 {
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1;
-    return scale / (float)trainer->desc.accumulation;
-}
-
-/* One micro-batch. The loss is read after backward and finish: a device with a queue works through
- * all of it before the host waits. A tape error (a NULL tensor) comes out of backward. */
-static dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
-                                           double *loss_sum)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float loss = 0;
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
-    if (desc->next_batch) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, desc->tape_flags,
-                                  dtrain__step_seed(trainer) + dtrain__micro_seed(micro)));
-    dtrain_tensor *tensor = desc->loss(trainer->tape, desc->user);
-    DTRAIN__TRY(dtrain_tape_backward(trainer->tape, tensor, dtrain__backward_scale(trainer)));
-    DTRAIN__TRY(dtrain_strategy_finish(desc->strategy));
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
-    *loss_sum += (double)loss;
-    return DTRAIN_OK;
-}
-
-/* Micro-batches, norm, update. Fills loss, grad_norm and lr. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
-                                                     dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float norm = 0, scale = 1, lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
-    double loss_sum = 0;
-    bool found_inf;
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, &loss_sum));
-    if (trainer->scaling)
-        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
-                                               &scale, &found_inf));
-    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
-    if (dtrain_is_finite(norm)) DTRAIN__TRY(dtrain_optimizer_step(desc->optimizer, lr, scale));
-    record->loss = loss_sum / desc->accumulation;
-    record->grad_norm = (double)norm;
-    record->lr = (double)lr;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/train/queued_step.c
- * ==============================================================================================*/
-
-/* a step without the host: how it runs. */
-
-static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain__feed *feed = &queue->feeds[micro];
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
-    if (!feed->filled) DTRAIN__TRY(desc->next_batch(desc->user));
-    feed->next = 0;
-    trainer->tape->feed = feed;
-    trainer->tape->scalars = queue->scalars;
-    dtrain_result result =
-        dtrain_tape_begin(trainer->tape, desc->tape_flags, dtrain__micro_seed(micro));
-    dtrain_tensor *loss = NULL;
-    if (result == DTRAIN_OK) {
-        loss = desc->loss(trainer->tape, desc->user);
-        result = dtrain_tape_backward(trainer->tape, loss, dtrain__backward_scale(trainer));
+    double seconds = 0;
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
+    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)record->grad_norm));
+    DTRAIN__TRY(dtrain__trainer_rescale(trainer, record));
+    for (int r = 0; r < trainer->ranks; r++) {
+        const double step = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
+        if (step > seconds) seconds = step;
     }
-    if (result == DTRAIN_OK) result = dtrain_strategy_finish(desc->strategy);
-    trainer->tape->feed = NULL;
-    trainer->tape->scalars = NULL;
-    feed->filled = false;
-    DTRAIN__TRY(result);
-    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
-                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* The same calls in the same order whether the device runs or records them. */
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    dtrain_clip_args clip = {desc->strategy->sum_squares, desc->clip, queue->scalars,
-                             dtrain__queue_norm(queue)};
-    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
-    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
-    DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
-    return device->ops->copy_async(device, queue->results + desc->accumulation, clip.norm,
-                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* From the second step on the inputs are known and can be fetched before anything is queued. False
- * in *same: targets are ignored in another number of places, and the recorded loss would divide by
- * the wrong count. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
-{
-    *same = true;
-    for (uint32_t micro = 0; micro < trainer->desc.accumulation; micro++) {
-        dtrain__feed *feed = &trainer->queue->feeds[micro];
-        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
-        for (size_t i = 0; i < feed->count; i++) {
-            const dtrain__feed_item *item = &feed->items[i];
-            memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
-                *same = false;
-        }
-        feed->filled = true;
-    }
-    return DTRAIN_OK;
-}
-
-/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
- * recorded, and then it is run like those after it. */
-static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
-{
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    bool same = true;
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
-    if (queue->steps < 2) return dtrain__queue_all(trainer);
-    if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
-        DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
-    }
-    return device->ops->graph_launch(device, queue->graph);
-}
-
-static dtrain_result dtrain__queue_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    const float lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
-    double loss_sum = 0;
-    *queue->now = dtrain__optimizer_scalars(desc->optimizer, lr, 1);
-    queue->now->seed = dtrain__step_seed(trainer);
-    DTRAIN__TRY(dtrain__queue_run(trainer));
-    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
-    queue->steps++;
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        loss_sum += (double)queue->results[micro];
-    record->loss = loss_sum / desc->accumulation;
-    record->grad_norm = (double)queue->results[desc->accumulation];
-    record->lr = (double)lr;
-    if (dtrain_is_finite(queue->results[desc->accumulation])) desc->optimizer->step_count++;
+    const uint64_t tokens =
+        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
+    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
+    record->val_loss = dtrain__nan();
+    record->tokens = tokens * (uint64_t)(trainer->step + 1);
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
+    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
+    dtrain__straggler_count(trainer, record);
+    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
+    dtrain__straggler_warn(trainer, record);
     return DTRAIN_OK;
 }
 
@@ -17986,6 +18209,31 @@ static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_ste
     record->skipped_steps = scaler->skipped_steps;
     return DTRAIN_OK;
 }
+
+/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
+ * place, and nothing is allocated per step. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
+{
+    float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
+    memcpy(slot, own, DTRAIN__WORDS_BYTES);
+    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+                             DTRAIN_DTYPE_F32, NULL);
+}
+
+static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
+{
+    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
+}
+
+/* Over ranks, in rank order: the same bits everywhere. */
+static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
+{
+    double sum = 0;
+    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
+    return sum / trainer->ranks;
+}
+
+/* ---- stragglers -------------------------------------------------------------------------------*/
 
 static double dtrain__trainer_compute(const dtrain_trainer *trainer, int rank)
 {
@@ -18028,67 +18276,7 @@ static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_re
                    (long long)record->step);
 }
 
-/* The rest of the record, from the words of all ranks. */
-static void dtrain__trainer_record(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    double seconds = 0;
-    for (int r = 0; r < trainer->ranks; r++) {
-        double own = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
-        if (own > seconds) seconds = own;
-    }
-    uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.accumulation * (uint64_t)trainer->ranks;
-    record->step = trainer->step;
-    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    record->val_loss = dtrain__nan();
-    record->tokens = tokens * (uint64_t)(trainer->step + 1);
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
-    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
-    dtrain__straggler_count(trainer, record);
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    dtrain_step_record full;
-    dtrain_comm_info before, after;
-    float own[DTRAIN__WORD_COUNT];
-    memset(&full, 0, sizeof full);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
-    double start = dtrain_seconds();
-    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
-    else DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
-    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
-
-    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
-    double exposed = after.inside_seconds - before.inside_seconds;
-    double flight = after.flight_seconds - before.flight_seconds;
-    own[DTRAIN__WORD_LOSS] = (float)full.loss;
-    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
-    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)full.grad_norm));
-    DTRAIN__TRY(dtrain__trainer_rescale(trainer, &full));
-
-    full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    dtrain__trainer_record(trainer, &full);
-    dtrain__straggler_warn(trainer, &full);
-    trainer->step++;
-    if (record) *record = full;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/train/plan.c
- * ==============================================================================================*/
-
-/* evaluation. */
+/* ---- evaluation -------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
@@ -18117,7 +18305,312 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-/* ---- memory -----------------------------------------------------------------------------------*/
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                               dtrain_trainer **out)
+{
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: world, desc or out is NULL");
+    *out = NULL;
+    DTRAIN__TRY(dtrain__check_trainer(desc));
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_trainer *trainer =
+        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
+    if (!trainer) return DTRAIN_ERROR_MEMORY;
+    trainer->allocator = allocator;
+    trainer->world = world;
+    trainer->desc = *desc;
+    if (trainer->desc.micro_batches == 0) trainer->desc.micro_batches = 1;
+    trainer->comm = dtrain_strategy_comm(desc->strategy);
+    trainer->rank = dtrain_comm_rank(trainer->comm);
+    trainer->ranks = dtrain_comm_size(trainer->comm);
+    trainer->slow_rank = -1;
+    dtrain_result result = dtrain__trainer_alloc(trainer);
+    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
+    if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
+    if (result != DTRAIN_OK) {
+        dtrain_trainer_destroy(trainer);
+        return result;
+    }
+    *out = trainer;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
+{
+    const uint32_t flags = desc->tape_flags;
+    if (!desc->strategy || !desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_create: desc has no %s",
+                           desc->strategy ? "loss" : "strategy");
+    if (desc->optimizer && !(desc->schedule.lr > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
+                           (double)desc->schedule.lr);
+    if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
+                       "DTRAIN_TAPE_F16",
+                       flags);
+}
+
+static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
+{
+    size_t ranks = (size_t)trainer->ranks;
+    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
+    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
+                                       trainer->desc.checkpoint_ops));
+    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
+                                            "a trainer's words");
+    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
+                                               "a trainer's times");
+    trainer->named =
+        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
+    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
+{
+    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
+    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
+                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
+                       desc->minimum_scale != 0;
+    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
+    if (!trainer->scaling) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
+                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
+    if (!given) *desc = dtrain_loss_scaler_defaults();
+    return dtrain_loss_scaler_init(&trainer->scaler, desc);
+}
+
+DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
+{
+    if (!trainer) return;
+    dtrain_allocator allocator = trainer->allocator;
+    size_t ranks = (size_t)trainer->ranks;
+    dtrain__queue_destroy(trainer);
+    dtrain_tape_destroy(trainer->tape);
+    dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
+    dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
+    dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
+    dtrain__free(&allocator, trainer, 1, sizeof *trainer);
+}
+
+DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
+{
+    return trainer ? trainer->tape : NULL;
+}
+
+/* A bit pattern instead of NAN: it survives -ffast-math. */
+DTRAIN__PRIVATE double dtrain__nan(void)
+{
+    const uint64_t bits = UINT64_C(0x7ff8000000000000);
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* ================================================================================================
+ * src/train/queued_step.c
+ * ==============================================================================================*/
+
+/* A step without the host
+ *
+ * A whole step is queued on the device before the host looks at any of its results. That is what
+ * a graph can record:
+ *
+ *     pinned            device                                                      pinned
+ *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
+ *
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed.
+ * The micro-batches are those of trainer.c; only what reads a result is different. */
+
+static dtrain_result dtrain__queue_run(dtrain_trainer *trainer);
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    const float *norm = queue->results + desc->micro_batches;
+    *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
+    queue->now->seed = dtrain__step_seed(trainer);
+    DTRAIN__TRY(dtrain__queue_run(trainer));
+    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
+    queue->steps++;
+    for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
+    record->loss /= desc->micro_batches;
+    record->grad_norm = (double)*norm;
+    if (dtrain_is_finite(*norm)) desc->optimizer->step_count++;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
+{
+    dtrain__queue *queue = trainer->queue;
+    dtrain__feed *feed = &queue->feeds[micro];
+    dtrain_tensor *loss;
+    feed->next = 0;
+    trainer->tape->feed = feed;
+    trainer->tape->scalars = queue->scalars; /* which add the seed of the step */
+    const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
+    trainer->tape->feed = NULL;
+    trainer->tape->scalars = NULL;
+    feed->filled = false;
+    DTRAIN__TRY(result);
+    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
+                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* The same calls in the same order whether the device runs or records them. */
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    dtrain_clip_args clip;
+    memset(&clip, 0, sizeof clip);
+    clip.sum_squares = desc->strategy->sum_squares;
+    clip.max_norm = desc->clip;
+    clip.scalars = queue->scalars;
+    clip.norm = (float *)(void *)(queue->scalars + 1);
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
+        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
+    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    DTRAIN__TRY(device->ops->clip(device, &clip));
+    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
+    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
+                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* From the second step on the inputs are known and can be fetched before anything is queued. False
+ * in *same: targets are ignored in another number of places, and the recorded loss would divide by
+ * the wrong count. */
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
+{
+    *same = true;
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
+        dtrain__feed *feed = &trainer->queue->feeds[micro];
+        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        for (size_t i = 0; i < feed->count; i++) {
+            const dtrain__feed_item *item = &feed->items[i];
+            memcpy(item->pinned, item->host, item->bytes);
+            if (item->dtype == DTRAIN_DTYPE_I32 &&
+                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
+                *same = false;
+        }
+        feed->filled = true;
+    }
+    return DTRAIN_OK;
+}
+
+/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
+ * recorded, and then it is run like those after it. */
+static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
+    bool same = true;
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
+    if (queue->graph && !same) {
+        device->ops->graph_destroy(device, queue->graph);
+        queue->graph = NULL;
+    }
+    if (queue->steps < 2) return dtrain__queue_all(trainer);
+    if (!queue->graph) {
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        const dtrain_result result = dtrain__queue_all(trainer);
+        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+        DTRAIN__TRY(result);
+        DTRAIN__TRY(ended);
+    }
+    return device->ops->graph_launch(device, queue->graph);
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
+{
+    return ((size_t)trainer->desc.micro_batches + 1) * sizeof(float);
+}
+
+static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
+{
+    const char *missing = NULL;
+    dtrain_comm_info comm;
+    dtrain_comm_query(trainer->comm, &comm);
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (dtrain_world_device(trainer->world)->ops->host_memory)
+        missing = "a device that can record (the CPU's cannot)";
+    else if (!trainer->desc.next_batch) missing = "next_batch";
+    else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (trainer->desc.optimizer->desc.variance_steps)
+        missing = "an optimizer without variance_steps: what is recorded would never stop";
+    else if (trainer->desc.strategy->desc.offload)
+        missing = "everything on the device: an offloaded update runs on the host";
+    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
+    else if (trainer->desc.strategy->desc.compression)
+        missing = "no compression: its first steps are not like the later ones";
+    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
+    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
+        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
+{
+    void *memory;
+    DTRAIN__TRY(dtrain__queue_check(trainer));
+    dtrain__queue *queue = trainer->queue =
+        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
+    if (!queue) return DTRAIN_ERROR_MEMORY;
+    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
+    queue->feeds =
+        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.micro_batches,
+                                      sizeof *queue->feeds, "the inputs of a queued step");
+    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
+    queue->scalars = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
+    queue->now = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
+    queue->results = (float *)memory;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
+{
+    dtrain__queue *queue = trainer->queue;
+    if (!queue) return;
+    const dtrain_device_ops *ops = queue->device->ops;
+    ops->synchronize(queue->device);
+    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < trainer->desc.micro_batches; m++)
+        for (size_t i = 0; i < queue->feeds[m].count; i++)
+            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
+                           queue->feeds[m].items[i].bytes);
+    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
+    if (queue->results)
+        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
+    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.micro_batches,
+                 sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
+    trainer->queue = NULL;
+}
+
+/* ================================================================================================
+ * src/train/plan.c
+ * ==============================================================================================*/
+
+/* Planning: the memory of a step, and the largest batch that fits. */
 
 /* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
  * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
@@ -18186,7 +18679,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_mem
 }
 
 /* ---- automatic batch
- *
+*
  * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
  *    interval. A plan is bookkeeping only, some twenty of them take milliseconds.
  * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
@@ -18348,11 +18841,11 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation)
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches)
 {
     const char *const call = "dtrain_trainer_split_batch";
-    if (!global_batch || !batch || ranks < 1 || !micro_batch || !accumulation)
+    if (!global_batch || !batch || ranks < 1 || !batch_each || !micro_batches)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "
                            "result's address is NULL",
@@ -18370,11 +18863,11 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
     while (own % micro) micro--;
     if (own / micro > UINT32_MAX)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %llu micro-batches of %llu samples are more than an accumulation "
-                           "can be",
+                           "%s: %llu micro-batches of %llu samples are more than a step can "
+                           "have",
                            call, (unsigned long long)(own / micro), (unsigned long long)micro);
-    *micro_batch = (uint32_t)micro;
-    *accumulation = (uint32_t)(own / micro);
+    *batch_each = (uint32_t)micro;
+    *micro_batches = (uint32_t)(own / micro);
     return DTRAIN_OK;
 }
 
@@ -18389,7 +18882,7 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
  * file has the record's step, from 0.
  *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
- * is counted, the first one is a warning, and dtrain_metrics_destroy tells how many were lost.
+ * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
  * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
  * built on the stack, one write(2) for the file and at most ten redraws a second. */
@@ -18423,6 +18916,12 @@ struct dtrain_metrics {
     double recent[DTRAIN__RECENT_KINDS][DTRAIN__RECENT];
 };
 
+/* Text of one line. What does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    size_t used;
+    char text[1024];
+} dtrain__line;
+
 /* Looks at the exponent bits, as dtrain_is_finite does. */
 static bool dtrain__is_finite_double(double value)
 {
@@ -18431,62 +18930,172 @@ static bool dtrain__is_finite_double(double value)
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
-/* ---- lines ------------------------------------------------------------------------------------*/
-
-/* Text of one line. What does not fit is cut, which no line here comes near. */
-typedef struct dtrain__line {
-    size_t used;
-    char text[1024];
-} dtrain__line;
-
 DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
+static void dtrain__line_add(dtrain__line *line, const char *format, ...);
+static void dtrain__line_number(dtrain__line *line, const char *key, double value);
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value);
+static void dtrain__line_rate(dtrain__line *line, double value);
+static void dtrain__line_duration(dtrain__line *line, double seconds);
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics);
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record);
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record);
+static void dtrain__metrics_json_final(dtrain_metrics *metrics);
+static void dtrain__progress_draw(dtrain_metrics *metrics);
+static void dtrain__progress_live(dtrain_metrics *metrics);
+static void dtrain__progress_table(dtrain_metrics *metrics);
 
-/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
- * JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
 {
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* "950", "41.2k", "1.30M" */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* "0:12", "1:02:03", "-" when unknown */
-static void dtrain__line_duration(dtrain__line *line, double seconds)
-{
-    if (!(seconds >= 0) || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc or out is NULL");
+    *out = NULL;
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_metrics *metrics =
+        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->file = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (dtrain_world_rank(world) != 0) {
+        metrics->desc.progress = NULL;
+        metrics->desc.jsonl_path = NULL;
     }
-    long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600)
-        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
-    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
+    FILE *progress = metrics->desc.progress;
+    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
+    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
+    metrics->summary.val_loss = dtrain__nan();
+    dtrain_result result = dtrain__metrics_open(metrics);
+    if (result != DTRAIN_OK) {
+        dtrain_metrics_destroy(metrics);
+        return result;
+    }
+    *out = metrics;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+{
+    const char *path = metrics->desc.jsonl_path;
+    if (!path) return DTRAIN_OK;
+    metrics->path_bytes = strlen(path) + 1;
+    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
+    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
+    memcpy(metrics->path, path, metrics->path_bytes);
+    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+    if (metrics->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
+                           strerror(errno));
+    return DTRAIN_OK;
+}
+
+/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
+ * step before the first record: that step has been paid for as well. */
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain_summary *s = &metrics->summary;
+    double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    int64_t slot = s->steps % DTRAIN__RECENT;
+    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
+    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
+    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
+    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+    metrics->last = *record;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    if (!metrics || !record)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
+    dtrain__metrics_count(metrics, record);
+    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
+    if (!metrics->desc.progress) return DTRAIN_OK;
+    if (metrics->terminal) dtrain__progress_live(metrics);
+    else dtrain__progress_table(metrics);
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
+static double dtrain__median(const double *values, int64_t count)
+{
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
+    if (n == 0) return dtrain__nan();
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
+    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    *summary = metrics->summary;
+    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
+    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
+    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
+    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : dtrain__nan();
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
+{
+    if (!metrics)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
+    if (metrics->terminal && metrics->desc.progress && metrics->summary.steps > 0) {
+        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
+        fprintf(metrics->desc.progress, "\n");
+        fflush(metrics->desc.progress);
+    }
+    metrics->desc.progress = NULL;
+    if (metrics->file < 0) return DTRAIN_OK;
+    dtrain__metrics_json_final(metrics);
+    /* Network file systems report a failed write here. */
+    const bool closed = close(metrics->file) == 0 || errno == EINTR;
+    metrics->file = -1;
+    if (!metrics->lost_lines && closed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "dtrain_metrics_finish: %llu of %llu lines of the log file %s could not be "
+                       "written%s",
+                       (unsigned long long)metrics->lost_lines, (unsigned long long)metrics->lines,
+                       metrics->path, closed ? "" : ", and closing it failed");
+}
+
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return;
+    const dtrain_allocator allocator = metrics->allocator;
+    dtrain_metrics_finish(metrics);
+    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
+    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
 }
 
 /* ---- the file ---------------------------------------------------------------------------------*/
@@ -18658,160 +19267,56 @@ static void dtrain__progress_table(dtrain_metrics *metrics)
         dtrain__progress_row(metrics);
 }
 
-/* ---- public calls -----------------------------------------------------------------------------*/
+/* ---- lines ------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
 {
-    const char *path = metrics->desc.jsonl_path;
-    if (!path) return DTRAIN_OK;
-    metrics->path_bytes = strlen(path) + 1;
-    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
-    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
-    memcpy(metrics->path, path, metrics->path_bytes);
-    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
-    if (metrics->file < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
-                           strerror(errno));
-    return DTRAIN_OK;
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-static void dtrain__metrics_free(dtrain_metrics *metrics)
+/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
+ * JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
 {
-    dtrain_allocator allocator = metrics->allocator;
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
 }
 
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out)
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
 {
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc or out is NULL");
-    *out = NULL;
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
-    if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = allocator;
-    metrics->world = world;
-    metrics->desc = *desc;
-    metrics->file = -1;
-    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (dtrain_world_rank(world) != 0) {
-        metrics->desc.progress = NULL;
-        metrics->desc.jsonl_path = NULL;
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* "950", "41.2k", "1.30M" */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* "0:12", "1:02:03", "-" when unknown */
+static void dtrain__line_duration(dtrain__line *line, double seconds)
+{
+    if (!(seconds >= 0) || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
     }
-    FILE *progress = metrics->desc.progress;
-    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
-    metrics->summary.val_loss = dtrain__nan();
-    dtrain_result result = dtrain__metrics_open(metrics);
-    if (result != DTRAIN_OK) {
-        dtrain__metrics_free(metrics);
-        return result;
-    }
-    *out = metrics;
-    return DTRAIN_OK;
-}
-
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain_summary *s = &metrics->summary;
-    double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    int64_t slot = s->steps % DTRAIN__RECENT;
-    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    metrics->last = *record;
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record)
-{
-    if (!metrics || !record)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain__metrics_count(metrics, record);
-    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
-    if (!metrics->desc.progress) return DTRAIN_OK;
-    if (metrics->terminal) dtrain__progress_live(metrics);
-    else dtrain__progress_table(metrics);
-    return DTRAIN_OK;
-}
-
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
-static double dtrain__median(const double *values, int64_t count)
-{
-    double sorted[DTRAIN__RECENT];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
-    if (n == 0) return dtrain__nan();
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
-}
-
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
-{
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
-    if (!metrics) return;
-    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
-    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
-    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
-    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
-    summary->scaling = summary->step_ms > 0
-                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : dtrain__nan();
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics)
-{
-    if (!metrics) return DTRAIN_OK;
-    dtrain_result result = DTRAIN_OK;
-    if (metrics->terminal && metrics->summary.steps > 0) {
-        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
-        fprintf(metrics->desc.progress, "\n");
-        fflush(metrics->desc.progress);
-    }
-    if (metrics->file >= 0) {
-        dtrain__metrics_json_final(metrics);
-        /* Network file systems report a failed write here. */
-        bool closed = close(metrics->file) == 0 || errno == EINTR;
-        if (metrics->lost_lines || !closed)
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "dtrain_metrics_destroy: %llu of %llu lines of the log file %s "
-                                 "could not be written%s",
-                                 (unsigned long long)metrics->lost_lines,
-                                 (unsigned long long)metrics->lines, metrics->path,
-                                 closed ? "" : ", and closing it failed");
-    }
-    dtrain__metrics_free(metrics);
-    return result;
+    long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600)
+        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
+    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
 }
 
 /* ================================================================================================

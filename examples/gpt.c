@@ -191,7 +191,9 @@ static int train(dtrain_world *world, void *user)
     dtrain_metrics *metrics;
 
     CHECK(dtrain_dataset_open(world, &(dtrain_dataset_desc){.path = s->data, .format = 1}, &text));
-    const int64_t all = dtrain_dataset_token_count(text), part = all - all / 10;
+    dtrain_dataset_info info;
+    dtrain_dataset_query(text, &info);
+    const int64_t all = info.token_count, part = all - all / 10;
     dtrain_loader_desc window = {
         .dataset = text, .batch = (uint32_t)s->batch, .sequence = SEQ, .token_count = part};
     learn.inputs = malloc(tokens * sizeof *learn.inputs);
@@ -237,7 +239,8 @@ static int train(dtrain_world *world, void *user)
     }
     dtrain_summary summary;
     dtrain_metrics_summary(metrics, &summary);
-    CHECK(dtrain_metrics_destroy(metrics));
+    CHECK(dtrain_metrics_finish(metrics));
+    dtrain_metrics_destroy(metrics);
     if (first)
         printf("\nheld-out loss %.3f, %.0f tokens/s; a sample:\n", summary.val_loss,
                summary.tokens_per_second);

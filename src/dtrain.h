@@ -33,7 +33,8 @@ extern "C" {
 #include "train/trainer.h"
 #include "train/metrics.h"
 
-/* What an author of a backend needs besides. */
+/* What an author of an operation or a backend needs besides. */
+#include "tape/op.h"
 #include "device/backend.h"
 #include "comm/backend.h"
 
@@ -91,13 +92,13 @@ extern "C" {
 #include "strategy/query.c"
 #include "strategy/plan.c"
 #include "strategy/auto.c"
-#include "tape/arena.c"
 #include "tape/tape.c"
-#include "tape/checkpointing.c"
+#include "tape/op.c"
 #include "tape/backward.c"
-#include "tape/ops.c"
 #include "tape/layers.c"
 #include "tape/elementwise.c"
+#include "tape/checkpointing.c"
+#include "tape/arena.c"
 #include "optim/clip.c"
 #include "optim/scaler.c"
 #include "optim/optimizer.c"

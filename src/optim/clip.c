@@ -1,4 +1,4 @@
-/* Loss scaling, clipping
+/* Norm and clipping
  *
  * The norm is one number from all shards, added in double in registration order: the same bits on
  * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a

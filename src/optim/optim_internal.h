@@ -1,4 +1,5 @@
-/* What other files may use of optim/ beside the public API. */
+/* The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+ * host, and an update whose numbers are read from device memory. */
 
 #pragma once
 

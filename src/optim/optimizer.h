@@ -1,4 +1,8 @@
-/* Optimizers, schedules. */
+/* Optimizers and learning rates
+ *
+ * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
+ * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or
+ * dtrain_sgd_defaults(); a desc that was not is refused by name. */
 
 #pragma once
 
@@ -14,7 +18,6 @@ typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_SGD = 2
 } dtrain_optimizer_kind;
 
-/* Hyper-parameters: 0 is meaningful, so start from dtrain_adamw_defaults or dtrain_sgd_defaults. */
 typedef struct dtrain_optimizer_desc {
     uint32_t kind;
     float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
@@ -30,18 +33,19 @@ typedef struct dtrain_optimizer_desc {
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
-/* State (fp32) is allocated for this rank's shards. desc is required. The strategy must outlive the
- * optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy is the host's: what else changes values
- * on the device is undone by the next step. */
+/* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
+ * must outlive the optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in
+ * host memory: changes made to them on the device are undone by the next step. Local. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
-/* One update; every gradient is multiplied by grad_scale on the way in; then the strategy publishes
- * it: collective where anything is sharded. A rate or scale that is not finite, or a negative rate,
- * is an error before anything is touched. */
+/* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
+ * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
+ * negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
+/* Bytes of this rank's state, wherever it is. */
 DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
 
 typedef enum dtrain_schedule_kind {
@@ -50,8 +54,9 @@ typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_COSINE = 2
 } dtrain_schedule_kind;
 
-/* Steps count from 0. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
- * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+/* A learning rate for every step, counted from 0. Warm-up: lr * (step + 1) / warmup_steps. Then
+ * from lr at warmup_steps to min_lr at total_steps, along a line or half a cosine; min_lr after
+ * that. */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
@@ -64,4 +69,5 @@ typedef enum dtrain_lr_scaling {
     DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
     DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
 } dtrain_lr_scaling;
+/* Adapt a rate found on one rank to `ranks` of them, whose batch is so much larger. */
 DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);

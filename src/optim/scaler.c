@@ -1,4 +1,4 @@
-/* Loss scaling. */
+/* Loss scaling: which scale the next backward gets, and unscaling before the update. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

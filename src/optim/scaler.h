@@ -1,8 +1,8 @@
-/* Loss scaling, clipping
+/* Loss scaling and clipping
  *
- * fp16 knows nothing below 6e-8, where many gradients are: the loss is multiplied by a scale before
- * backward, and the optimizer divides gradients by it on the way in (Micikevicius et al., "Mixed
- * Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
+ * fp16 has no numbers below 6e-8, where many gradients are: the loss is multiplied by a scale
+ * before backward, and the optimizer divides gradients by it on the way in (Micikevicius et al.,
+ * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
  *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
@@ -40,25 +40,27 @@ typedef struct dtrain_loss_scaler {
 } dtrain_loss_scaler;
 
 DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
-/* desc NULL = defaults. Nothing is allocated. */
+/* Initialise a scaler; desc NULL = defaults. Nothing is allocated. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc);
-/* Once a step, after it was taken or skipped. With hysteresis 1 the scales are those of
- * torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A scale that
- * would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: something is wrong that no
- * scale mends. Local. */
+/* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
+ * are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A
+ * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
+ * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* dtrain_clip_grad_norm for gradients that are still scaled: norm is that of the unscaled ones,
- * grad_scale unscales and clips. found_inf: a gradient of some rank is inf or NaN (or the unscaled
- * norm is beyond fp32); take no step. Collective, the same on every rank. */
+/* Do what dtrain_clip_grad_norm does for gradients that are still scaled: *norm is the norm of the
+ * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
+ * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
+ * rank. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
                                                     dtrain_strategy *strategy, float max_norm,
                                                     float *norm, float *grad_scale,
                                                     bool *found_inf);
 
-/* L2 norm over all gradients of the model (tied weights once), and the factor that brings it to at
- * most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as torch.nn.utils.clip_grad_norm_.
- * Nothing is scaled here: pass the factor to dtrain_optimizer_step. max_norm <= 0: no clipping,
- * scale = 1. Collective. A norm that is not finite is returned as it is, with scale 1. */
+/* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
+ * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
+ * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
+ * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
+ * is, with scale 1. */
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
                                                float *norm, float *scale);

@@ -1,21 +1,7 @@
-/* Tape and tensors
+/* The tape's memory
  *
- * Where things live during a step, and who gives them back:
- *
- *     host arena      tensors, nodes                       until the next begin
- *     data arena      every forward value                  until the next begin
- *     two regions     values that checkpointing drops      until the next but one unit that drops
- *     gradient pool   gradients of forward values          from the first contribution until their
- *                                                          producer's backward has run
- *     params          values and gradients                 not the tape's
- *
- * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
- * the last one asked for allocates nothing and gets the same addresses. That also makes memory
- * predictable: the plan device runs this very code and only its allocations do nothing.
- *
- * Backward is one walk in reverse. Nodes are recorded after the nodes that made their inputs, so
- * when the walk reaches a node every use of its output has contributed: the gradient is complete,
- * is spent, and its buffer goes back. A handful of buffers serves a model of any depth. */
+ * Chunks from the device or the host, arenas that are moved through and rewound, and tensors made
+ * in them. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -28,43 +14,6 @@
 #include "device/device.h"
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
-
-/* ---- Errors
- *
- * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
- * have left theirs in the thread's last error. */
-
-DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
-{
-    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
-        tape->error = result;
-        memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
-    }
-    return result;
-}
-
-/* A new error that sticks. Always NULL: an operation ends by returning it. */
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
-                                                 const char *format, ...)
-{
-    char text[DTRAIN__ERROR_BYTES];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    dtrain__tape_stick(tape, dtrain_fail(code, "%s", text));
-    return NULL;
-}
-
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
-    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
-    return tape->error;
-}
-
-/* ---- Memory -----------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
                                             dtrain__chunk *chunk)
@@ -113,7 +62,9 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
         arena->used = 0;
     }
     if (!*arena->at) {
-        size_t chunk_bytes = arena->device ? bytes : DTRAIN__TAPE_HOST_BYTES;
+        size_t chunk_bytes = bytes;
+        if (!arena->device && bytes < DTRAIN__TAPE_HOST_BYTES)
+            chunk_bytes = DTRAIN__TAPE_HOST_BYTES;
         *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
         if (!*arena->at) return NULL;
         if (arena->device) tape->activation_bytes += chunk_bytes;
@@ -171,10 +122,4 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
     tape->tensor_count++;
     return tensor->data ? tensor : NULL;
-}
-
-DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
-{
-    return x->dtype == DTRAIN_DTYPE_F32 || x->dtype == DTRAIN_DTYPE_BF16 ||
-           x->dtype == DTRAIN_DTYPE_F16;
 }

@@ -1,7 +1,9 @@
 /* Operations
  *
- * Shapes: (..., n) is seen as (rows, n). Weights of linear layers are (out, in), as in PyTorch.
- * Every operation checks shapes and reports a difference in a sentence with both. */
+ * An operation takes tensors of a pass, runs, and returns a new tensor; NULL after an error, which
+ * sticks to the tape. A shape (..., n) is read as (rows, n). Weights of linear layers are (out,
+ * in), as in PyTorch. Every operation checks shapes and reports a difference in a sentence with
+ * both. A program adds its own operations with tape/op.h. */
 
 #pragma once
 
@@ -11,38 +13,44 @@
 #include "tape/tape.h"
 #include "device/device.h"
 
-/* y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Linear layer: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
-/* Normalises the last axis, epsilon 1e-5; bias may be NULL. */
+/* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
+ * epsilon is 1e-5, bias may be NULL (Ba et al., "Layer Normalization", 2016). */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias);
-/* sum = x + residual, and its layer normalisation, in one pass over memory; *sum (not NULL) is the
- * input of the next residual connection. */
+/* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
+ * the input of the next residual connection. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
-/* tokens (batch, sequence) I32 -> (batch*sequence, n): token plus position embedding;
- * position may be NULL. */
+/* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
+ * row of `position` (sequence or more, n), which may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T / sqrt(n/heads)) v per head. */
+/* Multi-head attention: qkv (batch*sequence, 3n) -> (batch*sequence, n), in each head
+ * softmax(q k^T / sqrt(n/heads)) v; q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
+
+/* Add two tensors of the same count and last axis; the result has the wider type of the two. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
+/* Multiply every element by factor. */
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
-/* x as F32, BF16 or F16; x itself when it is that already. Its gradient comes back in x's type.
- * This is how a model chooses the type of its output: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32) in
- * front of the loss, say, where autocast would take softmax and gradient of narrow logits. */
+/* Convert x to F32, BF16 or F16; x itself when it has that type. The gradient comes back in x's
+ * type. A model chooses the type of its output with it: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32)
+ * in front of the loss, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
-/* Zeroes each element with the given probability and scales the rest by 1 / (1 - probability). */
+/* Zero each element with the given probability, in [0, 1), and scale the rest by
+ * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Mean over rows of softmax cross-entropy; logits (rows, n), targets (rows) I32, -1 = ignored.
- * In backward the gradient overwrites the logits in place when nothing else reads them: behind a
- * linear classifier logits are stored once. Read them before backward. */
+/* Mean over rows of softmax cross-entropy -> one element; logits (rows, n), targets (rows) I32, -1
+ * = ignored. Backward overwrites the logits with their gradient when nothing else reads them, so
+ * that behind a linear classifier they are stored once: read logits before backward. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */

@@ -1,4 +1,17 @@
-/* What other files may use of tape/ beside the public API. */
+/* The tape's own structures, and what its files share.
+ *
+ * Where things live during a step, and who gives them back:
+ *
+ *     host arena      tensors, nodes                       until the next begin
+ *     data arena      every forward value                  until the next begin
+ *     two regions     values that checkpointing drops      until the next but one unit that drops
+ *     gradient pool   gradients of forward values          from the first contribution until their
+ *                                                          producer's backward has run
+ *     params          values and gradients                 not the tape's
+ *
+ * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
+ * the last one asked for allocates nothing and gets the same addresses. That also makes memory
+ * predictable: the plan device runs this very code and only its allocations do nothing. */
 
 #pragma once
 
@@ -9,11 +22,12 @@
 #include "core/result.h"
 #include "strategy/params.h"
 #include "strategy/strategy_internal.h"
+#include "tape/op.h"
 #include "tape/tape.h"
 #include "device/backend.h"
 #include "device/device.h"
 
-#define DTRAIN__FEED_ITEMS 16 /* inputs of a pass that can be replayed */
+/* ---- Memory -----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__chunk {
     struct dtrain__chunk *next;
@@ -23,9 +37,9 @@ typedef struct dtrain__chunk {
     bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
-/* Chunks in the order they were made; memory is handed out by moving forward through them. A pass
- * that asks for a part of what an earlier one asked for (an evaluation after a training step) is
- * never further along than that one was, so it finds room everywhere.
+/* An arena: chunks in the order they were made; memory is handed out by moving forward through
+ * them. A pass that asks for a part of what an earlier one asked for (an evaluation after a
+ * training step) is never further along than that one was, so it finds room everywhere.
  *
  * A chunk of device memory has exactly the size of the request it was made for: nothing is lost at
  * its end, and a few hundred allocations in the first step are soon forgotten. */
@@ -36,68 +50,62 @@ typedef struct dtrain__bump {
     size_t used;        /* bytes of that chunk */
 } dtrain__bump;
 
-/* A kernel of any kind. */
-typedef dtrain_result (*dtrain__kernel_fn)(dtrain_device *device, const void *args);
+/* ---- Nodes and tensors ------------------------------------------------------------------------*/
 
-/* A kernel call whose results were dropped. */
-typedef struct dtrain__call {
-    struct dtrain__call *next; /* made before this one, until the segment is run again */
-    dtrain__kernel_fn kernel;
-    const void *args;
-    const struct dtrain_node *node;
-} dtrain__call;
-
-/* What is recorded between two marks in a unit that drops results. */
-typedef struct dtrain__tape_segment {
-    int64_t unit;
-    uint32_t region;
-    dtrain__call *calls; /* the last one first */
-    const struct dtrain__tape_segment
-        *successor; /* the first to overwrite the results; NULL: intact */
-} dtrain__tape_segment;
-
-/* One executed operation. The arguments of its forward kernel hold all that its backward needs. */
+/* One executed operation. */
 typedef struct dtrain_node {
-    struct dtrain_node *previous; /* recorded before this one */
-    const char *name;             /* of the public function */
-    dtrain_result (*backward)(dtrain_tape *tape, struct dtrain_node *node);
-    dtrain_tensor *in[2], *out;
-    dtrain_param *param[2];
-    const struct dtrain_node *sum; /* layernorm of a sum: its node, whose value this kernel makes */
-    dtrain__tape_segment *segment; /* NULL: this unit drops nothing */
-    int64_t unit;                  /* -1: before the first mark */
-    uint32_t mark;                 /* how many marks came before it */
-    bool dropped;                  /* its results are in the segment's region */
-    bool needs_grad;               /* some input or parameter does, and the tape records */
-    bool reads_input;              /* backward looks at in[0]->data */
-    bool reads_output;             /* backward looks at out->data: nobody may overwrite it */
-    bool reads_rest;               /* backward looks at other results of the forward kernels */
-    bool grad_is_inner; /* linear: out->grad is already that of the value before the activation */
-    bool residual_done; /* add: in[1] has had its share */
-    bool reached;       /* by the gradient of this backward's loss */
-    float factor;       /* of scale, sum, mean and cross-entropy: d out / d kernel result */
-    union {
-        dtrain_gemm_args linear;
-        dtrain_layernorm_args layernorm;
-        dtrain_embedding_args embedding;
-        dtrain_attention_args attention;
-        dtrain_dropout_args dropout;
-        dtrain_cross_entropy_args cross_entropy;
-    } forward;
+    dtrain_op op;                            /* first: a dtrain_op * of this library is a node */
+    struct dtrain_node *previous;            /* recorded before this one */
+    struct dtrain__tape_segment *segment;    /* NULL: this unit drops nothing */
+    struct dtrain_node *redo;                /* in that segment's list of dropped nodes */
+    dtrain_param *storage[DTRAIN_OP_PARAMS]; /* whose value and gradient params[i] are */
+    const void *source[DTRAIN_OP_INPUTS];    /* where inputs[i] was when the node was made ... */
+    void *rounded[DTRAIN_OP_INPUTS];         /* ... and its copy in the type of autocast, or NULL */
+    int64_t unit;                            /* -1: before the first mark */
+    uint32_t mark;                           /* how many marks came before it */
+    bool dropped;                            /* its results are in the segment's region */
+    bool saves;                              /* it has saved memory, which backward reads */
+    bool reached;                            /* by the gradient of this backward's loss */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient;       /* what tensor.grad points into */
-    int64_t valid_count;           /* of I32 inputs: entries that are not -1 */
-    dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
-    bool kept;                     /* tensor.data is a copy in the data arena */
+    dtrain__chunk *gradient;              /* what tensor.grad points into */
+    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
+    bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
 } dtrain__tape_tensor;
 
-/* Inputs of a pass that will be replayed: each goes through page-locked memory of its own, which
- * the next step can fill while nobody calls the model. */
+/* What is recorded between two marks in a unit that drops results. */
+typedef struct dtrain__tape_segment {
+    int64_t unit;
+    uint32_t region;
+    dtrain_node *dropped;                         /* the last one first */
+    const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
+} dtrain__tape_segment;
+
+/* Where segments put what they drop, one after the other. */
+typedef struct dtrain__tape_region {
+    dtrain__bump memory;
+    dtrain__tape_segment *owner;
+} dtrain__tape_region;
+
+/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
+ * not its address: a strategy that gathers units may have several weights there in turn. */
+typedef struct dtrain__cast {
+    struct dtrain__cast *next;
+    const dtrain_param *storage;
+    const void *low;
+} dtrain__cast;
+
+/* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
+
+#define DTRAIN__FEED_ITEMS 16
+
+/* Each input goes through page-locked memory of its own, which the next step can fill while nobody
+ * calls the model. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
     void *pinned;
@@ -112,19 +120,7 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
-/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
- * not its address: a strategy that gathers units may have several weights there in turn. */
-typedef struct dtrain__cast {
-    struct dtrain__cast *next;
-    const dtrain_param *storage;
-    const void *low;
-} dtrain__cast;
-
-/* Where segments put what they drop, one after the other. */
-typedef struct dtrain__tape_region {
-    dtrain__bump memory;
-    dtrain__tape_segment *owner;
-} dtrain__tape_region;
+/* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
@@ -151,18 +147,73 @@ struct dtrain_tape {
     size_t recomputed_count;
     const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
-    dtrain_dtype cast;                  /* of matrix multiplications: F32, or that of autocast */
+    dtrain_dtype cast;                  /* the type of autocast; F32 without */
     dtrain__cast *casts;                /* weights rounded in this pass */
 
-    dtrain_result error;
+    dtrain_result error; /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
-/* tape/arena.c */
+/* tape/tape.c */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
                                                  const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
+DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
+
+/* tape/op.c */
+typedef struct dtrain__text {
+    char text[96];
+} dtrain__text;
+DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to);
+DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4]);
+DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i);
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
+DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
+                                            dtrain_dtype to, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
+                                                   const void *x, uint32_t x_dtype, void *y,
+                                                   uint32_t y_dtype);
+
+/* The descriptor of the built-in operation dtrain_<op>, whose functions are dtrain__<op>_prepare,
+ * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
+ * use, in elementwise.c. */
+#define DTRAIN__OP(op, reads, checkpoint, integer_inputs, autocast)          \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                  \
+                                                     checkpoint,             \
+                                                     integer_inputs,         \
+                                                     autocast,               \
+                                                     "dtrain_" #op,          \
+                                                     dtrain__##op##_prepare, \
+                                                     dtrain__##op##_forward, \
+                                                     dtrain__##op##_backward};
+
+/* tape/backward.c */
+DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
+DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
+                                                    bool *accumulate);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
+                                                     dtrain__chunk **earlier);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
+                                                     dtrain__chunk *earlier);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
+                                                    dtrain_tensor *x);
+
+/* tape/checkpointing.c */
+DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape);
+DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
+                                                  const char *call);
+
+/* tape/arena.c */
 DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
                                             dtrain__chunk *chunk);
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
@@ -174,34 +225,3 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
-DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
-
-/* tape/tape.c */
-DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
-DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
-DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
-                                                    bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk **earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_tape *tape, const dtrain_tensor *from,
-                                                    dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_param *dtrain__param_storage(dtrain_param *p);
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_tape *tape, dtrain_param *p);
-DTRAIN__PRIVATE float *dtrain__param_grad(const dtrain_tape *tape, const dtrain_node *node, int i,
-                                          bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-
-/* tape/checkpointing.c */
-DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
-                                                  const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_tape *tape, const dtrain_node *node,
-                                                 dtrain__kernel_fn kernel, const void *args,
-                                                 size_t args_bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
-DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);

@@ -1,4 +1,7 @@
-/* Data, samplers. */
+/* Data: samplers, token files, loaders
+ *
+ * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
+ * tokens make a sample. Nothing here communicates: every rank reads its own share. */
 
 #pragma once
 
@@ -6,19 +9,21 @@
 #include "core/result.h"
 #include "world/world.h"
 
-/* The indices torch.utils.data.DistributedSampler gives one rank, bit-equal. */
+/* Which of item_count items one rank gets: number by number those of
+ * torch.utils.data.DistributedSampler. */
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
     int64_t item_count;
     uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
-/* How many indices each rank gets per epoch; 0 after an argument error. */
+/* Return how many indices each rank gets per epoch; 0 after an argument error. */
 DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
-/* Writes them for one epoch: indices (dtrain_sampler_count). scratch (item_count) int64. */
+/* Write the indices of one epoch: indices (dtrain_sampler_count). scratch (item_count) is used when
+ * shuffling. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices);
-/* torch.randperm on the CPU for n below 2^32 / 20. */
+/* Write a permutation of 0 to n - 1: that of torch.randperm on the CPU for n below 2^32 / 20. */
 DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
 
 typedef struct dtrain_dataset dtrain_dataset;
@@ -34,19 +39,23 @@ typedef struct dtrain_dataset_desc {
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
-DTRAIN_API int64_t dtrain_dataset_token_count(const dtrain_dataset *dataset);
-DTRAIN_API int64_t dtrain_dataset_vocab_count(const dtrain_dataset *dataset);
-/* tokens (count) from position first. */
+
+typedef struct dtrain_dataset_info {
+    int64_t token_count, vocab_count;
+} dtrain_dataset_info;
+/* All zero for a dataset of NULL. */
+DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
+/* Read tokens (count), from position first on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens);
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* Cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and deals them
- * out. The whole state is one number: samples handed out so far by all ranks together. Sample k is
- * the same for every world size, so the same seed and global batch see the same data. An epoch has
- * (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones, whose borders
- * move from epoch to epoch. */
+/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
+ * deals them out. The whole state is one number: samples handed out so far by all ranks together.
+ * Sample k is the same for every world size, so the same seed and global batch see the same data.
+ * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
+ * whose borders move from epoch to epoch. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                   /* samples per call and rank */
     int64_t sequence;                 /* tokens per sample */
@@ -58,9 +67,16 @@ typedef struct dtrain_loader_desc {
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* inputs and targets (batch, sequence): targets are inputs one token later. */
+/* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
+ * token later. A call that failed can be repeated. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets);
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader); /* per epoch */
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader);
+
+typedef struct dtrain_loader_info {
+    int64_t samples_per_epoch;
+    uint64_t position; /* samples handed out so far, by all ranks together */
+} dtrain_loader_info;
+/* All zero for a loader of NULL. */
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
+/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);

@@ -1,4 +1,4 @@
-/* What other files may use of train/ beside the public API. */
+/* The structure of an open token file, which the loader reads. */
 
 #pragma once
 

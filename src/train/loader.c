@@ -1,4 +1,18 @@
-/* loader. */
+/* Loaders
+ *
+ * A loader cuts the stream into windows that share one border token (target of one, input of the
+ * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
+ * seen behind the same context:
+ *
+ *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
+ *               shift  0       1       2    +1 target
+ *
+ *     sample k of the run = window order[k % windows] of epoch k / windows
+ *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
+ *
+ * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
+ * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
+ * that every shift in [0, sequence) leaves them room (but never fewer than one). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -29,6 +43,99 @@ struct dtrain_loader {
     int64_t *order; /* (window_count) */
 };
 
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample);
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
+static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc);
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_alloc(dtrain_loader *loader);
+
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
+                                            int32_t *targets)
+{
+    if (!loader || !inputs || !targets)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_next: loader, inputs or targets is NULL");
+    size_t row = (size_t)loader->desc.sequence;
+    for (uint32_t i = 0; i < loader->desc.batch; i++) {
+        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
+        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
+        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
+        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    }
+    /* Only now: a call that failed can be repeated. */
+    loader->position += loader->desc.batch * loader->ranks;
+    return DTRAIN_OK;
+}
+
+/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
+ * read once although its tokens are used twice. */
+static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
+{
+    uint64_t windows = (uint64_t)loader->window_count;
+    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
+    uint64_t place = sample % windows;
+    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
+    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
+    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
+                               loader->window);
+}
+
+/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
+ * growing k, so a batch across a border enters each epoch once. */
+static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+{
+    uint32_t random[4];
+    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+    loader->epoch = epoch;
+    loader->entered = true;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
+{
+    if (!info) return;
+    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->position = loader ? loader->position : 0;
+}
+
+DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
+{
+    if (loader) loader->position = position;
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
+                                              dtrain_loader **out)
+{
+    if (!out || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+    *out = NULL;
+    dtrain_loader_desc resolved = *desc;
+    DTRAIN__TRY(dtrain__loader_check(&resolved));
+    dtrain_allocator allocator =
+        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_loader *loader =
+        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
+    if (!loader) return DTRAIN_ERROR_MEMORY;
+    loader->allocator = allocator;
+    loader->desc = resolved;
+    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
+    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    dtrain_result result = dtrain__loader_plan(loader);
+    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
+    if (result != DTRAIN_OK) {
+        dtrain_loader_destroy(loader);
+        return result;
+    }
+    *out = loader;
+    return DTRAIN_OK;
+}
+
 /* Checks the desc and resolves token_count. Written with subtractions only: nothing overflows. */
 static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
 {
@@ -56,7 +163,7 @@ static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
     return DTRAIN_OK;
 }
 
-/* How the span is cut; the rule in the banner. */
+/* Count the windows of an epoch and the shifts to choose from, by the rule at the top. */
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
@@ -87,33 +194,6 @@ static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
     return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
-                                              dtrain_loader **out)
-{
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
-    *out = NULL;
-    dtrain_loader_desc resolved = *desc;
-    DTRAIN__TRY(dtrain__loader_check(&resolved));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_loader *loader =
-        (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
-    if (!loader) return DTRAIN_ERROR_MEMORY;
-    loader->allocator = allocator;
-    loader->desc = resolved;
-    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
-    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
-    dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
-    if (result != DTRAIN_OK) {
-        dtrain_loader_destroy(loader);
-        return result;
-    }
-    *out = loader;
-    return DTRAIN_OK;
-}
-
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
@@ -122,65 +202,4 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
                  sizeof *loader->window);
     dtrain__free(&allocator, loader->order, (size_t)loader->window_count, sizeof *loader->order);
     dtrain__free(&allocator, loader, 1, sizeof *loader);
-}
-
-/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
- * growing k, so a batch across a border enters each epoch once. */
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
-{
-    uint32_t random[4];
-    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
-    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
-    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
-    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
-    loader->epoch = epoch;
-    loader->entered = true;
-    return DTRAIN_OK;
-}
-
-/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
- * read once although its tokens are used twice. */
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
-{
-    uint64_t windows = (uint64_t)loader->window_count;
-    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
-    uint64_t place = sample % windows;
-    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
-    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
-    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
-                               loader->window);
-}
-
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets)
-{
-    if (!loader || !inputs || !targets)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_next: loader, inputs or targets is NULL");
-    size_t row = (size_t)loader->desc.sequence;
-    for (uint32_t i = 0; i < loader->desc.batch; i++) {
-        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
-        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
-        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
-        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
-    }
-    /* Only now: a call that failed can be repeated. */
-    loader->position += loader->desc.batch * loader->ranks;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API int64_t dtrain_loader_sample_count(const dtrain_loader *loader)
-{
-    return loader ? loader->window_count : 0;
-}
-
-DTRAIN_API uint64_t dtrain_loader_position(const dtrain_loader *loader)
-{
-    return loader ? loader->position : 0;
-}
-
-DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
-{
-    if (loader) loader->position = position;
 }

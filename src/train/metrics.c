@@ -5,7 +5,7 @@
  * file has the record's step, from 0.
  *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
- * is counted, the first one is a warning, and dtrain_metrics_destroy tells how many were lost.
+ * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
  * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
  * built on the stack, one write(2) for the file and at most ten redraws a second. */
@@ -50,6 +50,12 @@ struct dtrain_metrics {
     double recent[DTRAIN__RECENT_KINDS][DTRAIN__RECENT];
 };
 
+/* Text of one line. What does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    size_t used;
+    char text[1024];
+} dtrain__line;
+
 /* Looks at the exponent bits, as dtrain_is_finite does. */
 static bool dtrain__is_finite_double(double value)
 {
@@ -58,62 +64,172 @@ static bool dtrain__is_finite_double(double value)
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
-/* ---- lines ------------------------------------------------------------------------------------*/
-
-/* Text of one line. What does not fit is cut, which no line here comes near. */
-typedef struct dtrain__line {
-    size_t used;
-    char text[1024];
-} dtrain__line;
-
 DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
+static void dtrain__line_add(dtrain__line *line, const char *format, ...);
+static void dtrain__line_number(dtrain__line *line, const char *key, double value);
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value);
+static void dtrain__line_rate(dtrain__line *line, double value);
+static void dtrain__line_duration(dtrain__line *line, double seconds);
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics);
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record);
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record);
+static void dtrain__metrics_json_final(dtrain_metrics *metrics);
+static void dtrain__progress_draw(dtrain_metrics *metrics);
+static void dtrain__progress_live(dtrain_metrics *metrics);
+static void dtrain__progress_table(dtrain_metrics *metrics);
 
-/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
- * JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
 {
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* "950", "41.2k", "1.30M" */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* "0:12", "1:02:03", "-" when unknown */
-static void dtrain__line_duration(dtrain__line *line, double seconds)
-{
-    if (!(seconds >= 0) || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc or out is NULL");
+    *out = NULL;
+    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_metrics *metrics =
+        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->file = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (dtrain_world_rank(world) != 0) {
+        metrics->desc.progress = NULL;
+        metrics->desc.jsonl_path = NULL;
     }
-    long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600)
-        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
-    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
+    FILE *progress = metrics->desc.progress;
+    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
+    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
+    metrics->summary.val_loss = dtrain__nan();
+    dtrain_result result = dtrain__metrics_open(metrics);
+    if (result != DTRAIN_OK) {
+        dtrain_metrics_destroy(metrics);
+        return result;
+    }
+    *out = metrics;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+{
+    const char *path = metrics->desc.jsonl_path;
+    if (!path) return DTRAIN_OK;
+    metrics->path_bytes = strlen(path) + 1;
+    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
+    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
+    memcpy(metrics->path, path, metrics->path_bytes);
+    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+    if (metrics->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
+                           strerror(errno));
+    return DTRAIN_OK;
+}
+
+/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
+ * step before the first record: that step has been paid for as well. */
+static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain_summary *s = &metrics->summary;
+    double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    int64_t slot = s->steps % DTRAIN__RECENT;
+    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
+    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
+    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
+    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+    metrics->last = *record;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    if (!metrics || !record)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
+    dtrain__metrics_count(metrics, record);
+    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
+    if (!metrics->desc.progress) return DTRAIN_OK;
+    if (metrics->terminal) dtrain__progress_live(metrics);
+    else dtrain__progress_table(metrics);
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
+static double dtrain__median(const double *values, int64_t count)
+{
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
+    if (n == 0) return dtrain__nan();
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
+    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    *summary = metrics->summary;
+    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
+    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
+    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
+    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : dtrain__nan();
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
+{
+    if (!metrics)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
+    if (metrics->terminal && metrics->desc.progress && metrics->summary.steps > 0) {
+        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
+        fprintf(metrics->desc.progress, "\n");
+        fflush(metrics->desc.progress);
+    }
+    metrics->desc.progress = NULL;
+    if (metrics->file < 0) return DTRAIN_OK;
+    dtrain__metrics_json_final(metrics);
+    /* Network file systems report a failed write here. */
+    const bool closed = close(metrics->file) == 0 || errno == EINTR;
+    metrics->file = -1;
+    if (!metrics->lost_lines && closed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "dtrain_metrics_finish: %llu of %llu lines of the log file %s could not be "
+                       "written%s",
+                       (unsigned long long)metrics->lost_lines, (unsigned long long)metrics->lines,
+                       metrics->path, closed ? "" : ", and closing it failed");
+}
+
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return;
+    const dtrain_allocator allocator = metrics->allocator;
+    dtrain_metrics_finish(metrics);
+    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
+    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
 }
 
 /* ---- the file ---------------------------------------------------------------------------------*/
@@ -285,158 +401,54 @@ static void dtrain__progress_table(dtrain_metrics *metrics)
         dtrain__progress_row(metrics);
 }
 
-/* ---- public calls -----------------------------------------------------------------------------*/
+/* ---- lines ------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
 {
-    const char *path = metrics->desc.jsonl_path;
-    if (!path) return DTRAIN_OK;
-    metrics->path_bytes = strlen(path) + 1;
-    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
-    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
-    memcpy(metrics->path, path, metrics->path_bytes);
-    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
-    if (metrics->file < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
-                           strerror(errno));
-    return DTRAIN_OK;
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-static void dtrain__metrics_free(dtrain_metrics *metrics)
+/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
+ * JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
 {
-    dtrain_allocator allocator = metrics->allocator;
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
 }
 
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out)
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
 {
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc or out is NULL");
-    *out = NULL;
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
-    if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = allocator;
-    metrics->world = world;
-    metrics->desc = *desc;
-    metrics->file = -1;
-    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (dtrain_world_rank(world) != 0) {
-        metrics->desc.progress = NULL;
-        metrics->desc.jsonl_path = NULL;
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* "950", "41.2k", "1.30M" */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* "0:12", "1:02:03", "-" when unknown */
+static void dtrain__line_duration(dtrain__line *line, double seconds)
+{
+    if (!(seconds >= 0) || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
     }
-    FILE *progress = metrics->desc.progress;
-    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
-    metrics->summary.val_loss = dtrain__nan();
-    dtrain_result result = dtrain__metrics_open(metrics);
-    if (result != DTRAIN_OK) {
-        dtrain__metrics_free(metrics);
-        return result;
-    }
-    *out = metrics;
-    return DTRAIN_OK;
-}
-
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain_summary *s = &metrics->summary;
-    double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    int64_t slot = s->steps % DTRAIN__RECENT;
-    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    metrics->last = *record;
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record)
-{
-    if (!metrics || !record)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain__metrics_count(metrics, record);
-    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
-    if (!metrics->desc.progress) return DTRAIN_OK;
-    if (metrics->terminal) dtrain__progress_live(metrics);
-    else dtrain__progress_table(metrics);
-    return DTRAIN_OK;
-}
-
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
-static double dtrain__median(const double *values, int64_t count)
-{
-    double sorted[DTRAIN__RECENT];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
-    if (n == 0) return dtrain__nan();
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
-}
-
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
-{
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
-    if (!metrics) return;
-    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
-    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
-    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
-    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
-    summary->scaling = summary->step_ms > 0
-                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : dtrain__nan();
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics)
-{
-    if (!metrics) return DTRAIN_OK;
-    dtrain_result result = DTRAIN_OK;
-    if (metrics->terminal && metrics->summary.steps > 0) {
-        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
-        fprintf(metrics->desc.progress, "\n");
-        fflush(metrics->desc.progress);
-    }
-    if (metrics->file >= 0) {
-        dtrain__metrics_json_final(metrics);
-        /* Network file systems report a failed write here. */
-        bool closed = close(metrics->file) == 0 || errno == EINTR;
-        if (metrics->lost_lines || !closed)
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "dtrain_metrics_destroy: %llu of %llu lines of the log file %s "
-                                 "could not be written%s",
-                                 (unsigned long long)metrics->lost_lines,
-                                 (unsigned long long)metrics->lines, metrics->path,
-                                 closed ? "" : ", and closing it failed");
-    }
-    dtrain__metrics_free(metrics);
-    return result;
+    long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600)
+        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
+    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
 }

@@ -1,4 +1,7 @@
-/* Metrics. */
+/* Metrics
+ *
+ * Reports a run: a line on the terminal, a file of JSON lines, and a summary. Call
+ * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
 
 #pragma once
 
@@ -11,18 +14,19 @@ typedef struct dtrain_metrics dtrain_metrics;
 
 typedef struct dtrain_metrics_desc {
     uint32_t progress_every; /* steps between lines when progress is no terminal; 0 = 10 */
-    int64_t total_steps;     /* for percentage and time left; 0 = unknown */
-    FILE *progress;          /* a live line on a terminal, plain lines otherwise; NULL = none */
-    const char *jsonl_path;  /* one JSON object a step, NULL = none */
+    int64_t total_steps;     /* for the bar and the time left; 0 = unknown */
+    FILE *progress;          /* a live line on a terminal, a table otherwise; NULL = none */
+    const char *jsonl_path;  /* a file of one JSON object a step; NULL = none */
 } dtrain_metrics_desc;
 
-/* Rank 0 writes, the others do nothing. A log file that cannot be opened is an error; one that
- * later cannot be written is one warning, and training goes on. */
+/* Create the report of a run. Only rank 0 writes; every rank keeps the summary. A log file that
+ * cannot be opened is an error; one that later cannot be written is one warning, and training goes
+ * on. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
-/* Keys: step, loss, val_loss (when evaluated), grad_norm, lr, tokens, tokens_per_second, step_ms,
- * comm_ms, exposed_comm_ms, comm_bytes; with loss scaling loss_scale, skipped_steps. Numbers that
- * are not finite are written as null. */
+/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
+ * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -36,6 +40,8 @@ typedef struct dtrain_summary {
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* Ends the progress line, writes a last JSON object with the summary and "final": true, closes the
- * file. Safe on NULL. DTRAIN_ERROR_FILE when lines were lost on the way. */
-DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
+/* Ends the progress line, writes a last JSON object with the summary and "final": true, and closes
+ * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
+/* Finishes, if that was not done, and frees. Safe on NULL. */
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);

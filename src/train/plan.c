@@ -1,4 +1,4 @@
-/* evaluation. */
+/* Planning: the memory of a step, and the largest batch that fits. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -20,35 +20,6 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "device/device.h"
-
-DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
-                                                 dtrain_batch_fn next_batch, void *user,
-                                                 int64_t batches, double *loss)
-{
-    if (!trainer || !loss || batches <= 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
-                           "is less than 1",
-                           (long long)batches);
-    double sum = 0;
-    for (int64_t i = 0; i < batches; i++) {
-        float one = 0;
-        if (next_batch) DTRAIN__TRY(next_batch(user));
-        DTRAIN__TRY(
-            dtrain_tape_begin(trainer->tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
-        dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
-        DTRAIN__TRY(dtrain_tape_error(trainer->tape));
-        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &one));
-        sum += (double)one;
-    }
-    float own[DTRAIN__WORD_COUNT] = {0};
-    own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    *loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    return DTRAIN_OK;
-}
-
-/* ---- memory -----------------------------------------------------------------------------------*/
 
 /* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
  * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
@@ -117,7 +88,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_mem
 }
 
 /* ---- automatic batch
- *
+*
  * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
  *    interval. A plan is bookkeeping only, some twenty of them take milliseconds.
  * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
@@ -279,11 +250,11 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation)
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches)
 {
     const char *const call = "dtrain_trainer_split_batch";
-    if (!global_batch || !batch || ranks < 1 || !micro_batch || !accumulation)
+    if (!global_batch || !batch || ranks < 1 || !batch_each || !micro_batches)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "
                            "result's address is NULL",
@@ -301,10 +272,10 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
     while (own % micro) micro--;
     if (own / micro > UINT32_MAX)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %llu micro-batches of %llu samples are more than an accumulation "
-                           "can be",
+                           "%s: %llu micro-batches of %llu samples are more than a step can "
+                           "have",
                            call, (unsigned long long)(own / micro), (unsigned long long)micro);
-    *micro_batch = (uint32_t)micro;
-    *accumulation = (uint32_t)(own / micro);
+    *batch_each = (uint32_t)micro;
+    *micro_batches = (uint32_t)(own / micro);
     return DTRAIN_OK;
 }

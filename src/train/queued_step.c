@@ -1,10 +1,18 @@
-/* a step without the host: how it runs. */
+/* A step without the host
+ *
+ * A whole step is queued on the device before the host looks at any of its results. That is what
+ * a graph can record:
+ *
+ *     pinned            device                                                      pinned
+ *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
+ *
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed.
+ * The micro-batches are those of trainer.c; only what reads a result is different. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
-#include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm.h"
@@ -14,30 +22,40 @@
 #include "tape/tape_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
-#include "optim/scaler.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
 
-static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
+static dtrain_result dtrain__queue_run(dtrain_trainer *trainer);
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
+    const float *norm = queue->results + desc->micro_batches;
+    *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
+    queue->now->seed = dtrain__step_seed(trainer);
+    DTRAIN__TRY(dtrain__queue_run(trainer));
+    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
+    queue->steps++;
+    for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
+    record->loss /= desc->micro_batches;
+    record->grad_norm = (double)*norm;
+    if (dtrain_is_finite(*norm)) desc->optimizer->step_count++;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
+{
+    dtrain__queue *queue = trainer->queue;
     dtrain__feed *feed = &queue->feeds[micro];
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->accumulation));
-    if (!feed->filled) DTRAIN__TRY(desc->next_batch(desc->user));
+    dtrain_tensor *loss;
     feed->next = 0;
     trainer->tape->feed = feed;
-    trainer->tape->scalars = queue->scalars;
-    dtrain_result result =
-        dtrain_tape_begin(trainer->tape, desc->tape_flags, dtrain__micro_seed(micro));
-    dtrain_tensor *loss = NULL;
-    if (result == DTRAIN_OK) {
-        loss = desc->loss(trainer->tape, desc->user);
-        result = dtrain_tape_backward(trainer->tape, loss, dtrain__backward_scale(trainer));
-    }
-    if (result == DTRAIN_OK) result = dtrain_strategy_finish(desc->strategy);
+    trainer->tape->scalars = queue->scalars; /* which add the seed of the step */
+    const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
     trainer->tape->feed = NULL;
     trainer->tape->scalars = NULL;
     feed->filled = false;
@@ -52,16 +70,20 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
-    dtrain_clip_args clip = {desc->strategy->sum_squares, desc->clip, queue->scalars,
-                             dtrain__queue_norm(queue)};
+    dtrain_clip_args clip;
+    memset(&clip, 0, sizeof clip);
+    clip.sum_squares = desc->strategy->sum_squares;
+    clip.max_norm = desc->clip;
+    clip.scalars = queue->scalars;
+    clip.norm = (float *)(void *)(queue->scalars + 1);
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
         DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
     DTRAIN__TRY(device->ops->clip(device, &clip));
     DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
-    return device->ops->copy_async(device, queue->results + desc->accumulation, clip.norm,
+    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
 
@@ -71,7 +93,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;
-    for (uint32_t micro = 0; micro < trainer->desc.accumulation; micro++) {
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
         DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
         for (size_t i = 0; i < feed->count; i++) {
@@ -109,150 +131,78 @@ static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
     return device->ops->graph_launch(device, queue->graph);
 }
 
-static dtrain_result dtrain__queue_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
 {
-    const dtrain_trainer_desc *desc = &trainer->desc;
+    return ((size_t)trainer->desc.micro_batches + 1) * sizeof(float);
+}
+
+static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
+{
+    const char *missing = NULL;
+    dtrain_comm_info comm;
+    dtrain_comm_query(trainer->comm, &comm);
+    if (trainer->scaling)
+        missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
+                  "which needs no scale, or graph = false";
+    else if (dtrain_world_device(trainer->world)->ops->host_memory)
+        missing = "a device that can record (the CPU's cannot)";
+    else if (!trainer->desc.next_batch) missing = "next_batch";
+    else if (!trainer->desc.optimizer) missing = "an optimizer";
+    else if (trainer->desc.optimizer->desc.variance_steps)
+        missing = "an optimizer without variance_steps: what is recorded would never stop";
+    else if (trainer->desc.strategy->desc.offload)
+        missing = "everything on the device: an offloaded update runs on the host";
+    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
+    else if (trainer->desc.strategy->desc.compression)
+        missing = "no compression: its first steps are not like the later ones";
+    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
+    else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
+        missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
+    if (!missing) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
+{
+    void *memory;
+    DTRAIN__TRY(dtrain__queue_check(trainer));
+    dtrain__queue *queue = trainer->queue =
+        (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
+    if (!queue) return DTRAIN_ERROR_MEMORY;
+    dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
+    queue->feeds =
+        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.micro_batches,
+                                      sizeof *queue->feeds, "the inputs of a queued step");
+    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
+    queue->scalars = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
+    queue->now = (dtrain_step_scalars *)memory;
+    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
+    queue->results = (float *)memory;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
+{
     dtrain__queue *queue = trainer->queue;
-    const float lr = dtrain_schedule_lr(&desc->schedule, trainer->step);
-    double loss_sum = 0;
-    *queue->now = dtrain__optimizer_scalars(desc->optimizer, lr, 1);
-    queue->now->seed = dtrain__step_seed(trainer);
-    DTRAIN__TRY(dtrain__queue_run(trainer));
-    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
-    queue->steps++;
-    for (uint32_t micro = 0; micro < desc->accumulation; micro++)
-        loss_sum += (double)queue->results[micro];
-    record->loss = loss_sum / desc->accumulation;
-    record->grad_norm = (double)queue->results[desc->accumulation];
-    record->lr = (double)lr;
-    if (dtrain_is_finite(queue->results[desc->accumulation])) desc->optimizer->step_count++;
-    return DTRAIN_OK;
-}
-
-/* After the exchange: the same verdict on every rank. */
-static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm)
-{
-    const char *advice = "lower the learning rate, clip gradients or look at the data";
-    for (int r = 0; r < trainer->ranks; r++) {
-        float loss = dtrain__trainer_word(trainer, r, DTRAIN__WORD_LOSS);
-        if (!dtrain_is_finite(loss))
-            return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                               "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
-                               (double)loss, advice);
-    }
-    if (!dtrain_is_finite(norm) && !trainer->scaling)
-        return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                           "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
-                           "every loss is finite: %s",
-                           (long long)trainer->step, (double)norm, advice);
-    return DTRAIN_OK;
-}
-
-/* After the verdict, and from the same numbers on every rank: all scales move alike. */
-static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    dtrain_loss_scaler *scaler = &trainer->scaler;
-    if (!trainer->scaling) return DTRAIN_OK;
-    record->loss_scale = (double)scaler->scale;
-    DTRAIN__TRY(dtrain_loss_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
-    record->skipped_steps = scaler->skipped_steps;
-    return DTRAIN_OK;
-}
-
-static double dtrain__trainer_compute(const dtrain_trainer *trainer, int rank)
-{
-    return (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_STEP) -
-           (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_EXPOSED);
-}
-
-/* Finds the slowest rank and its score, and counts for how long it has been a straggler. Of an even
- * number of ranks the lower median counts: the mean of the middle two would keep one slow rank of
- * two below a score of 2 for ever. */
-static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    int slowest = 0;
-    for (int r = 0; r < trainer->ranks; r++) {
-        double seconds = dtrain__trainer_compute(trainer, r);
-        if (seconds > dtrain__trainer_compute(trainer, slowest)) slowest = r;
-        int at = r; /* insertion sort: few ranks, and no allocation */
-        for (; at > 0 && trainer->compute[at - 1] > seconds; at--)
-            trainer->compute[at] = trainer->compute[at - 1];
-        trainer->compute[at] = seconds;
-    }
-    double median = trainer->compute[(trainer->ranks - 1) / 2];
-    double most = trainer->compute[trainer->ranks - 1];
-    record->straggler_score = median > 0 ? most / median : 1;
-    if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
-    else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
-    trainer->slow_rank = slowest;
-}
-
-/* Names a lasting straggler, once. Every rank comes to the same end here, rank 0 says it. */
-static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record)
-{
-    if (trainer->slow_steps < DTRAIN__SLOW_STEPS || trainer->named[trainer->slow_rank]) return;
-    trainer->named[trainer->slow_rank] = true;
-    if (trainer->rank == 0)
-        dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
-                   "rank %d is a straggler: it has computed more than twice as long as the median "
-                   "rank for %d steps running (%.1f times in step %lld), and all ranks wait for it",
-                   record->slowest_rank, DTRAIN__SLOW_STEPS, record->straggler_score,
-                   (long long)record->step);
-}
-
-/* The rest of the record, from the words of all ranks. */
-static void dtrain__trainer_record(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    double seconds = 0;
-    for (int r = 0; r < trainer->ranks; r++) {
-        double own = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
-        if (own > seconds) seconds = own;
-    }
-    uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.accumulation * (uint64_t)trainer->ranks;
-    record->step = trainer->step;
-    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    record->val_loss = dtrain__nan();
-    record->tokens = tokens * (uint64_t)(trainer->step + 1);
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
-    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
-    dtrain__straggler_count(trainer, record);
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    dtrain_step_record full;
-    dtrain_comm_info before, after;
-    float own[DTRAIN__WORD_COUNT];
-    memset(&full, 0, sizeof full);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
-    double start = dtrain_seconds();
-    if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
-    else DTRAIN__TRY(dtrain__trainer_update(trainer, &full));
-    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
-
-    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
-    double exposed = after.inside_seconds - before.inside_seconds;
-    double flight = after.flight_seconds - before.flight_seconds;
-    own[DTRAIN__WORD_LOSS] = (float)full.loss;
-    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
-    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)full.grad_norm));
-    DTRAIN__TRY(dtrain__trainer_rescale(trainer, &full));
-
-    full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    dtrain__trainer_record(trainer, &full);
-    dtrain__straggler_warn(trainer, &full);
-    trainer->step++;
-    if (record) *record = full;
-    return DTRAIN_OK;
+    if (!queue) return;
+    const dtrain_device_ops *ops = queue->device->ops;
+    ops->synchronize(queue->device);
+    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < trainer->desc.micro_batches; m++)
+        for (size_t i = 0; i < queue->feeds[m].count; i++)
+            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
+                           queue->feeds[m].items[i].bytes);
+    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
+    if (queue->results)
+        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
+    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.micro_batches,
+                 sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
+    trainer->queue = NULL;
 }

@@ -1,10 +1,12 @@
 /* Trainer
  *
- * The loop's glue; everything in it can be called directly instead:
+ * A trainer is the glue of a training loop; everything in it can be called directly instead. One
+ * step is
  *
- *     for each micro-batch: accumulate(is another to come?) -> next_batch -> tape forward (loss)
- *                           -> tape backward -> finish
- *     unscale, clip -> optimizer at the schedule's lr -> one small all-gather for the record */
+ *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
+ *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of four
+ *     numbers per rank, from which every rank makes the same record */
 
 #pragma once
 
@@ -20,27 +22,27 @@
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fills the host's own buffers with the next micro-batch. */
+/* Fill the host's own buffers with the next micro-batch. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
-/* Builds the loss (one element, mean over the micro-batch) of what next_batch fetched. It must not
- * depend on data values: memory is planned by running it on the plan device. */
+/* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
+ * operations it calls must not depend on values: memory is planned by running it on the plan
+ * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
 typedef struct dtrain_trainer_desc {
-    uint32_t accumulation; /* micro-batches per step; 0 = 1 */
-    uint32_t tokens;       /* (or samples) per micro-batch and rank, for throughput figures */
-    float clip;            /* global gradient norm; 0 = off */
-    uint32_t tape_flags;   /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
+    uint32_t micro_batches; /* per step; 0 = 1 */
+    uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
+    float clip;             /* global gradient norm; 0 = off */
+    uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    dtrain_loss_scaler_desc
-        loss_scaling; /* all zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16,
-                                        otherwise off */
-    bool graph;       /* GPU: record the step once and replay it: no launch costs. See below */
-    uint64_t seed;    /* of dropout */
-    dtrain_schedule schedule;
+    /* All zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16, otherwise no loss scaling. */
+    dtrain_loss_scaler_desc loss_scaling;
+    bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
+    uint64_t seed; /* of dropout */
+    dtrain_schedule schedule; /* its lr is required with an optimizer */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
-    dtrain_batch_fn next_batch; /* NULL: loss fetches by itself; then memory cannot be planned */
+    dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
 } dtrain_trainer_desc;
@@ -64,7 +66,10 @@ typedef struct dtrain_step_record {
     int slowest_rank;
 } dtrain_step_record;
 
-/* With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
+/* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of
+ * NULL makes a trainer that only evaluates.
+ *
+ * With desc->graph the third step is recorded and later ones are replayed: the same kernels on the
  * same addresses, so loss is not called again. What it reads must come in through
  * dtrain_tape_input from buffers that stay where they are (next_batch fills them); what else it
  * does on the host happens once. The bits are those of a run without graph. Needs a device that can
@@ -74,21 +79,23 @@ typedef struct dtrain_step_record {
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Collective. record may be NULL. A rank that is more than twice slower than the (lower) median for
- * ten steps running is named once in a warning. A gradient norm or loss that is not finite is
- * DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed if it was the
- * gradient. With loss scaling such a gradient is no error: the step is skipped on all ranks,
- * parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update gives up. An
- * optimizer of NULL in the desc makes a trainer that only evaluates. */
+/* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
+ * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
+ * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
+ * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
+ * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
+ * gives up. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Mean loss without gradients over `batches` calls of next_batch, averaged over ranks. Collective.
- * next_batch and user may differ from training's; the loss function gets this user. */
+/* Evaluate: the mean loss without gradients over `batches` calls of next_batch, averaged over
+ * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
+ * user. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* The trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Predicts the memory of activations, and with them the total, by running the loss forwards and
+/* Predict the memory of activations, and with them the total, by running the loss forwards and
  * backwards on the plan device, where kernels do nothing. desc is that of the trainer to come: only
  * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
  * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
@@ -97,13 +104,14 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
                                                          const dtrain_trainer_desc *desc,
                                                          dtrain_memory *memory);
 
-/* Predicts a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
+/* Predict a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
  * workspace is what the process held before the model came. Local; needs a next_batch. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
 
 typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
-    /* From here on the loss builds micro-batches of so many samples, with buffers of that size. */
+    /* Called with a batch: from here on the loss builds micro-batches of so many samples, with
+     * buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
     const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
     dtrain_param *params;
@@ -111,23 +119,24 @@ typedef struct dtrain_plan_batch_desc {
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
 } dtrain_plan_batch_desc;
 
-/* The largest micro-batch whose step fits, to be asked before anything of the model is allocated:
+/* Find the largest micro-batch whose step fits, to be asked before anything of the model is
+ * allocated:
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
- * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch.
- * The prediction is tried: every rank allocates and touches that much at the same time, and where
- * one cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
+ * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
+ * prediction is tried: every rank allocates and touches that much at the same time, and where one
+ * cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
  * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
  * missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* The largest micro-batch of at most `batch` samples, and the accumulation, with which
- * micro_batch * accumulation * ranks is global_batch. A global batch that ranks does not divide is
- * an error that names the nearest. Local. */
+/* Split a global batch: *batch_each, at most `batch` and as large as possible, and *micro_batches
+ * make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
+ * divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *micro_batch,
-                                                    uint32_t *accumulation);
+                                                    int ranks, uint32_t *batch_each,
+                                                    uint32_t *micro_batches);

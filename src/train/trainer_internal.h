@@ -1,4 +1,5 @@
-/* What other files may use of train/ beside the public API. */
+/* The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+ * queued step (queued_step.c). */
 
 #pragma once
 
@@ -45,22 +46,22 @@ struct dtrain_trainer {
 
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain__feed *feeds;          /* (accumulation): one a micro-batch */
+    dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* page-locked (accumulation + 1): losses, norm */
+    float *results;               /* page-locked (micro_batches + 1): losses, norm */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
 
 /* train/trainer.c */
 DTRAIN__PRIVATE double dtrain__nan(void);
-DTRAIN__PRIVATE float *dtrain__queue_norm(const dtrain__queue *queue);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
-DTRAIN__PRIVATE float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
-DTRAIN__PRIVATE double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
-DTRAIN__PRIVATE float dtrain__backward_scale(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_update(dtrain_trainer *trainer,
-                                                     dtrain_step_record *record);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
+                                                    uint64_t seed, dtrain_tensor **loss);
+
+/* train/queued_step.c */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
+DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
+                                                 dtrain_step_record *record);

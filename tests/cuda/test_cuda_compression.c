@@ -464,6 +464,7 @@ static int graph_main(dtrain_world *world, void *user)
     desc.strategy = strategy;
     desc.optimizer = optimizer;
     desc.loss = no_loss;
+    desc.schedule.lr = 1;
     desc.next_batch = no_batch;
     desc.graph = true;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);

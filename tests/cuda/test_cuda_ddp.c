@@ -455,7 +455,7 @@ static int train_main(dtrain_world *world, void *user)
     if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &optim, &optimizer));
-    desc.accumulation = how->accumulation;
+    desc.micro_batches = how->accumulation;
     desc.tokens = B * T;
     desc.clip = how->clip;
     desc.tape_flags = how->tape_flags;
@@ -707,6 +707,7 @@ static int refused_main(dtrain_world *world, void *user)
     desc.optimizer = optimizer;
     desc.loss = loss;
     desc.user = &m;
+    desc.schedule.lr = 0.001f;
     desc.graph = true;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(strstr(dtrain_last_error(), "next_batch") != NULL);
@@ -780,6 +781,7 @@ static int lost_main(dtrain_world *world, void *user)
     desc.next_batch = next_batch;
     desc.loss = loss;
     desc.user = &m;
+    desc.schedule.lr = 0.001f;
     if (found == DTRAIN_OK) found = dtrain_trainer_create(world, &desc, &trainer);
     for (int step = 0; step < 3 && found == DTRAIN_OK; step++)
         found = dtrain_trainer_step(trainer, NULL);

@@ -227,7 +227,7 @@ static int train_main(dtrain_world *world, void *user)
     if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
-    desc.accumulation = how->accumulation;
+    desc.micro_batches = how->accumulation;
     desc.tokens = B * T;
     desc.clip = 1;
     desc.tape_flags = how->tape_flags;

@@ -158,7 +158,7 @@ static int train(dtrain_world *world, run *how)
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &optim, &optimizer));
     dtrain_strategy_query(strategy, &how->info);
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = how->accumulation;
+    desc.micro_batches = how->accumulation;
     desc.clip = 0.5f;
     desc.schedule.lr = how->sgd ? 0.2f : 0.02f;
     desc.strategy = strategy;

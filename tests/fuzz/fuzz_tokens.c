@@ -19,6 +19,8 @@ static void fuzz_loader(dtrain_dataset *dataset, int64_t sequence, int file, off
     int32_t inputs[2 * 64], targets[2 * 64];
     dtrain_loader_desc desc;
     dtrain_loader *loader;
+    dtrain_dataset_info info;
+    dtrain_dataset_query(dataset, &info);
     memset(&desc, 0, sizeof desc);
     desc.dataset = dataset;
     desc.batch = 2;
@@ -29,7 +31,7 @@ static void fuzz_loader(dtrain_dataset *dataset, int64_t sequence, int file, off
         if (i == 4 && ftruncate(file, cut) != 0) abort();
         if (dtrain_loader_next(loader, inputs, targets) != DTRAIN_OK) continue;
         for (int64_t t = 0; t < 2 * sequence; t++)
-            if (targets[t] < 0 || targets[t] >= dtrain_dataset_vocab_count(dataset)) abort();
+            if (targets[t] < 0 || targets[t] >= info.vocab_count) abort();
     }
     dtrain_loader_destroy(loader);
 }
@@ -50,7 +52,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     desc.path = path;
     desc.format = data[0] % 4;
     if (dtrain_dataset_open(NULL, &desc, &dataset) == DTRAIN_OK) {
-        if (dtrain_dataset_token_count(dataset) > (int64_t)size) abort();
+        dtrain_dataset_info info;
+        dtrain_dataset_query(dataset, &info);
+        if (info.token_count > (int64_t)size) abort();
         fuzz_loader(dataset, 1 + data[1] % 64, file, (off_t)(data[2] * (size - 3) / 255));
         dtrain_dataset_close(dataset);
     }

@@ -1757,6 +1757,7 @@ static int scaling_rank(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_optimizer_create(world, s, &sgd, &optimizer));
         memset(&trainer_desc, 0, sizeof trainer_desc);
         trainer_desc.strategy = s, trainer_desc.optimizer = optimizer, trainer_desc.loss = no_loss;
+        trainer_desc.schedule.lr = 1;
         if (i < 2) trainer_desc.tape_flags = DTRAIN_TAPE_F16;
         else trainer_desc.loss_scaling = dtrain_loss_scaler_defaults();
         refused(dtrain_trainer_create(world, &trainer_desc, &trainer), "loss scaling",

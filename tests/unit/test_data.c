@@ -49,6 +49,20 @@ static dtrain_result open_file(const char *path, uint32_t format, int64_t vocab,
 }
 
 /* Opening `name` fails with `code`, and the sentence has the path and `words`. */
+static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
+{
+    dtrain_dataset_info info;
+    dtrain_dataset_query(dataset, &info);
+    return info;
+}
+
+static dtrain_loader_info loader_info(const dtrain_loader *loader)
+{
+    dtrain_loader_info info;
+    dtrain_loader_query(loader, &info);
+    return info;
+}
+
 static void check_refused(const char *name, uint32_t format, dtrain_result code, const char *words)
 {
     dtrain_dataset *dataset = (dtrain_dataset *)1;
@@ -189,21 +203,21 @@ static void test_dataset_formats(void)
 
     write_file("text", text, sizeof text);
     CHECK(open_file(path_of("text"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dtrain_dataset_token_count(dataset) == 4 && dtrain_dataset_vocab_count(dataset) == 256);
+    CHECK(dataset_info(dataset).token_count == 4 && dataset_info(dataset).vocab_count == 256);
     CHECK(dtrain_dataset_read(dataset, 0, 4, got) == DTRAIN_OK);
     CHECK(got[0] == 'a' && got[1] == 0 && got[2] == 255 && got[3] == 'z');
     dtrain_dataset_close(dataset);
 
     write_bin("narrow", 20240520, 1, 5, narrow, sizeof narrow);
     CHECK(open_file(path_of("narrow"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dtrain_dataset_token_count(dataset) == 5 && dtrain_dataset_vocab_count(dataset) == 50257);
+    CHECK(dataset_info(dataset).token_count == 5 && dataset_info(dataset).vocab_count == 50257);
     CHECK(dtrain_dataset_read(dataset, 1, 4, got) == DTRAIN_OK);
     CHECK(got[0] == 1 && got[1] == 256 && got[2] == 50256 && got[3] == 50255);
     CHECK(dtrain_dataset_read(dataset, 5, 0, NULL) == DTRAIN_OK);
     dtrain_dataset_close(dataset);
 
     CHECK(open_file(path_of("narrow"), 1, 0, &dataset) == DTRAIN_OK); /* the same file as bytes */
-    CHECK(dtrain_dataset_token_count(dataset) == 1034);
+    CHECK(dataset_info(dataset).token_count == 1034);
     dtrain_dataset_close(dataset);
 
     write_bin("wide", 20240801, 7, 3, wide, sizeof wide);
@@ -318,7 +332,7 @@ static void test_dataset_large(void)
     CHECK(ftruncate(file, size) == 0 && pwrite(file, "xyz", 3, size - 3) == 3);
     close(file);
     CHECK(open_file(path_of("large"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dtrain_dataset_token_count(dataset) == size);
+    CHECK(dataset_info(dataset).token_count == size);
     CHECK(dtrain_dataset_read(dataset, size - 3, 3, got) == DTRAIN_OK);
     CHECK(got[0] == 'x' && got[1] == 'y' && got[2] == 'z');
     dtrain_dataset_close(dataset);
@@ -388,7 +402,7 @@ static int loader_rank(dtrain_world *world, void *user)
     desc.in_order = c->in_order;
     if (!CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK)) return 1;
     for (uint32_t step = 0; step < STEPS; step++) {
-        CHECK(dtrain_loader_position(loader) == step * GLOBAL_BATCH);
+        CHECK(loader_info(loader).position == step * GLOBAL_BATCH);
         next_firsts(loader, batch, firsts);
         for (uint32_t i = 0; i < batch; i++)
             c->firsts[step * GLOBAL_BATCH + i * c->ranks + rank] = firsts[i];
@@ -468,7 +482,7 @@ static void test_loader_resumes_by_seek(void)
         dtrain_loader_seek(loader, position);
         next_firsts(loader, 4, firsts);
         CHECK(memcmp(firsts, c.firsts + position, sizeof firsts[0] * 4) == 0);
-        CHECK(dtrain_loader_position(loader) == position + 4);
+        CHECK(loader_info(loader).position == position + 4);
     }
     dtrain_loader_destroy(loader);
     dtrain_dataset_close(dataset);
@@ -487,15 +501,15 @@ static void test_loader_small_spans(void)
         desc.first_token = 100;
         desc.token_count = span;
         CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
-        CHECK(dtrain_loader_sample_count(loader) == (span < 16 ? 1 : span / 8 - 1));
+        CHECK(loader_info(loader).samples_per_epoch == (span < 16 ? 1 : span / 8 - 1));
         int32_t lowest = INT32_MAX, highest = 0;
-        for (int k = 0; k < 200 * dtrain_loader_sample_count(loader); k++) {
+        for (int k = 0; k < 200 * loader_info(loader).samples_per_epoch; k++) {
             CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
             lowest = inputs[0] < lowest ? inputs[0] : lowest;
             highest = targets[7] > highest ? targets[7] : highest;
         }
         CHECK_MSG(lowest == 100, "span %d: first token read is %d", (int)span, (int)lowest);
-        int64_t reach = dtrain_loader_sample_count(loader) * 8 + (span < 16 ? span - 9 : 7);
+        int64_t reach = loader_info(loader).samples_per_epoch * 8 + (span < 16 ? span - 9 : 7);
         CHECK_MSG(highest == 100 + reach && reach < span, "span %d: last token is %d", (int)span,
                   (int)highest);
         dtrain_loader_destroy(loader);
@@ -559,7 +573,7 @@ static void test_loader_file_shrinks(void)
     CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
     CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_ERROR_FILE);
     CHECK(strstr(dtrain_last_error(), "shrinking ended at byte 1104") != NULL);
-    CHECK(dtrain_loader_position(loader) == 2);
+    CHECK(loader_info(loader).position == 2);
     write_counting_file("shrinking");
     CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK && inputs[0] == 32);
     dtrain_loader_destroy(loader);

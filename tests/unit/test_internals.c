@@ -184,7 +184,7 @@ static void test_dropout_seeds_differ(void)
     uint64_t seeds[2 * 3 * 4];
     dtrain_trainer trainer;
     memset(&trainer, 0, sizeof trainer);
-    trainer.desc.accumulation = 3;
+    trainer.desc.micro_batches = 3;
     int count = 0;
     for (trainer.rank = 0; trainer.rank < 2; trainer.rank++)
         for (trainer.step = 0; trainer.step < 4; trainer.step++)

@@ -114,7 +114,7 @@ static dtrain_trainer_desc trainer_desc(const run *r, model *m)
 {
     dtrain_trainer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = r->accumulation;
+    desc.micro_batches = r->accumulation;
     desc.tape_flags = r->tape_flags;
     desc.checkpoint_every = r->checkpoint;
     desc.schedule.lr = 0.01f;

@@ -445,7 +445,7 @@ static dtrain_trainer_desc trainer_desc(rank_state *s, dtrain_strategy *strategy
 {
     dtrain_trainer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = s->r->accumulation;
+    desc.micro_batches = s->r->accumulation;
     desc.clip = s->r->clip;
     desc.tape_flags = s->r->tape_flags;
     desc.loss_scaling = s->r->scaling;
@@ -494,7 +494,9 @@ static dtrain_result take_steps(dtrain_world *world, rank_state *s, dtrain_train
         if (result == DTRAIN_OK) result = dtrain_metrics_step(metrics, &r->records[s->rank][step]);
         if (result == DTRAIN_OK) r->taken[s->rank]++;
     }
-    TRY(dtrain_metrics_destroy(metrics));
+    const dtrain_result finished = dtrain_metrics_finish(metrics);
+    dtrain_metrics_destroy(metrics);
+    DTRAIN__TRY(finished);
     return result;
 }
 

@@ -610,7 +610,8 @@ static model language_model(void)
 static dtrain_result language_step(dtrain_tape *tape, model *m, uint64_t seed)
 {
     for (int i = 0; i < m->param_count; i++) m->params[i].state.grad_written = false;
-    DTRAIN__TRY(dtrain_tape_begin(tape, 0, seed));
+    const dtrain_result begun = dtrain_tape_begin(tape, 0, seed);
+    if (begun != DTRAIN_OK) return begun;
     return dtrain_tape_backward(tape, build_language(tape, m), 1);
 }
 

@@ -157,7 +157,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     TRY(dtrain_strategy_create(world, s->params, 5, &ddp, strategy));
     TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = s->r->accumulation;
+    desc.micro_batches = s->r->accumulation;
     desc.tokens = (uint32_t)s->batch;
     desc.clip = s->r->clip;
     desc.checkpoint_every = s->r->checkpoint_every;
@@ -411,6 +411,10 @@ static int arguments_rank(dtrain_world *world, void *user)
     CHECK(strstr(dtrain_last_error(), "no loss") != NULL);
     desc.loss = model_loss;
     desc.user = &s;
+    desc.optimizer = optimizer;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "schedule.lr is 0") != NULL);
+    desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "only evaluate") != NULL);

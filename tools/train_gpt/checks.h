@@ -140,7 +140,7 @@ static int check_data(settings *s)
     dtrain_loader *loader = NULL;
     dtrain_result result;
     TRY(dtrain_dataset_open(NULL, &desc, &dataset));
-    s->vocab = (long)dtrain_dataset_vocab_count(dataset);
+    s->vocab = (long)dataset_info(dataset).vocab_count;
     for (int side = 0; side < 2; side++) {
         dtrain_loader_desc window = loader_desc(s, dataset, s->batch, side == 1);
         TRY(dtrain_loader_create(NULL, &window, &loader));

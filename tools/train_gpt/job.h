@@ -40,11 +40,18 @@ static dtrain_dataset_desc dataset_desc(const settings *s)
     return desc;
 }
 
+static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
+{
+    dtrain_dataset_info info;
+    dtrain_dataset_query(dataset, &info);
+    return info;
+}
+
 /* Train on the first part of the tokens, hold out the last --val-split of them. */
 static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
                                       bool held_out)
 {
-    int64_t tokens = dtrain_dataset_token_count(dataset);
+    const int64_t tokens = dataset_info(dataset).token_count;
     int64_t train = tokens - (int64_t)((double)tokens * s->val_split);
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -121,7 +128,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, job *j)
     const settings *s = j->s;
     dtrain_trainer_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.accumulation = j->accum;
+    desc.micro_batches = j->accum;
     desc.tokens = (uint32_t)(j->train.batch.batch * s->seq);
     desc.clip = (float)s->clip;
     desc.tape_flags = tape_flags(s);

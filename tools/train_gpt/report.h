@@ -116,7 +116,7 @@ static void show_start(dtrain_world *world, const job *j)
 {
     const settings *s = j->s;
     const int ranks = dtrain_world_size(world);
-    const int64_t tokens = dtrain_dataset_token_count(j->dataset);
+    const int64_t tokens = dataset_info(j->dataset).token_count;
     const long batch = (long)j->train.batch.batch;
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);

@@ -62,9 +62,8 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
     bool first = dtrain_world_rank(world) == 0;
     dtrain_metrics_summary(j->metrics, &summary);
     if (s->deterministic) result = dtrain_strategy_verify(j->strategy, &hash);
-    if (dtrain_metrics_destroy(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
+    if (dtrain_metrics_finish(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
         fprintf(stderr, "\ntrain_gpt: warning: %s\n", dtrain_last_error());
-    j->metrics = NULL;
     if (result != DTRAIN_OK) return result;
     if (first) show_end(world, j, &summary);
     if (first && s->deterministic)
