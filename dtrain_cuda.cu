@@ -79,6 +79,13 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
+/* Unrolls the loop below it on a GPU. The emulation leaves loops alone: it compiles faster. */
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_UNROLL
+#else
+#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
@@ -137,27 +144,42 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
      : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
                                    : call<float>)
 
-/* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
+/* ---- Packs: 16 bytes at a time ------------------------------------------------------------------
  *
- * A pack is 16 bytes of T: 4 floats or 8 halves. Pointers that are not 16-byte aligned take the
- * scalar path of a kernel. */
+ * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes.
+ * A load or store moves it in accesses of 16 bytes, or of its own size where that is less, so the
+ * address must be a multiple of that. A pack of one element takes any address: kernels use it for
+ * pointers that are not 16-byte aligned, for row lengths that W does not divide, and for the last
+ * elements. Where two types meet, the operation chooses one W for both. */
 
-template <typename T> struct __align__(16) dtrain_cuda_pack
-{
-    static constexpr int width = 16 / (int)sizeof(T);
-    T at[width];
+template <typename T, int W = 16 / (int)sizeof(T)>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) dtrain_cuda_pack {
+    static constexpr int width = W;
+    T at[W];
 };
 
-template <typename T>
-static __device__ __forceinline__ dtrain_cuda_pack<T> dtrain_cuda_load(const T *from)
+template <int W, typename T>
+static __device__ __forceinline__ dtrain_cuda_pack<T, W> dtrain_cuda_load(const T *from)
 {
-    return *reinterpret_cast<const dtrain_cuda_pack<T> *>(from);
+    return *reinterpret_cast<const dtrain_cuda_pack<T, W> *>(from);
 }
 
-template <typename T>
-static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T> &pack)
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
-    *reinterpret_cast<dtrain_cuda_pack<T> *>(to) = pack;
+    *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */
+template <typename X, typename Y> static constexpr int dtrain_cuda_width()
+{
+    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+}
+
+/* ... or the narrower type fills 16 bytes, and the wider one takes two accesses. */
+template <typename X, typename Y> static constexpr int dtrain_cuda_long_width()
+{
+    return 16 / (int)(sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
 }
 
 static inline bool dtrain_cuda_aligned(const void *memory)
@@ -373,6 +395,17 @@ static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char 
                        "%s is not possible while a graph is captured: only kernels, zero, "
                        "copy_async and copies within the device are recorded",
                        what);
+}
+
+/* Refuse a data type other than F32, BF16, F16 and 0, which means F32. */
+static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
+{
+    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
+        dtype == DTRAIN_DTYPE_F16)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
+                       dtrain_dtype_name(dtype));
 }
 
 /* ---- Waiting ----------------------------------------------------------------------------------*/
@@ -1067,35 +1100,6 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  *
  * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0. */
 
-#ifndef DTRAIN_CUDA_UNROLL
-#ifdef DTRAIN_CUDA_EMULATION
-#define DTRAIN_CUDA_UNROLL
-#else
-#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
-#endif
-#endif
-
-template <typename T, int W> struct alignas(W * sizeof(T)) dtrain_cuda_group {
-    T at[W];
-};
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_get(const T *from, dtrain_cuda_group<T, W> &to)
-{
-    to = *reinterpret_cast<const dtrain_cuda_group<T, W> *>(from);
-}
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_put(T *to, const dtrain_cuda_group<T, W> &from)
-{
-    *reinterpret_cast<dtrain_cuda_group<T, W> *>(to) = from;
-}
-
-template <typename X, typename Y> static constexpr int dtrain_cuda_width()
-{
-    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
-}
-
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
 
 template <typename Op>
@@ -1138,17 +1142,6 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
                            DTRAIN_CUDA_EACH_THREADS, 0, op, groups, count);
 }
 
-/* F32, BF16, F16, or 0 for F32. */
-static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
-{
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
-        dtype == DTRAIN_DTYPE_F16)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
-                       dtrain_dtype_name(dtype));
-}
-
 /* ================================================================================================
  * src/device/cuda/elementwise.cuh
  * ==============================================================================================*/
@@ -1163,22 +1156,22 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     X *out;
 
     template <int W> struct group {
-        dtrain_cuda_group<X, W> x;
-        dtrain_cuda_group<Y, W> y;
+        dtrain_cuda_pack<X, W> x;
+        dtrain_cuda_pack<Y, W> y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_group<X, W> sum;
+        dtrain_cuda_pack<X, W> sum;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
             dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
                                sum.at[j]);
-        dtrain_cuda_put(out + i, sum);
+        dtrain_cuda_store(out + i, sum);
     }
 };
 
@@ -1218,17 +1211,17 @@ template <typename T> struct dtrain_cuda_axpby_op {
     bool same, accumulate; /* same: one x for all */
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (!same) dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        if (!same) g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
@@ -1236,7 +1229,7 @@ template <typename T> struct dtrain_cuda_axpby_op {
                                           : a * from,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -1314,17 +1307,17 @@ template <typename T> struct dtrain_cuda_dropout_op {
     bool accumulate;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
@@ -1333,7 +1326,7 @@ template <typename T> struct dtrain_cuda_dropout_op {
             dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -1369,17 +1362,17 @@ template <typename X, typename Y> struct dtrain_cuda_convert_op {
     const X *x;
     Y *y;
 
-    template <int W> using group = dtrain_cuda_group<X, W>;
-    template <int W> __device__ void load(int64_t i, dtrain_cuda_group<X, W> &g) const
+    template <int W> using group = dtrain_cuda_pack<X, W>;
+    template <int W> __device__ void load(int64_t i, dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_get(x + i, g);
+        g = dtrain_cuda_load<W>(x + i);
     }
-    template <int W> __device__ void store(int64_t i, const dtrain_cuda_group<X, W> &g) const
+    template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_group<Y, W> out;
+        dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -1456,17 +1449,17 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     uint32_t activation;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, d;
+        dtrain_cuda_pack<T, W> x, d;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (activation != DTRAIN_ACTIVATION_NONE) dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(d_out + i, g.d);
+        if (activation != DTRAIN_ACTIVATION_NONE) g.x = dtrain_cuda_load<W>(x + i);
+        g.d = dtrain_cuda_load<W>(d_out + i);
     }
     /* Leaves what it stored in `d`, in fp32. */
     template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
     {
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from =
@@ -1474,7 +1467,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
             dtrain_cuda_narrow(d[j], out.at[j]);
         }
-        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
@@ -1625,7 +1618,7 @@ static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t
                                                              bool aligned, dtrain_cuda_pack<T> &to)
 {
     if (aligned && i + dtrain_cuda_pack<T>::width <= count) {
-        to = dtrain_cuda_load(x + i);
+        to = dtrain_cuda_load<dtrain_cuda_pack<T>::width>(x + i);
         return;
     }
     DTRAIN_CUDA_UNROLL
@@ -1910,9 +1903,9 @@ static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint
 template <typename T, int W>
 static __device__ __forceinline__ void
 dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
-                      uint64_t seed, int64_t i, const dtrain_cuda_group<float, W> &value)
+                      uint64_t seed, int64_t i, const dtrain_cuda_pack<float, W> &value)
 {
-    dtrain_cuda_group<T, W> low;
+    dtrain_cuda_pack<T, W> low;
     uint32_t words[W];
     if (tensors.stochastic_rounding) {
         dtrain_cuda_random<W>(seed, tensor.number, i, words);
@@ -1922,7 +1915,7 @@ dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tens
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
     }
-    dtrain_cuda_put((T *)tensor.low + i, low);
+    dtrain_cuda_store((T *)tensor.low + i, low);
 }
 
 /* Elements i .. i + W. */
@@ -1931,16 +1924,16 @@ static __device__ __forceinline__ void
 dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
                          const Rule &rule, uint64_t seed, float decay, int64_t i)
 {
-    dtrain_cuda_group<float, W> value, grad, m = {}, v = {};
-    dtrain_cuda_get(tensor.value + i, value);
-    dtrain_cuda_get(tensor.grad + i, grad);
-    if (tensor.m) dtrain_cuda_get(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_get(tensor.v + i, v);
+    dtrain_cuda_pack<float, W> value, grad, m = {}, v = {};
+    value = dtrain_cuda_load<W>(tensor.value + i);
+    grad = dtrain_cuda_load<W>(tensor.grad + i);
+    if (tensor.m) m = dtrain_cuda_load<W>(tensor.m + i);
+    if (tensor.v) v = dtrain_cuda_load<W>(tensor.v + i);
     DTRAIN_CUDA_UNROLL
     for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
-    dtrain_cuda_put(tensor.value + i, value);
-    if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
+    dtrain_cuda_store(tensor.value + i, value);
+    if (tensor.m) dtrain_cuda_store(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_store(tensor.v + i, v);
     if (!tensor.low) return;
     if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
         dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
@@ -2553,16 +2546,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
     const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
     const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
     const bool writes_aux = args.aux && !args.backward;
-    dtrain_cuda_group<float, W> bias = {};
+    dtrain_cuda_pack<float, W> bias = {};
     if (column >= args.n) return;
-    if (args.bias) dtrain_cuda_get(args.bias + column, bias);
+    if (args.bias) bias = dtrain_cuda_load<W>(args.bias + column);
     for (int64_t row = blockIdx.x / strips; row < args.rows; row += gridDim.x / strips) {
         const int64_t at = row * args.ldc + column;
-        dtrain_cuda_group<float, W> x = {};
-        dtrain_cuda_group<T, W> c = {}, aux = {};
-        if (args.product) dtrain_cuda_get(args.product + row * args.ld + column, x);
-        if (args.beta != 0) dtrain_cuda_get(args.c + at, c);
-        if (reads_aux) dtrain_cuda_get(args.aux + at, aux);
+        dtrain_cuda_pack<float, W> x = {};
+        dtrain_cuda_pack<T, W> c = {}, aux = {};
+        if (args.product) x = dtrain_cuda_load<W>(args.product + row * args.ld + column);
+        if (args.beta != 0) c = dtrain_cuda_load<W>(args.c + at);
+        if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
             float value = x.at[i] + bias.at[i];
@@ -2574,8 +2567,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
             dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
                                c.at[i]);
         }
-        if (writes_aux) dtrain_cuda_put(args.aux + at, aux);
-        dtrain_cuda_put(args.c + at, c);
+        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        dtrain_cuda_store(args.c + at, c);
     }
 }
 
@@ -2983,31 +2976,6 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
  * then squares of the distances from it) over what the registers hold: nothing cancels. Rows that
  * are too wide for registers take the "long" kernels, which read them again. */
 
-/* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
-template <typename T, int WIDTH>
-struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) dtrain_cuda_chunk {
-    T at[WIDTH];
-};
-
-template <int WIDTH, typename T>
-static __device__ __forceinline__ dtrain_cuda_chunk<T, WIDTH> dtrain_cuda_load_chunk(const T *from)
-{
-    return *reinterpret_cast<const dtrain_cuda_chunk<T, WIDTH> *>(from);
-}
-
-template <int WIDTH, typename T>
-static __device__ __forceinline__ void
-dtrain_cuda_store_chunk(T *to, const dtrain_cuda_chunk<T, WIDTH> &chunk)
-{
-    *reinterpret_cast<dtrain_cuda_chunk<T, WIDTH> *>(to) = chunk;
-}
-
-/* The chunk that is 16 bytes of the narrower type. */
-template <typename X, typename Y>
-static constexpr int dtrain_cuda_wide =
-    dtrain_cuda_pack<X>::width > dtrain_cuda_pack<Y>::width ? dtrain_cuda_pack<X>::width
-                                                            : dtrain_cuda_pack<Y>::width;
-
 /* Who works on a row: `warps` of a block that has `at_a_time` rows at a time. A thread has the chunks
  * thread, thread + 32 warps, ... of its row, `kept` elements in all. */
 #define DTRAIN_CUDA_ROW_THREADS 512 /* at most, of a block: 128 registers each */
@@ -3076,17 +3044,17 @@ static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at,
  * backward reads, and fusing the addition changes no bit. */
 
 template <typename X, typename Y, int WIDTH>
-static __device__ __forceinline__ dtrain_cuda_chunk<X, WIDTH>
+static __device__ __forceinline__ dtrain_cuda_pack<X, WIDTH>
 dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
 {
-    dtrain_cuda_chunk<X, WIDTH> s = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + at);
+    dtrain_cuda_pack<X, WIDTH> s = dtrain_cuda_load<WIDTH>((const X *)args.x + at);
     if (!args.residual) return s;
-    const dtrain_cuda_chunk<Y, WIDTH> residual =
-        dtrain_cuda_load_chunk<WIDTH>((const Y *)args.residual + at);
+    const dtrain_cuda_pack<Y, WIDTH> residual =
+        dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.sum + at, s);
+    dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
 
@@ -3095,14 +3063,14 @@ static __device__ __forceinline__ void
 dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int64_t column,
                              const float (&s)[WIDTH], float mean, float rstd)
 {
-    const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
-    dtrain_cuda_chunk<float, WIDTH> bias = {};
-    if (args.bias) bias = dtrain_cuda_load_chunk<WIDTH>(args.bias + column);
-    dtrain_cuda_chunk<Y, WIDTH> y;
+    const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
+    dtrain_cuda_pack<float, WIDTH> bias = {};
+    if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((Y *)args.y + row * args.n + column, y);
+    dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
 template <typename X, typename Y, int WIDTH>
@@ -3188,7 +3156,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_run(dtrain_device *device,
                                                const dtrain_layernorm_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->bias) && dtrain_cuda_aligned(args->residual) &&
@@ -3247,9 +3215,9 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       const float (&d)[WIDTH], const float (&hat)[WIDTH],
                                       float d_average, float d_hat_average, float rstd)
 {
-    dtrain_cuda_chunk<X, WIDTH> d_x = {};
-    dtrain_cuda_chunk<Y, WIDTH> d_residual;
-    if (args.accumulate_x) d_x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.d_x + at);
+    dtrain_cuda_pack<X, WIDTH> d_x = {};
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
@@ -3257,8 +3225,8 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                            d_x.at[e]);
         dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store_chunk<WIDTH>((Y *)args.d_residual + at, d_residual);
+    dtrain_cuda_store((X *)args.d_x + at, d_x);
+    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
 /* The sums of a block's row groups -> its partials. */
@@ -3310,10 +3278,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
         for (int c = 0; c < chunks; c++) {
             const int column = (c * threads + thread) * WIDTH;
             if (column >= n) continue;
-            const auto x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + row * args.n + column);
-            const auto d_y =
-                dtrain_cuda_load_chunk<WIDTH>((const Y *)args.d_y + row * args.n + column);
-            const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
+            const auto x = dtrain_cuda_load<WIDTH>((const X *)args.x + row * args.n + column);
+            const auto d_y = dtrain_cuda_load<WIDTH>((const Y *)args.d_y + row * args.n + column);
+            const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++) {
                 const float dy = dtrain_cuda_widen(d_y.at[e]);
@@ -3446,7 +3413,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
                                                         const dtrain_layernorm_backward_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->d_y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->d_x) && dtrain_cuda_aligned(args->d_residual);
@@ -3547,14 +3514,14 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_chunk<float, WIDTH> a = dtrain_cuda_load_chunk<WIDTH>(word + column);
-            dtrain_cuda_chunk<float, WIDTH> b = {};
-            if (place) b = dtrain_cuda_load_chunk<WIDTH>(place + column);
-            dtrain_cuda_chunk<T, WIDTH> out;
+            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> b = {};
+            if (place) b = dtrain_cuda_load<WIDTH>(place + column);
+            dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++)
                 dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
-            dtrain_cuda_store_chunk<WIDTH>(y + column, out);
+            dtrain_cuda_store(y + column, out);
         }
     }
 }
@@ -3742,20 +3709,19 @@ static __global__ void __launch_bounds__(256)
     const bool exists = column < args.n;
     const T *const d_y = (const T *)args.d_y + column;
     float *const out = args.d_wte + (int64_t)token * args.n + column;
-    dtrain_cuda_chunk<float, WIDTH> sum = {};
-    if (exists) sum = dtrain_cuda_load_chunk<WIDTH>(out);
+    dtrain_cuda_pack<float, WIDTH> sum = {};
+    if (exists) sum = dtrain_cuda_load<WIDTH>(out);
     int count = DTRAIN_CUDA_WARP; /* of the 32 keys from `first` on, how many are the token's */
     for (int64_t first = head; count == DTRAIN_CUDA_WARP; first += DTRAIN_CUDA_WARP) {
         const uint64_t key = first + lane < args.rows ? keys[first + lane] : ~(uint64_t)0;
         count = __popc(__ballot_sync(DTRAIN_CUDA_ALL_LANES, key >> 32 == token));
         for (int i = 0; i < count; i += DTRAIN_CUDA_ROWS_AHEAD) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
+            dtrain_cuda_pack<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
                 const int64_t row =
                     (int64_t)__shfl_sync(DTRAIN_CUDA_ALL_LANES, (unsigned)key, i + r);
-                if (exists && i + r < count)
-                    ahead[r] = dtrain_cuda_load_chunk<WIDTH>(d_y + row * args.n);
+                if (exists && i + r < count) ahead[r] = dtrain_cuda_load<WIDTH>(d_y + row * args.n);
             }
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
@@ -3765,7 +3731,7 @@ static __global__ void __launch_bounds__(256)
             }
         }
     }
-    if (exists) dtrain_cuda_store_chunk<WIDTH>(out, sum);
+    if (exists) dtrain_cuda_store(out, sum);
 }
 
 /* d_wpe[place] += d_y[place] + d_y[place + sequence] + ...: a thread for each place and chunk. */
@@ -3780,14 +3746,13 @@ static __global__ void __launch_bounds__(256)
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
         float *const out = args.d_wpe + place * args.n + column;
-        dtrain_cuda_chunk<float, WIDTH> sum = dtrain_cuda_load_chunk<WIDTH>(out);
+        dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[4];
+            dtrain_cuda_pack<T, WIDTH> ahead[4];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++)
                 if (first + r * args.sequence < args.rows)
-                    ahead[r] =
-                        dtrain_cuda_load_chunk<WIDTH>(d_y + (first + r * args.sequence) * args.n);
+                    ahead[r] = dtrain_cuda_load<WIDTH>(d_y + (first + r * args.sequence) * args.n);
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++) {
                 if (first + r * args.sequence >= args.rows) continue;
@@ -3795,7 +3760,7 @@ static __global__ void __launch_bounds__(256)
                 for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
             }
         }
-        dtrain_cuda_store_chunk<WIDTH>(out, sum);
+        dtrain_cuda_store(out, sum);
     }
 }
 
@@ -3932,7 +3897,7 @@ template <int WIDTH, typename T>
 static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
                                                                const T *from)
 {
-    const dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from);
+    const dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from);
     float top = softmax.top;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) top = fmaxf(top, dtrain_cuda_widen(x.at[e]));
@@ -3972,7 +3937,7 @@ static __device__ __forceinline__ void
 dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
                          int64_t column)
 {
-    dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from + column);
+    dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from + column);
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
@@ -3982,7 +3947,7 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
         const float d = (hit == e ? p - 1 : p) * gradient.scale;
         dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>(to + column, x);
+    dtrain_cuda_store(to + column, x);
 }
 
 /* Each element is read and written by one thread: `to` may be `from`. */
@@ -4199,7 +4164,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_max(const float *r
 {
     float most = -INFINITY;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) most = fmaxf(most, x.at[i]);
@@ -4212,7 +4177,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const float *r
 {
     float sum = 0;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) sum += expf(x.at[i] - most);
@@ -4237,13 +4202,13 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
-        dtrain_cuda_group<T, 4> p;
-        if (j < limit) x = dtrain_cuda_load(row + j);
+        dtrain_cuda_pack<T, 4> p;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
-        if (j < args.sequence) dtrain_cuda_put(out + j, p);
+        if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
 
@@ -4289,8 +4254,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {}, g = {};
-        dtrain_cuda_group<T, 4> p, d;
-        if (j < limit) x = dtrain_cuda_load(row + j), g = dtrain_cuda_load(grads + j);
+        dtrain_cuda_pack<T, 4> p, d;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j), g = dtrain_cuda_load<4>(grads + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -4300,8 +4265,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
             dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
         }
         if (j >= args.sequence) continue;
-        dtrain_cuda_put(p_out + j, p);
-        dtrain_cuda_put(d_out + j, d);
+        dtrain_cuda_store(p_out + j, p);
+        dtrain_cuda_store(d_out + j, d);
     }
 }
 
@@ -4673,8 +4638,8 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
 {
     uint4 narrow = make_uint4(0, 0, 0, 0);
     if (read) {
-        const dtrain_cuda_pack<float> low = dtrain_cuda_load(from),
-                                      high = dtrain_cuda_load(from + 4);
+        const dtrain_cuda_pack<float> low = dtrain_cuda_load<4>(from),
+                                      high = dtrain_cuda_load<4>(from + 4);
         narrow = make_uint4(dtrain_cuda_narrow_pair(low.at[0], low.at[1], Half()),
                             dtrain_cuda_narrow_pair(low.at[2], low.at[3], Half()),
                             dtrain_cuda_narrow_pair(high.at[0], high.at[1], Half()),
@@ -5021,9 +4986,9 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_ar
     float dot = 0;
     for (int64_t i = threadIdx.x % 8 * width; i < head && inside; i += 8 * width) {
         const dtrain_cuda_pack<Storage> y =
-            dtrain_cuda_load((const Storage *)args.y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.y + item * head + i);
         const dtrain_cuda_pack<Storage> d_y =
-            dtrain_cuda_load((const Storage *)args.d_y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.d_y + item * head + i);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < width; j++)
             dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(d_y.at[j]);
@@ -5360,38 +5325,24 @@ static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level
     return 20 - 10 * level;
 }
 
-/* Elements at .. at+3; 0 from `end` on. */
-struct dtrain_cuda_four {
-    float at[4];
-};
-
-static __device__ __forceinline__ dtrain_cuda_four dtrain_cuda_load_four(const float *from,
-                                                                         unsigned at, unsigned end,
-                                                                         bool wide)
+/* Load elements [at, at + 4), with 0 for those at and behind `end`. */
+static __device__ __forceinline__ dtrain_cuda_pack<float>
+dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
 {
-    dtrain_cuda_four four;
-    if (wide && at < end && end - at >= 4) {
-        const dtrain_cuda_pack<float> pack = dtrain_cuda_load(from + at);
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) four.at[e] = pack.at[e];
-    } else {
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++)
-            four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
-    }
+    dtrain_cuda_pack<float> four;
+    if (wide && at < end && end - at >= 4) return dtrain_cuda_load<4>(from + at);
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < 4; e++) four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
     return four;
 }
 
+/* Store elements [at, at + 4), without those at and behind `end`. */
 static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
                                                               bool wide,
-                                                              const dtrain_cuda_four &four)
+                                                              const dtrain_cuda_pack<float> &four)
 {
-    if (wide && at < end && end - at >= 4) {
-        dtrain_cuda_pack<float> pack;
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) pack.at[e] = four.at[e];
-        dtrain_cuda_store(to + at, pack);
-    } else {
+    if (wide && at < end && end - at >= 4) dtrain_cuda_store(to + at, four);
+    else {
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++)
             if (at < end && end - at > (unsigned)e) to[at + e] = four.at[e];
@@ -5465,9 +5416,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS);
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            dtrain_cuda_four x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
+            dtrain_cuda_pack<float> x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
             if (topk.args.velocity) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.velocity, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) /* rounded twice, as on the CPU: not fused */
@@ -5475,7 +5426,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                 dtrain_cuda_store_four(topk.args.velocity, at, end, topk.wide, x);
             }
             if (topk.args.residual) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.residual, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) x.at[e] = old.at[e] + x.at[e];
@@ -5552,7 +5503,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         unsigned next = topk.offsets[tile]; /* where the tile's next candidate goes */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(topk.source, at, end, topk.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(topk.source, at, end, topk.wide);
             unsigned taken = 0, total;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < 4; e++) {
@@ -5613,7 +5565,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     for (int64_t first = (int64_t)blockIdx.x * DTRAIN_CUDA_TOPK_ROUND; first < pool.count;
          first += (int64_t)gridDim.x * DTRAIN_CUDA_TOPK_ROUND) {
         const unsigned at = (unsigned)first + 4 * threadIdx.x;
-        const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
+        const dtrain_cuda_pack<float> x =
+            dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++) {
             const unsigned key = dtrain_cuda_magnitude(x.at[e]);
@@ -5628,7 +5581,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* Of four elements, in 16 bits each: how many are above the key (low half), how many equal it. */
 static __device__ __forceinline__ unsigned
-dtrain_cuda_topk_classify(const dtrain_cuda_four &x, unsigned at, unsigned end, unsigned key)
+dtrain_cuda_topk_classify(const dtrain_cuda_pack<float> &x, unsigned at, unsigned end, unsigned key)
 {
     unsigned counts = 0;
     DTRAIN_CUDA_UNROLL
@@ -5652,7 +5605,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                        end = pool.count - begin < topk.tile ? pool.count : begin + topk.tile;
         unsigned above = 0, equal = 0;
         for (unsigned at = begin + 4 * threadIdx.x; at < end; at += DTRAIN_CUDA_TOPK_ROUND) {
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             const unsigned counts = dtrain_cuda_topk_classify(x, at, end, level.prefix);
             above += counts & 0xffff;
             equal += counts >> 16;
@@ -5679,7 +5633,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         unsigned above = topk.offsets[tile], equal = topk.equals[tile]; /* before this element */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             unsigned total;
             const unsigned before = dtrain_cuda_block_scan(
                 dtrain_cuda_topk_classify(x, at, end, level.prefix), slots, &total);

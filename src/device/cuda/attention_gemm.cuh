@@ -106,7 +106,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_max(const float *r
 {
     float most = -INFINITY;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) most = fmaxf(most, x.at[i]);
@@ -119,7 +119,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const float *r
 {
     float sum = 0;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) sum += expf(x.at[i] - most);
@@ -144,13 +144,13 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
-        dtrain_cuda_group<T, 4> p;
-        if (j < limit) x = dtrain_cuda_load(row + j);
+        dtrain_cuda_pack<T, 4> p;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
-        if (j < args.sequence) dtrain_cuda_put(out + j, p);
+        if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
 
@@ -196,8 +196,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {}, g = {};
-        dtrain_cuda_group<T, 4> p, d;
-        if (j < limit) x = dtrain_cuda_load(row + j), g = dtrain_cuda_load(grads + j);
+        dtrain_cuda_pack<T, 4> p, d;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j), g = dtrain_cuda_load<4>(grads + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -207,8 +207,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
             dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
         }
         if (j >= args.sequence) continue;
-        dtrain_cuda_put(p_out + j, p);
-        dtrain_cuda_put(d_out + j, d);
+        dtrain_cuda_store(p_out + j, p);
+        dtrain_cuda_store(d_out + j, d);
     }
 }
 

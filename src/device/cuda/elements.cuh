@@ -13,35 +13,6 @@
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 
-#ifndef DTRAIN_CUDA_UNROLL
-#ifdef DTRAIN_CUDA_EMULATION
-#define DTRAIN_CUDA_UNROLL
-#else
-#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
-#endif
-#endif
-
-template <typename T, int W> struct alignas(W * sizeof(T)) dtrain_cuda_group {
-    T at[W];
-};
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_get(const T *from, dtrain_cuda_group<T, W> &to)
-{
-    to = *reinterpret_cast<const dtrain_cuda_group<T, W> *>(from);
-}
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_put(T *to, const dtrain_cuda_group<T, W> &from)
-{
-    *reinterpret_cast<dtrain_cuda_group<T, W> *>(to) = from;
-}
-
-template <typename X, typename Y> static constexpr int dtrain_cuda_width()
-{
-    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
-}
-
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
 
 template <typename Op>
@@ -82,15 +53,4 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
         dtrain_cuda_blocks(dtrain_cuda_state_of(device), items, DTRAIN_CUDA_EACH_THREADS);
     return DTRAIN_CUDA_RUN(device, name, dtrain_cuda_each_kernel<Op>, blocks,
                            DTRAIN_CUDA_EACH_THREADS, 0, op, groups, count);
-}
-
-/* F32, BF16, F16, or 0 for F32. */
-static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
-{
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
-        dtype == DTRAIN_DTYPE_F16)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
-                       dtrain_dtype_name(dtype));
 }

@@ -15,22 +15,22 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     X *out;
 
     template <int W> struct group {
-        dtrain_cuda_group<X, W> x;
-        dtrain_cuda_group<Y, W> y;
+        dtrain_cuda_pack<X, W> x;
+        dtrain_cuda_pack<Y, W> y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_group<X, W> sum;
+        dtrain_cuda_pack<X, W> sum;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
             dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
                                sum.at[j]);
-        dtrain_cuda_put(out + i, sum);
+        dtrain_cuda_store(out + i, sum);
     }
 };
 
@@ -70,17 +70,17 @@ template <typename T> struct dtrain_cuda_axpby_op {
     bool same, accumulate; /* same: one x for all */
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (!same) dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        if (!same) g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
@@ -88,7 +88,7 @@ template <typename T> struct dtrain_cuda_axpby_op {
                                           : a * from,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -166,17 +166,17 @@ template <typename T> struct dtrain_cuda_dropout_op {
     bool accumulate;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
@@ -185,7 +185,7 @@ template <typename T> struct dtrain_cuda_dropout_op {
             dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -221,17 +221,17 @@ template <typename X, typename Y> struct dtrain_cuda_convert_op {
     const X *x;
     Y *y;
 
-    template <int W> using group = dtrain_cuda_group<X, W>;
-    template <int W> __device__ void load(int64_t i, dtrain_cuda_group<X, W> &g) const
+    template <int W> using group = dtrain_cuda_pack<X, W>;
+    template <int W> __device__ void load(int64_t i, dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_get(x + i, g);
+        g = dtrain_cuda_load<W>(x + i);
     }
-    template <int W> __device__ void store(int64_t i, const dtrain_cuda_group<X, W> &g) const
+    template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_group<Y, W> out;
+        dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -308,17 +308,17 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     uint32_t activation;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, d;
+        dtrain_cuda_pack<T, W> x, d;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (activation != DTRAIN_ACTIVATION_NONE) dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(d_out + i, g.d);
+        if (activation != DTRAIN_ACTIVATION_NONE) g.x = dtrain_cuda_load<W>(x + i);
+        g.d = dtrain_cuda_load<W>(d_out + i);
     }
     /* Leaves what it stored in `d`, in fp32. */
     template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
     {
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from =
@@ -326,7 +326,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
             dtrain_cuda_narrow(d[j], out.at[j]);
         }
-        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {

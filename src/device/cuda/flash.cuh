@@ -226,8 +226,8 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
 {
     uint4 narrow = make_uint4(0, 0, 0, 0);
     if (read) {
-        const dtrain_cuda_pack<float> low = dtrain_cuda_load(from),
-                                      high = dtrain_cuda_load(from + 4);
+        const dtrain_cuda_pack<float> low = dtrain_cuda_load<4>(from),
+                                      high = dtrain_cuda_load<4>(from + 4);
         narrow = make_uint4(dtrain_cuda_narrow_pair(low.at[0], low.at[1], Half()),
                             dtrain_cuda_narrow_pair(low.at[2], low.at[3], Half()),
                             dtrain_cuda_narrow_pair(high.at[0], high.at[1], Half()),
@@ -574,9 +574,9 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_ar
     float dot = 0;
     for (int64_t i = threadIdx.x % 8 * width; i < head && inside; i += 8 * width) {
         const dtrain_cuda_pack<Storage> y =
-            dtrain_cuda_load((const Storage *)args.y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.y + item * head + i);
         const dtrain_cuda_pack<Storage> d_y =
-            dtrain_cuda_load((const Storage *)args.d_y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.d_y + item * head + i);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < width; j++)
             dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(d_y.at[j]);

@@ -45,16 +45,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
     const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
     const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
     const bool writes_aux = args.aux && !args.backward;
-    dtrain_cuda_group<float, W> bias = {};
+    dtrain_cuda_pack<float, W> bias = {};
     if (column >= args.n) return;
-    if (args.bias) dtrain_cuda_get(args.bias + column, bias);
+    if (args.bias) bias = dtrain_cuda_load<W>(args.bias + column);
     for (int64_t row = blockIdx.x / strips; row < args.rows; row += gridDim.x / strips) {
         const int64_t at = row * args.ldc + column;
-        dtrain_cuda_group<float, W> x = {};
-        dtrain_cuda_group<T, W> c = {}, aux = {};
-        if (args.product) dtrain_cuda_get(args.product + row * args.ld + column, x);
-        if (args.beta != 0) dtrain_cuda_get(args.c + at, c);
-        if (reads_aux) dtrain_cuda_get(args.aux + at, aux);
+        dtrain_cuda_pack<float, W> x = {};
+        dtrain_cuda_pack<T, W> c = {}, aux = {};
+        if (args.product) x = dtrain_cuda_load<W>(args.product + row * args.ld + column);
+        if (args.beta != 0) c = dtrain_cuda_load<W>(args.c + at);
+        if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
             float value = x.at[i] + bias.at[i];
@@ -66,8 +66,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
             dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
                                c.at[i]);
         }
-        if (writes_aux) dtrain_cuda_put(args.aux + at, aux);
-        dtrain_cuda_put(args.c + at, c);
+        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        dtrain_cuda_store(args.c + at, c);
     }
 }
 

@@ -45,6 +45,13 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
+/* Unrolls the loop below it on a GPU. The emulation leaves loops alone: it compiles faster. */
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_UNROLL
+#else
+#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
@@ -103,27 +110,42 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
      : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
                                    : call<float>)
 
-/* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
+/* ---- Packs: 16 bytes at a time ------------------------------------------------------------------
  *
- * A pack is 16 bytes of T: 4 floats or 8 halves. Pointers that are not 16-byte aligned take the
- * scalar path of a kernel. */
+ * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes.
+ * A load or store moves it in accesses of 16 bytes, or of its own size where that is less, so the
+ * address must be a multiple of that. A pack of one element takes any address: kernels use it for
+ * pointers that are not 16-byte aligned, for row lengths that W does not divide, and for the last
+ * elements. Where two types meet, the operation chooses one W for both. */
 
-template <typename T> struct __align__(16) dtrain_cuda_pack
-{
-    static constexpr int width = 16 / (int)sizeof(T);
-    T at[width];
+template <typename T, int W = 16 / (int)sizeof(T)>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) dtrain_cuda_pack {
+    static constexpr int width = W;
+    T at[W];
 };
 
-template <typename T>
-static __device__ __forceinline__ dtrain_cuda_pack<T> dtrain_cuda_load(const T *from)
+template <int W, typename T>
+static __device__ __forceinline__ dtrain_cuda_pack<T, W> dtrain_cuda_load(const T *from)
 {
-    return *reinterpret_cast<const dtrain_cuda_pack<T> *>(from);
+    return *reinterpret_cast<const dtrain_cuda_pack<T, W> *>(from);
 }
 
-template <typename T>
-static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T> &pack)
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
-    *reinterpret_cast<dtrain_cuda_pack<T> *>(to) = pack;
+    *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */
+template <typename X, typename Y> static constexpr int dtrain_cuda_width()
+{
+    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+}
+
+/* ... or the narrower type fills 16 bytes, and the wider one takes two accesses. */
+template <typename X, typename Y> static constexpr int dtrain_cuda_long_width()
+{
+    return 16 / (int)(sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
 }
 
 static inline bool dtrain_cuda_aligned(const void *memory)

@@ -12,31 +12,6 @@
 #include "device/cuda/memory.cuh"
 #include "device/cuda/elements.cuh"
 
-/* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
-template <typename T, int WIDTH>
-struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) dtrain_cuda_chunk {
-    T at[WIDTH];
-};
-
-template <int WIDTH, typename T>
-static __device__ __forceinline__ dtrain_cuda_chunk<T, WIDTH> dtrain_cuda_load_chunk(const T *from)
-{
-    return *reinterpret_cast<const dtrain_cuda_chunk<T, WIDTH> *>(from);
-}
-
-template <int WIDTH, typename T>
-static __device__ __forceinline__ void
-dtrain_cuda_store_chunk(T *to, const dtrain_cuda_chunk<T, WIDTH> &chunk)
-{
-    *reinterpret_cast<dtrain_cuda_chunk<T, WIDTH> *>(to) = chunk;
-}
-
-/* The chunk that is 16 bytes of the narrower type. */
-template <typename X, typename Y>
-static constexpr int dtrain_cuda_wide =
-    dtrain_cuda_pack<X>::width > dtrain_cuda_pack<Y>::width ? dtrain_cuda_pack<X>::width
-                                                            : dtrain_cuda_pack<Y>::width;
-
 /* Who works on a row: `warps` of a block that has `at_a_time` rows at a time. A thread has the chunks
  * thread, thread + 32 warps, ... of its row, `kept` elements in all. */
 #define DTRAIN_CUDA_ROW_THREADS 512 /* at most, of a block: 128 registers each */
@@ -105,17 +80,17 @@ static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at,
  * backward reads, and fusing the addition changes no bit. */
 
 template <typename X, typename Y, int WIDTH>
-static __device__ __forceinline__ dtrain_cuda_chunk<X, WIDTH>
+static __device__ __forceinline__ dtrain_cuda_pack<X, WIDTH>
 dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
 {
-    dtrain_cuda_chunk<X, WIDTH> s = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + at);
+    dtrain_cuda_pack<X, WIDTH> s = dtrain_cuda_load<WIDTH>((const X *)args.x + at);
     if (!args.residual) return s;
-    const dtrain_cuda_chunk<Y, WIDTH> residual =
-        dtrain_cuda_load_chunk<WIDTH>((const Y *)args.residual + at);
+    const dtrain_cuda_pack<Y, WIDTH> residual =
+        dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.sum + at, s);
+    dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
 
@@ -124,14 +99,14 @@ static __device__ __forceinline__ void
 dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int64_t column,
                              const float (&s)[WIDTH], float mean, float rstd)
 {
-    const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
-    dtrain_cuda_chunk<float, WIDTH> bias = {};
-    if (args.bias) bias = dtrain_cuda_load_chunk<WIDTH>(args.bias + column);
-    dtrain_cuda_chunk<Y, WIDTH> y;
+    const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
+    dtrain_cuda_pack<float, WIDTH> bias = {};
+    if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((Y *)args.y + row * args.n + column, y);
+    dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
 template <typename X, typename Y, int WIDTH>
@@ -217,7 +192,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_run(dtrain_device *device,
                                                const dtrain_layernorm_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->bias) && dtrain_cuda_aligned(args->residual) &&
@@ -276,9 +251,9 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       const float (&d)[WIDTH], const float (&hat)[WIDTH],
                                       float d_average, float d_hat_average, float rstd)
 {
-    dtrain_cuda_chunk<X, WIDTH> d_x = {};
-    dtrain_cuda_chunk<Y, WIDTH> d_residual;
-    if (args.accumulate_x) d_x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.d_x + at);
+    dtrain_cuda_pack<X, WIDTH> d_x = {};
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
@@ -286,8 +261,8 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                            d_x.at[e]);
         dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store_chunk<WIDTH>((Y *)args.d_residual + at, d_residual);
+    dtrain_cuda_store((X *)args.d_x + at, d_x);
+    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
 /* The sums of a block's row groups -> its partials. */
@@ -339,10 +314,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
         for (int c = 0; c < chunks; c++) {
             const int column = (c * threads + thread) * WIDTH;
             if (column >= n) continue;
-            const auto x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + row * args.n + column);
-            const auto d_y =
-                dtrain_cuda_load_chunk<WIDTH>((const Y *)args.d_y + row * args.n + column);
-            const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
+            const auto x = dtrain_cuda_load<WIDTH>((const X *)args.x + row * args.n + column);
+            const auto d_y = dtrain_cuda_load<WIDTH>((const Y *)args.d_y + row * args.n + column);
+            const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++) {
                 const float dy = dtrain_cuda_widen(d_y.at[e]);
@@ -475,7 +449,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
                                                         const dtrain_layernorm_backward_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->d_y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->d_x) && dtrain_cuda_aligned(args->d_residual);

@@ -114,9 +114,9 @@ static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint
 template <typename T, int W>
 static __device__ __forceinline__ void
 dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
-                      uint64_t seed, int64_t i, const dtrain_cuda_group<float, W> &value)
+                      uint64_t seed, int64_t i, const dtrain_cuda_pack<float, W> &value)
 {
-    dtrain_cuda_group<T, W> low;
+    dtrain_cuda_pack<T, W> low;
     uint32_t words[W];
     if (tensors.stochastic_rounding) {
         dtrain_cuda_random<W>(seed, tensor.number, i, words);
@@ -126,7 +126,7 @@ dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tens
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
     }
-    dtrain_cuda_put((T *)tensor.low + i, low);
+    dtrain_cuda_store((T *)tensor.low + i, low);
 }
 
 /* Elements i .. i + W. */
@@ -135,16 +135,16 @@ static __device__ __forceinline__ void
 dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
                          const Rule &rule, uint64_t seed, float decay, int64_t i)
 {
-    dtrain_cuda_group<float, W> value, grad, m = {}, v = {};
-    dtrain_cuda_get(tensor.value + i, value);
-    dtrain_cuda_get(tensor.grad + i, grad);
-    if (tensor.m) dtrain_cuda_get(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_get(tensor.v + i, v);
+    dtrain_cuda_pack<float, W> value, grad, m = {}, v = {};
+    value = dtrain_cuda_load<W>(tensor.value + i);
+    grad = dtrain_cuda_load<W>(tensor.grad + i);
+    if (tensor.m) m = dtrain_cuda_load<W>(tensor.m + i);
+    if (tensor.v) v = dtrain_cuda_load<W>(tensor.v + i);
     DTRAIN_CUDA_UNROLL
     for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
-    dtrain_cuda_put(tensor.value + i, value);
-    if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
+    dtrain_cuda_store(tensor.value + i, value);
+    if (tensor.m) dtrain_cuda_store(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_store(tensor.v + i, v);
     if (!tensor.low) return;
     if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
         dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);

@@ -24,7 +24,7 @@ static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t
                                                              bool aligned, dtrain_cuda_pack<T> &to)
 {
     if (aligned && i + dtrain_cuda_pack<T>::width <= count) {
-        to = dtrain_cuda_load(x + i);
+        to = dtrain_cuda_load<dtrain_cuda_pack<T>::width>(x + i);
         return;
     }
     DTRAIN_CUDA_UNROLL

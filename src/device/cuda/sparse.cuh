@@ -81,38 +81,24 @@ static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level
     return 20 - 10 * level;
 }
 
-/* Elements at .. at+3; 0 from `end` on. */
-struct dtrain_cuda_four {
-    float at[4];
-};
-
-static __device__ __forceinline__ dtrain_cuda_four dtrain_cuda_load_four(const float *from,
-                                                                         unsigned at, unsigned end,
-                                                                         bool wide)
+/* Load elements [at, at + 4), with 0 for those at and behind `end`. */
+static __device__ __forceinline__ dtrain_cuda_pack<float>
+dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
 {
-    dtrain_cuda_four four;
-    if (wide && at < end && end - at >= 4) {
-        const dtrain_cuda_pack<float> pack = dtrain_cuda_load(from + at);
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) four.at[e] = pack.at[e];
-    } else {
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++)
-            four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
-    }
+    dtrain_cuda_pack<float> four;
+    if (wide && at < end && end - at >= 4) return dtrain_cuda_load<4>(from + at);
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < 4; e++) four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
     return four;
 }
 
+/* Store elements [at, at + 4), without those at and behind `end`. */
 static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
                                                               bool wide,
-                                                              const dtrain_cuda_four &four)
+                                                              const dtrain_cuda_pack<float> &four)
 {
-    if (wide && at < end && end - at >= 4) {
-        dtrain_cuda_pack<float> pack;
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) pack.at[e] = four.at[e];
-        dtrain_cuda_store(to + at, pack);
-    } else {
+    if (wide && at < end && end - at >= 4) dtrain_cuda_store(to + at, four);
+    else {
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++)
             if (at < end && end - at > (unsigned)e) to[at + e] = four.at[e];
@@ -186,9 +172,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS);
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            dtrain_cuda_four x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
+            dtrain_cuda_pack<float> x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
             if (topk.args.velocity) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.velocity, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) /* rounded twice, as on the CPU: not fused */
@@ -196,7 +182,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                 dtrain_cuda_store_four(topk.args.velocity, at, end, topk.wide, x);
             }
             if (topk.args.residual) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.residual, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) x.at[e] = old.at[e] + x.at[e];
@@ -273,7 +259,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         unsigned next = topk.offsets[tile]; /* where the tile's next candidate goes */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(topk.source, at, end, topk.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(topk.source, at, end, topk.wide);
             unsigned taken = 0, total;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < 4; e++) {
@@ -334,7 +321,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     for (int64_t first = (int64_t)blockIdx.x * DTRAIN_CUDA_TOPK_ROUND; first < pool.count;
          first += (int64_t)gridDim.x * DTRAIN_CUDA_TOPK_ROUND) {
         const unsigned at = (unsigned)first + 4 * threadIdx.x;
-        const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
+        const dtrain_cuda_pack<float> x =
+            dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++) {
             const unsigned key = dtrain_cuda_magnitude(x.at[e]);
@@ -349,7 +337,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* Of four elements, in 16 bits each: how many are above the key (low half), how many equal it. */
 static __device__ __forceinline__ unsigned
-dtrain_cuda_topk_classify(const dtrain_cuda_four &x, unsigned at, unsigned end, unsigned key)
+dtrain_cuda_topk_classify(const dtrain_cuda_pack<float> &x, unsigned at, unsigned end, unsigned key)
 {
     unsigned counts = 0;
     DTRAIN_CUDA_UNROLL
@@ -373,7 +361,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                        end = pool.count - begin < topk.tile ? pool.count : begin + topk.tile;
         unsigned above = 0, equal = 0;
         for (unsigned at = begin + 4 * threadIdx.x; at < end; at += DTRAIN_CUDA_TOPK_ROUND) {
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             const unsigned counts = dtrain_cuda_topk_classify(x, at, end, level.prefix);
             above += counts & 0xffff;
             equal += counts >> 16;
@@ -400,7 +389,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         unsigned above = topk.offsets[tile], equal = topk.equals[tile]; /* before this element */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             unsigned total;
             const unsigned before = dtrain_cuda_block_scan(
                 dtrain_cuda_topk_classify(x, at, end, level.prefix), slots, &total);

@@ -49,14 +49,14 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_chunk<float, WIDTH> a = dtrain_cuda_load_chunk<WIDTH>(word + column);
-            dtrain_cuda_chunk<float, WIDTH> b = {};
-            if (place) b = dtrain_cuda_load_chunk<WIDTH>(place + column);
-            dtrain_cuda_chunk<T, WIDTH> out;
+            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> b = {};
+            if (place) b = dtrain_cuda_load<WIDTH>(place + column);
+            dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++)
                 dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
-            dtrain_cuda_store_chunk<WIDTH>(y + column, out);
+            dtrain_cuda_store(y + column, out);
         }
     }
 }
@@ -244,20 +244,19 @@ static __global__ void __launch_bounds__(256)
     const bool exists = column < args.n;
     const T *const d_y = (const T *)args.d_y + column;
     float *const out = args.d_wte + (int64_t)token * args.n + column;
-    dtrain_cuda_chunk<float, WIDTH> sum = {};
-    if (exists) sum = dtrain_cuda_load_chunk<WIDTH>(out);
+    dtrain_cuda_pack<float, WIDTH> sum = {};
+    if (exists) sum = dtrain_cuda_load<WIDTH>(out);
     int count = DTRAIN_CUDA_WARP; /* of the 32 keys from `first` on, how many are the token's */
     for (int64_t first = head; count == DTRAIN_CUDA_WARP; first += DTRAIN_CUDA_WARP) {
         const uint64_t key = first + lane < args.rows ? keys[first + lane] : ~(uint64_t)0;
         count = __popc(__ballot_sync(DTRAIN_CUDA_ALL_LANES, key >> 32 == token));
         for (int i = 0; i < count; i += DTRAIN_CUDA_ROWS_AHEAD) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
+            dtrain_cuda_pack<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
                 const int64_t row =
                     (int64_t)__shfl_sync(DTRAIN_CUDA_ALL_LANES, (unsigned)key, i + r);
-                if (exists && i + r < count)
-                    ahead[r] = dtrain_cuda_load_chunk<WIDTH>(d_y + row * args.n);
+                if (exists && i + r < count) ahead[r] = dtrain_cuda_load<WIDTH>(d_y + row * args.n);
             }
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
@@ -267,7 +266,7 @@ static __global__ void __launch_bounds__(256)
             }
         }
     }
-    if (exists) dtrain_cuda_store_chunk<WIDTH>(out, sum);
+    if (exists) dtrain_cuda_store(out, sum);
 }
 
 /* d_wpe[place] += d_y[place] + d_y[place + sequence] + ...: a thread for each place and chunk. */
@@ -282,14 +281,13 @@ static __global__ void __launch_bounds__(256)
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
         float *const out = args.d_wpe + place * args.n + column;
-        dtrain_cuda_chunk<float, WIDTH> sum = dtrain_cuda_load_chunk<WIDTH>(out);
+        dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[4];
+            dtrain_cuda_pack<T, WIDTH> ahead[4];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++)
                 if (first + r * args.sequence < args.rows)
-                    ahead[r] =
-                        dtrain_cuda_load_chunk<WIDTH>(d_y + (first + r * args.sequence) * args.n);
+                    ahead[r] = dtrain_cuda_load<WIDTH>(d_y + (first + r * args.sequence) * args.n);
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++) {
                 if (first + r * args.sequence >= args.rows) continue;
@@ -297,7 +295,7 @@ static __global__ void __launch_bounds__(256)
                 for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
             }
         }
-        dtrain_cuda_store_chunk<WIDTH>(out, sum);
+        dtrain_cuda_store(out, sum);
     }
 }
 
@@ -434,7 +432,7 @@ template <int WIDTH, typename T>
 static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
                                                                const T *from)
 {
-    const dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from);
+    const dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from);
     float top = softmax.top;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) top = fmaxf(top, dtrain_cuda_widen(x.at[e]));
@@ -474,7 +472,7 @@ static __device__ __forceinline__ void
 dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
                          int64_t column)
 {
-    dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from + column);
+    dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from + column);
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
@@ -484,7 +482,7 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
         const float d = (hit == e ? p - 1 : p) * gradient.scale;
         dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>(to + column, x);
+    dtrain_cuda_store(to + column, x);
 }
 
 /* Each element is read and written by one thread: `to` may be `from`. */
