@@ -1,16 +1,17 @@
-/* Elementwise
+/* Elementwise: the loop that all elementwise kernels share
  *
- * Bandwidth is the limit. A thread takes groups of W neighbouring elements, W such that the widest
- * type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two groups are loaded
- * before the first is stored, because memory may be updated in place and the compiler would not
- * move a load above a store. Where a pointer is not 16-byte aligned, and for the last elements, a
- * group is one element; neighbouring threads still take neighbours.
+ * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
+ * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs
+ * are loaded before the first is stored, because memory may be updated in place and the compiler
+ * would not move a load above a store. Pointers that are not 16-byte aligned, and the last
+ * elements, are taken one element at a time, so that neighbouring threads still read neighbouring
+ * elements.
  *
- * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0. */
+ * An operation is a struct with `load(i, group)` and `store(i, group)`, where `group` holds one
+ * pack of each operand. A group is zeroed before load, so an operand that load skips reads as 0. */
 
 #pragma once
 
-#include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
