@@ -1,4 +1,4 @@
-/* Elementwise operations: add, axpby, dropout, convert, activation
+/* Elementwise operations: add, dropout, convert, activation
  *
  * Each is a struct for the loop of elements.cuh, and a launcher that picks the types. */
 

@@ -50,7 +50,7 @@
 
 /* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
  *
- * Does all that cublasLt did not: x = product + beta C + bias; forward aux = x, C = act(x); backward
+ * Does what cublasLt did not: x = product + beta C + bias; forward aux = x, C = act(x); backward
  * C = x act'(aux). C is rounded once, because the product is fp32. Reads 4 bytes for each element
  * and, where asked, C and aux; writes C and aux. A thread keeps its columns, so it loads their bias
  * once, and walks down the rows. */
