@@ -7,21 +7,21 @@
    and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
 
    Contents, the files that this one is joined from:
-       src/device/cuda/language.cuh         Language: launch, half precision, packs, warp and block sums
-       src/device/cuda/device.cuh           Device: state, errors, waiting, create and destroy
+       src/device/cuda/language.cuh         Language: launches, halves, packs, sums
+       src/device/cuda/device.cuh           Device: state, errors, waiting, creation
        src/device/cuda/memory.cuh           Memory, streams, events and graphs
-       src/device/cuda/elements.cuh         Elementwise: the loop that all elementwise kernels share
-       src/device/cuda/elementwise.cuh      Elementwise operations: add, dropout, convert, activation
+       src/device/cuda/elements.cuh         Elementwise: the loop of all such kernels
+       src/device/cuda/elementwise.cuh      Add, axpby, dropout, convert, activation
        src/device/cuda/reductions.cuh       Reductions: sum, clip, column sums
-       src/device/cuda/optimizers.cuh       Optimizers: AdamW and SGD over many tensors at once
-       src/device/cuda/gemm_plan.cuh        GEMM, part 1: calls of cublasLt and the cache of algorithms
-       src/device/cuda/gemm.cuh             GEMM, part 2: epilogues and fallbacks
+       src/device/cuda/optimizers.cuh       Optimizers: AdamW and SGD, many tensors
+       src/device/cuda/gemm_plan.cuh        GEMM 1: cublasLt and the algorithm cache
+       src/device/cuda/gemm.cuh             GEMM 2: epilogues and fallbacks
        src/device/cuda/layernorm.cuh        Layer norm, forward and backward
        src/device/cuda/tokens.cuh           Token ids: embedding and cross-entropy
        src/device/cuda/attention_gemm.cuh   Attention by batched GEMM and softmax
        src/device/cuda/flash.cuh            Flash attention on tensor cores
-       src/device/cuda/sparse.cuh           Sparse gradients: top-k selection and scatter-add
-       src/device/cuda/columns.cuh          Orthonormal columns by Cholesky, for PowerSGD
+       src/device/cuda/sparse.cuh           Sparse gradients: top-k and scatter-add
+       src/device/cuda/columns.cuh          Orthonormal columns, for PowerSGD
        src/device/cuda/table.cuh            The table of device operations
 
    An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
@@ -64,7 +64,7 @@
  * src/device/cuda/language.cuh
  * ==============================================================================================*/
 
-/* Language: launch, half precision, packs, warp and block sums
+/* Language: launches, halves, packs, sums
  *
  * The few tools that every kernel is written with. The emulation (tests/cuda/emulation) replaces
  * the launch and the dynamic shared memory; everything else compiles for a GPU and for a CPU
@@ -264,7 +264,7 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
  * src/device/cuda/device.cuh
  * ==============================================================================================*/
 
-/* Device: state, errors, waiting, create and destroy
+/* Device: state, errors, waiting, creation
  *
  * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
  * Streams are kept in a list besides, because synchronize waits for all of them.
@@ -1146,7 +1146,7 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  * src/device/cuda/elements.cuh
  * ==============================================================================================*/
 
-/* Elementwise: the loop that all elementwise kernels share
+/* Elementwise: the loop of all such kernels
  *
  * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
  * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs
@@ -1204,7 +1204,7 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
  * src/device/cuda/elementwise.cuh
  * ==============================================================================================*/
 
-/* Elementwise operations: add, dropout, convert, activation
+/* Add, axpby, dropout, convert, activation
  *
  * Each is a struct for the loop of elements.cuh, and a launcher that picks the types. */
 
@@ -1874,7 +1874,7 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
  * src/device/cuda/optimizers.cuh
  * ==============================================================================================*/
 
-/* Optimizers: AdamW and SGD over many tensors at once
+/* Optimizers: AdamW and SGD, many tensors
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
  * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and
@@ -2151,7 +2151,7 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
  * src/device/cuda/gemm_plan.cuh
  * ==============================================================================================*/
 
-/* GEMM, part 1: calls of cublasLt and the cache of algorithms
+/* GEMM 1: cublasLt and the algorithm cache
  *
  * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
  * which is column-major, gets our B as its first operand and our A as its second; every matrix
@@ -2603,7 +2603,7 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
  * src/device/cuda/gemm.cuh
  * ==============================================================================================*/
 
-/* GEMM, part 2: epilogues and fallbacks
+/* GEMM 2: epilogues and fallbacks
  *
  * A product may come with a bias, an activation and a bias gradient. Three ways are tried in this
  * order; each does all that is asked, or nothing:
@@ -3048,7 +3048,8 @@ static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtra
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry) return widen ? dtrain_cuda_gemm_refused(&product) : DTRAIN_OK;
+            if (!entry && !widen && row == 0) return DTRAIN_OK;
+            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
@@ -5433,7 +5434,7 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * src/device/cuda/sparse.cuh
  * ==============================================================================================*/
 
-/* Sparse gradients: top-k selection and scatter-add
+/* Sparse gradients: top-k and scatter-add
  *
  * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
  *
@@ -5471,7 +5472,7 @@ enum {
     DTRAIN_CUDA_TOPK_COPIES = 2       /* of a histogram in shared memory: fewer collisions */
 };
 
-/* The knowledge about the k-th largest key after a digit. */
+/* The state of the search for the k-th largest key after a digit. */
 struct dtrain_cuda_topk_level {
     unsigned prefix; /* its digits so far */
     unsigned need;   /* keys with that prefix to take; all keys above it are taken */
@@ -5625,7 +5626,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                                                      dtrain_cuda_topk_shift(0));
         }
         dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS, topk.state->histograms[0]);
-        /* No barrier behind it: the next clear gives each bin to the thread that reads it here. */
+        /* No barrier needed: the next clear gives each bin to the thread that reads it here. */
         uint16_t *const own = topk.tile_histograms + (int64_t)tile * DTRAIN_CUDA_TOPK_BINS;
         for (int bin = threadIdx.x; bin < DTRAIN_CUDA_TOPK_BINS; bin += blockDim.x)
             own[bin] = (uint16_t)dtrain_cuda_topk_bin(bins, bin);
@@ -5968,7 +5969,7 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
  * src/device/cuda/columns.cuh
  * ==============================================================================================*/
 
-/* Orthonormal columns by Cholesky, for PowerSGD
+/* Orthonormal columns, for PowerSGD
  *
  * x (rows, columns <= 64) becomes orthonormal in two rounds, as on the CPU, each of three kernels.
  * A round computes G = X^T X in double, factors G = R^T R, and replaces X by X R^-1.

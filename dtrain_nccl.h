@@ -17,6 +17,18 @@
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
    machines without NCCL too, and reports that NCCL is missing only when it is needed.
 
+   Contents, the files that this one is joined from:
+       src/comm/nccl/nccl.h                 The public calls of the NCCL communicator
+       src/comm/nccl/library.c              Opening the NCCL library
+       src/comm/nccl/nccl_internal.h        Structs of a rank, private prototypes
+       src/comm/nccl/rank.c                 Objects of a rank, names of operations
+       src/comm/nccl/failure.c              Failure: report, abort, repeat
+       src/comm/nccl/wait.c                 Waiting while watching for failures
+       src/comm/nccl/operations.c           Starting and waiting for operations
+       src/comm/nccl/memory.c               Registered memory, for dtrain_comm_alloc
+       src/comm/nccl/create.c               Create, split, destroy communicators
+       src/comm/nccl/recreate.c             Going on with fewer ranks after a failure
+
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
        DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it
@@ -121,7 +133,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
  * src/comm/nccl/library.c
  * ==============================================================================================*/
 
-/* Opening the NCCL library and checking its version
+/* Opening the NCCL library
  *
  * One list makes the table of functions and fills it. The compile-time gates are enough: a library
  * older than the header is refused before anything else of it is called, so every function in the
@@ -131,7 +143,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
  * src/comm/nccl/nccl_internal.h
  * ==============================================================================================*/
 
-/* Shared by the files: the structs of a rank, prototypes
+/* Structs of a rank, private prototypes
  *
  * Read the structs in this order: the hub (one for each rank), its communicators, the work that an
  * operation is, and the record of it that an error message quotes. */
@@ -469,7 +481,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
  * src/comm/nccl/rank.c
  * ==============================================================================================*/
 
-/* The objects of a rank, and the names of operations
+/* Objects of a rank, names of operations
  *
  *     hub                       one a rank: library, stream, bounce buffers, the failure
  *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
@@ -797,7 +809,9 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub,
  * src/comm/nccl/wait.c
  * ==============================================================================================*/
 
-/* Waiting: three waits that all watch for failures
+/* Waiting while watching for failures
+ *
+ * There are three waits:
  *
  *     complete      for a call of ours to take effect: communicators are non-blocking, and while
  *                   NCCL answers ncclInProgress the kernel is not in the stream yet, so no event
@@ -1521,7 +1535,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *point
  * src/comm/nccl/create.c
  * ==============================================================================================*/
 
-/* Creating, splitting and destroying communicators
+/* Create, split, destroy communicators
  *
  * A communicator is made in three steps: the struct and its events (comm_make), the agreement of
  * the ranks on a unique id (rendezvous), NCCL's own communicator (comm_init). The steps that can

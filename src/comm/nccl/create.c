@@ -1,4 +1,4 @@
-/* Creating, splitting and destroying communicators
+/* Create, split, destroy communicators
  *
  * A communicator is made in three steps: the struct and its events (comm_make), the agreement of
  * the ranks on a unique id (rendezvous), NCCL's own communicator (comm_init). The steps that can

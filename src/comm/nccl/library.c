@@ -1,4 +1,4 @@
-/* Opening the NCCL library and checking its version
+/* Opening the NCCL library
  *
  * One list makes the table of functions and fills it. The compile-time gates are enough: a library
  * older than the header is refused before anything else of it is called, so every function in the

@@ -17,6 +17,10 @@
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
    machines without NCCL too, and reports that NCCL is missing only when it is needed.
 
+   Contents, the files that this one is joined from:
+
+       @contents@
+
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
        DTRAIN_NCCL_LINKED     link NCCL (-lnccl, or libnccl_static.a) instead of opening it

@@ -1,4 +1,4 @@
-/* Shared by the files: the structs of a rank, prototypes
+/* Structs of a rank, private prototypes
  *
  * Read the structs in this order: the hub (one for each rank), its communicators, the work that an
  * operation is, and the record of it that an error message quotes. */

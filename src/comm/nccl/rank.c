@@ -1,4 +1,4 @@
-/* The objects of a rank, and the names of operations
+/* Objects of a rank, names of operations
  *
  *     hub                       one a rank: library, stream, bounce buffers, the failure
  *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations

@@ -1,4 +1,6 @@
-/* Waiting: three waits that all watch for failures
+/* Waiting while watching for failures
+ *
+ * There are three waits:
  *
  *     complete      for a call of ours to take effect: communicators are non-blocking, and while
  *                   NCCL answers ncclInProgress the kernel is not in the stream yet, so no event

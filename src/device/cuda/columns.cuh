@@ -1,4 +1,4 @@
-/* Orthonormal columns by Cholesky, for PowerSGD
+/* Orthonormal columns, for PowerSGD
  *
  * x (rows, columns <= 64) becomes orthonormal in two rounds, as on the CPU, each of three kernels.
  * A round computes G = X^T X in double, factors G = R^T R, and replaces X by X R^-1.

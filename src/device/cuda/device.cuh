@@ -1,4 +1,4 @@
-/* Device: state, errors, waiting, create and destroy
+/* Device: state, errors, waiting, creation
  *
  * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
  * Streams are kept in a list besides, because synchronize waits for all of them.

@@ -1,4 +1,4 @@
-/* Elementwise: the loop that all elementwise kernels share
+/* Elementwise: the loop of all such kernels
  *
  * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
  * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs

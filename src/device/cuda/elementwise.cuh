@@ -1,4 +1,4 @@
-/* Elementwise operations: add, dropout, convert, activation
+/* Add, axpby, dropout, convert, activation
  *
  * Each is a struct for the loop of elements.cuh, and a launcher that picks the types. */
 

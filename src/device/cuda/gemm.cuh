@@ -1,4 +1,4 @@
-/* GEMM, part 2: epilogues and fallbacks
+/* GEMM 2: epilogues and fallbacks
  *
  * A product may come with a bias, an activation and a bias gradient. Three ways are tried in this
  * order; each does all that is asked, or nothing:
@@ -452,7 +452,8 @@ static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtra
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry) return widen ? dtrain_cuda_gemm_refused(&product) : DTRAIN_OK;
+            if (!entry && !widen && row == 0) return DTRAIN_OK;
+            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));

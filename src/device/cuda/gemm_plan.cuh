@@ -1,4 +1,4 @@
-/* GEMM, part 1: calls of cublasLt and the cache of algorithms
+/* GEMM 1: cublasLt and the algorithm cache
  *
  * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
  * which is column-major, gets our B as its first operand and our A as its second; every matrix

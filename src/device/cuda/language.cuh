@@ -1,4 +1,4 @@
-/* Language: launch, half precision, packs, warp and block sums
+/* Language: launches, halves, packs, sums
  *
  * The few tools that every kernel is written with. The emulation (tests/cuda/emulation) replaces
  * the launch and the dynamic shared memory; everything else compiles for a GPU and for a CPU

@@ -1,4 +1,4 @@
-/* Optimizers: AdamW and SGD over many tensors at once
+/* Optimizers: AdamW and SGD, many tensors
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
  * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and

@@ -1,4 +1,4 @@
-/* Sparse gradients: top-k selection and scatter-add
+/* Sparse gradients: top-k and scatter-add
  *
  * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
  *
@@ -43,7 +43,7 @@ enum {
     DTRAIN_CUDA_TOPK_COPIES = 2       /* of a histogram in shared memory: fewer collisions */
 };
 
-/* The knowledge about the k-th largest key after a digit. */
+/* The state of the search for the k-th largest key after a digit. */
 struct dtrain_cuda_topk_level {
     unsigned prefix; /* its digits so far */
     unsigned need;   /* keys with that prefix to take; all keys above it are taken */
@@ -197,7 +197,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                                                      dtrain_cuda_topk_shift(0));
         }
         dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS, topk.state->histograms[0]);
-        /* No barrier behind it: the next clear gives each bin to the thread that reads it here. */
+        /* No barrier needed: the next clear gives each bin to the thread that reads it here. */
         uint16_t *const own = topk.tile_histograms + (int64_t)tile * DTRAIN_CUDA_TOPK_BINS;
         for (int bin = threadIdx.x; bin < DTRAIN_CUDA_TOPK_BINS; bin += blockDim.x)
             own[bin] = (uint16_t)dtrain_cuda_topk_bin(bins, bin);
