@@ -7,47 +7,77 @@
    and give dtrain_cuda_device_ops() to dtrain_launch_desc.device_ops or to dtrain_device_create.
 
    Contents, the files that this one is joined from:
-       src/device/cuda/language.cuh         Language.
-       src/device/cuda/device.cuh           Device
-       src/device/cuda/memory.cuh           Memory.
-       src/device/cuda/elements.cuh         Elementwise
-       src/device/cuda/elementwise.cuh      add: x (count), y (count)
-       src/device/cuda/reductions.cuh       Reductions
-       src/device/cuda/optimizers.cuh       Optimizers
-       src/device/cuda/gemm_plan.cuh        GEMM
-       src/device/cuda/gemm.cuh             Epilogue kernel: product (rows,n)
-       src/device/cuda/layernorm.cuh        Layer norm
-       src/device/cuda/tokens.cuh           Tokens
+       src/device/cuda/language.cuh         Language: launches, halves, packs, sums
+       src/device/cuda/device.cuh           Device: state, errors, waiting, creation
+       src/device/cuda/memory.cuh           Memory, streams, events and graphs
+       src/device/cuda/elements.cuh         Elementwise: the loop of all such kernels
+       src/device/cuda/elementwise.cuh      Add, axpby, dropout, convert, activation
+       src/device/cuda/reductions.cuh       Reductions: sum, clip, column sums
+       src/device/cuda/optimizers.cuh       Optimizers: AdamW and SGD, many tensors
+       src/device/cuda/gemm_plan.cuh        GEMM 1: cublasLt and the algorithm cache
+       src/device/cuda/gemm.cuh             GEMM 2: epilogues and fallbacks
+       src/device/cuda/layernorm.cuh        Layer norm, forward and backward
+       src/device/cuda/tokens.cuh           Token ids: embedding and cross-entropy
        src/device/cuda/attention_gemm.cuh   Attention by batched GEMM and softmax
-       src/device/cuda/flash.cuh            Flash attention
-       src/device/cuda/sparse.cuh           Sparse
-       src/device/cuda/columns.cuh          Orthonormal columns
-       src/device/cuda/table.cuh            Table.
+       src/device/cuda/flash.cuh            Flash attention on tensor cores
+       src/device/cuda/sparse.cuh           Sparse gradients: top-k and scatter-add
+       src/device/cuda/columns.cuh          Orthonormal columns, for PowerSGD
+       src/device/cuda/table.cuh            The table of device operations
 
-   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in table.cuh.
-   Results are a function of the inputs alone: no floating-point atomics anywhere.
+   An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
+   launcher, and its entry in table.cuh. Results are a function of the inputs alone: no
+   floating-point atomics anywhere.
 
    The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
-   cublasLt.h (tests/cuda/emulation): that is how its kernels are tested where there is no GPU. */
+   cublasLt.h (tests/cuda/emulation): so its kernels are tested where there is no GPU.
+
+   Speed. The floor of a kernel is the time that its limiting resource needs: the bytes that its
+   comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
+   dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
+   written down so that a measurement can contradict it; small inputs are limited by the launches,
+   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize. Measured: nothing,
+   no hardware yet.
+
+       kernels                          limiting resource                expected    measured
+       add, axpby, convert, activation  memory bandwidth                 90 %        not measured
+       dropout                          memory, integer units (Philox)   75 %        not measured
+       sum, column sums                 memory bandwidth                 90 %        not measured
+       adamw, sgd                       memory bandwidth                 90 %        not measured
+       gemm, fused or bare              tensor cores (cublasLt)          75 %        not measured
+       gemm epilogue kernel             memory bandwidth                 85 %        not measured
+       layernorm                        memory bandwidth                 85 %        not measured
+       layernorm backward               memory, shared memory            70 %        not measured
+       embedding                        memory bandwidth                 80 %        not measured
+       embedding backward               memory latency (sort, gather)    40 %        not measured
+       cross-entropy                    memory bandwidth                 85 %        not measured
+       attention, flash, forward        tensor cores through mma.sync    30 %        not measured
+       attention, flash, backward       tensor cores, registers          25 %        not measured
+       attention by batched GEMM        memory and L2 cache (scores)     50 %        not measured
+       top-k                            memory bandwidth                 75 %        not measured
+       scatter-add                      memory, 32-byte sectors          60 %        not measured
+       orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
+
+   The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
+   runs from Ampere on, is said to reach 60 to 65 % of it. */
 
 /* ================================================================================================
  * src/device/cuda/language.cuh
  * ==============================================================================================*/
 
-/* Language. */
+/* Language: launches, halves, packs, sums
+ *
+ * The few tools that every kernel is written with. The emulation (tests/cuda/emulation) replaces
+ * the launch and the dynamic shared memory; everything else compiles for a GPU and for a CPU
+ * alike. */
 
 #include "dtrain.h"
 
-#include <cublasLt.h>
 #include <cuda_runtime.h>
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
-/* One way to launch, with typed arguments and an error code. */
+/* Launch a kernel with typed arguments: a wrong type or count is a compile error, and a launch that
+ * fails returns its error code. */
 template <typename... Parameters, typename... Arguments>
 static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blocks, int threads,
                                       size_t shared_bytes, cudaStream_t stream,
@@ -66,7 +96,7 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 #endif
 }
 
-/* The dynamic shared memory of a block, 128-byte aligned. */
+/* Declare `name` as the dynamic shared memory of the block, 128-byte aligned. */
 #ifndef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_DYNAMIC_SHARED(type, name)                            \
     extern __shared__ __align__(128) unsigned char dtrain_cuda_dynamic[]; \
@@ -79,12 +109,20 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
+/* Unrolls the loop below it on a GPU. The emulation leaves loops alone: it compiles faster. */
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_UNROLL
+#else
+#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
 /* ---- Half precision -----------------------------------------------------------------------------
  *
- * Storage only: kernels load, widen to fp32, compute, round once, store. */
+ * bf16 and fp16 are formats of storage alone: a kernel loads them, widens them to fp32, computes,
+ * rounds once and stores. */
 
 struct dtrain_cuda_bf16 {
     uint16_t bits;
@@ -113,8 +151,8 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 
-/* Nearest, ties to even: the bits of dtrain_f32_to_bf16 and _f16, except that a NaN in fp16 has the
- * one form the hardware gives it. */
+/* Round to nearest, ties to even: the bits of dtrain_f32_to_bf16 and dtrain_f32_to_f16, except that
+ * the hardware gives every fp16 NaN the same bits. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
     const uint32_t bits = __float_as_uint(x);
@@ -131,33 +169,48 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #endif
 }
 
-/* Calls function<T>(...) for the T that dtype names; `dtype` 0 is F32. */
+/* Name call<T> for the T that `dtype` stands for; 0 stands for F32. */
 #define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
     ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
      : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
                                    : call<float>)
 
-/* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
+/* ---- Packs: 16 bytes at a time ------------------------------------------------------------------
  *
- * A pack is 16 bytes of T: 4 floats or 8 halves. Pointers that are not 16-byte aligned take the
- * scalar path of a kernel. */
+ * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes.
+ * A load or store moves it in accesses of 16 bytes, or of its own size where that is less, so the
+ * address must be a multiple of that. A pack of one element takes any address: kernels use it for
+ * pointers that are not 16-byte aligned, for row lengths that W does not divide, and for the last
+ * elements. Where two types meet, the operation chooses one W for both. */
 
-template <typename T> struct __align__(16) dtrain_cuda_pack
-{
-    static constexpr int width = 16 / (int)sizeof(T);
-    T at[width];
+template <typename T, int W = 16 / (int)sizeof(T)>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) dtrain_cuda_pack {
+    static constexpr int width = W;
+    T at[W];
 };
 
-template <typename T>
-static __device__ __forceinline__ dtrain_cuda_pack<T> dtrain_cuda_load(const T *from)
+template <int W, typename T>
+static __device__ __forceinline__ dtrain_cuda_pack<T, W> dtrain_cuda_load(const T *from)
 {
-    return *reinterpret_cast<const dtrain_cuda_pack<T> *>(from);
+    return *reinterpret_cast<const dtrain_cuda_pack<T, W> *>(from);
 }
 
-template <typename T>
-static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T> &pack)
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
-    *reinterpret_cast<dtrain_cuda_pack<T> *>(to) = pack;
+    *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */
+template <typename X, typename Y> static constexpr int dtrain_cuda_width()
+{
+    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+}
+
+/* ... or the narrower type fills 16 bytes, and the wider one takes two accesses. */
+template <typename X, typename Y> static constexpr int dtrain_cuda_long_width()
+{
+    return 16 / (int)(sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
 }
 
 static inline bool dtrain_cuda_aligned(const void *memory)
@@ -167,9 +220,9 @@ static inline bool dtrain_cuda_aligned(const void *memory)
 
 /* ---- Warps and blocks ---------------------------------------------------------------------------
  *
- * Butterflies add the same pairs in the same tree on every lane: one result, the same bits, for all.
- * The block versions use `slots` (32 elements of shared memory), leave the result in every thread,
- * and may be called again at once. blockDim.x is a multiple of 32. */
+ * A butterfly adds the same pairs in the same tree on every lane, so all lanes get one result with
+ * the same bits. The block versions use `slots`, 32 elements of shared memory, leave the result in
+ * every thread, and may be called twice in a row. blockDim.x must be a multiple of 32. */
 
 template <typename T> static __device__ __forceinline__ T dtrain_cuda_warp_sum(T x)
 {
@@ -190,7 +243,7 @@ template <typename T> static __device__ __forceinline__ T dtrain_cuda_block_sum(
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
     const int warps = blockDim.x / DTRAIN_CUDA_WARP;
     x = dtrain_cuda_warp_sum(x);
-    __syncthreads(); /* the slots may still be read by the call before this one */
+    __syncthreads(); /* the previous call may still be reading the slots */
     if (lane == 0) slots[warp] = x;
     __syncthreads();
     return dtrain_cuda_warp_sum(lane < warps ? slots[lane] : T(0));
@@ -211,14 +264,22 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
  * src/device/cuda/device.cuh
  * ==============================================================================================*/
 
-/* Device
+/* Device: state, errors, waiting, creation
  *
  * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
  * Streams are kept in a list besides, because synchronize waits for all of them.
  *
- * No call here blocks without bound. What would wait inside the driver (copies of pageable memory,
- * and cudaFree, which waits for running kernels) is called only after the streams were polled until
- * they were idle; while polling, device->while_waiting can give up. */
+ * Invariant: no call here blocks without a limit. A call that would wait inside the driver (a copy
+ * of pageable memory, and cudaFree, which waits for running kernels) is made only after the streams
+ * have been polled until they were idle, and device->while_waiting can end every polling loop with
+ * an error. */
+
+#include <cublasLt.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
 
 struct dtrain_stream {
     cudaStream_t native;
@@ -226,18 +287,18 @@ struct dtrain_stream {
 };
 
 enum {
-    DTRAIN_CUDA_SPINS = 200,              /* looks before the first nap: some 200 us */
-    DTRAIN_CUDA_NAP_NS = 50000,           /* between later looks */
-    DTRAIN_CUDA_GRACE_S = 1,              /* to end what is queued, when a wait was given up */
-    DTRAIN_CUDA_PATIENCE_S = 3600,        /* the launch queue holds far less work than that */
-    DTRAIN_CUDA_STRIDE = 128,             /* kernels between two marks in the compute stream */
+    DTRAIN_CUDA_SPINS = 200,              /* polls before the first pause: some 200 us */
+    DTRAIN_CUDA_PAUSE_NS = 50000,         /* between later polls */
+    DTRAIN_CUDA_GRACE_S = 1,              /* for queued work to end after a wait was given up */
+    DTRAIN_CUDA_TIMEOUT_S = 3600,         /* the launch queue holds far less work than that */
+    DTRAIN_CUDA_MARK_EVERY = 128,         /* kernels between two marks in the compute stream */
     DTRAIN_CUDA_RETIRED_BLOCKS = 64,      /* each at least twice the one before: never full */
     DTRAIN_CUDA_LT_BYTES_SM90 = 32 << 20, /* workspace that cublasLt's best kernels ask for */
     DTRAIN_CUDA_LT_BYTES = 4 << 20
 };
 
-/* What a kernel that meets bad data leaves behind; the first one wins. Read at the next point where
- * the host waits for the device. */
+/* A kernel that meets bad data writes a fault record; the first fault is kept. The host reads the
+ * record when it next waits for the device. */
 enum dtrain_cuda_fault_kind {
     DTRAIN_CUDA_NO_FAULT = 0,
     DTRAIN_CUDA_BAD_TOKEN = 1,
@@ -259,7 +320,7 @@ struct dtrain_cuda_state {
     size_t shared_limit;           /* dynamic shared memory a block may ask for */
     uint32_t math;                 /* dtrain_math */
     bool tune;                     /* time GEMM algorithms at their first use */
-    int spins;                     /* looks at a stream before the first nap */
+    int spins;                     /* polls of a stream before the first pause */
     cudaStream_t stream;           /* compute */
     dtrain_stream *streams;        /* all others */
     dtrain_cuda_fault *fault;      /* device memory */
@@ -268,15 +329,15 @@ struct dtrain_cuda_state {
     size_t workspace_bytes;
     cublasLtHandle_t lt;
     dtrain_cuda_gemm_cache *gemm_cache;
-    void *scratch; /* of kernels: grows in the first step, is stable afterwards */
+    void *scratch; /* of kernels: grows in the first step, then stays as it is */
     size_t scratch_bytes;
     void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
     int retired_count;
     int64_t graph_count;  /* alive */
-    cudaEvent_t marks[2]; /* device.cuh Room */
+    cudaEvent_t marks[2]; /* in the compute stream: see dtrain_cuda_await_mark */
     int64_t launches;
-    dtrain_result room;
-    bool stuck; /* it has not come to rest within the grace: it is not given one again */
+    dtrain_result queue_error;
+    bool stuck; /* a kernel did not end within the grace: no further grace is given */
     bool capturing;
 };
 
@@ -286,18 +347,19 @@ static inline dtrain_cuda_state *dtrain_cuda_state_of(dtrain_device *device)
 }
 
 static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what);
-static bool dtrain_cuda_make_room(dtrain_device *device);
+static bool dtrain_cuda_limit_queue(dtrain_device *device);
 
-/* Launches on the compute stream; an error names the operation. */
+/* Launch a kernel on the compute stream; an error names the operation. */
 #define DTRAIN_CUDA_RUN(device, name, kernel, blocks, threads, shared_bytes, ...)      \
-    (!dtrain_cuda_make_room(device)                                                    \
-         ? dtrain_cuda_state_of(device)->room                                          \
+    (!dtrain_cuda_limit_queue(device)                                                  \
+         ? dtrain_cuda_state_of(device)->queue_error                                   \
          : dtrain_cuda_check(dtrain_cuda_launch(kernel, blocks, threads, shared_bytes, \
                                                 dtrain_cuda_state_of(device)->stream,  \
                                                 __VA_ARGS__),                          \
                              name))
 
-/* Blocks for a grid-stride loop over `items` work items of one thread each: at most a few waves. */
+/* Choose the number of blocks of a grid-stride loop over `items` work items, one for each thread:
+ * at most 16 blocks a multiprocessor. */
 static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t items, int threads)
 {
     const int64_t needed = (items + threads - 1) / threads,
@@ -324,8 +386,8 @@ static void dtrain_cuda_host_give(const dtrain_allocator *allocator, void *memor
 
 /* ---- Errors -----------------------------------------------------------------------------------*/
 
-/* The context is gone for good: every call repeats the error. Asking is surer than a list of codes,
- * which grows with each toolkit. */
+/* Ask whether the CUDA context is lost, after which every call repeats the error. A trial call is
+ * surer than a list of error codes, which grows with each toolkit. */
 static bool dtrain_cuda_is_lost(void)
 {
     size_t free_bytes, memory_bytes;
@@ -334,7 +396,8 @@ static bool dtrain_cuda_is_lost(void)
     return error != cudaSuccess && error != cudaErrorMemoryAllocation;
 }
 
-/* Turns a CUDA error into a sentence and clears it where it can be cleared. `what` names the call. */
+/* Turn a CUDA error into a sentence, and clear it where it can be cleared. `what` names the
+ * call. */
 static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return DTRAIN_OK;
@@ -364,8 +427,8 @@ static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
 }
 
-/* Nothing that waits or allocates can be recorded: refused here, because the driver would
- * invalidate the whole capture. */
+/* Refuse a call that waits or allocates while a graph is captured: the driver would invalidate the
+ * whole capture. */
 static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char *what)
 {
     if (!dtrain_cuda_state_of(device)->capturing) return DTRAIN_OK;
@@ -375,15 +438,26 @@ static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char 
                        what);
 }
 
+/* Refuse a data type other than F32, BF16, F16 and 0, which means F32. */
+static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
+{
+    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
+        dtype == DTRAIN_DTYPE_F16)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
+                       dtrain_dtype_name(dtype));
+}
+
 /* ---- Waiting ----------------------------------------------------------------------------------*/
 
-/* Polls until the stream is idle. A kernel of this file always ends; one that waits for other ranks
- * is a communicator's, which keeps its deadline in while_waiting. */
+/* Poll until the stream is idle. A kernel of this file always ends; a kernel that waits for other
+ * ranks belongs to a communicator, which keeps its own deadline in while_waiting. */
 static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream)
 {
     const int spins = dtrain_cuda_state_of(device)->spins;
-    const double deadline = dtrain_seconds() + DTRAIN_CUDA_PATIENCE_S;
-    for (int look = 0;; look++) {
+    const double deadline = dtrain_seconds() + DTRAIN_CUDA_TIMEOUT_S;
+    for (int polls = 0;; polls++) {
         const cudaError_t error = cudaStreamQuery(stream);
         if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
         cudaGetLastError();
@@ -391,18 +465,21 @@ static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream
         if (dtrain_seconds() > deadline)
             return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                                "the GPU did not finish its work within %d seconds",
-                               (int)DTRAIN_CUDA_PATIENCE_S);
-        if (look >= spins) {
-            const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
-            nanosleep(&nap, NULL);
+                               (int)DTRAIN_CUDA_TIMEOUT_S);
+        if (polls >= spins) {
+            const struct timespec pause = {0, DTRAIN_CUDA_PAUSE_NS};
+            nanosleep(&pause, NULL);
         }
     }
 }
 
-/* The driver's queue holds about a thousand launches, and a launch that finds it full waits inside the
- * driver: behind a collective that waits for a dead rank that is for ever. So every 128 kernels a mark goes
- * into the stream, and there are never more than two marks ahead of the device. */
-static dtrain_result dtrain_cuda_mark(dtrain_device *device, cudaEvent_t mark)
+/* Wait until the device has passed `mark`, then record it anew in the compute stream.
+ *
+ * The driver's queue holds about a thousand launches, and a launch that finds it full waits inside
+ * the driver; behind a collective that waits for a dead rank that would be for ever. So every 128th
+ * kernel records a mark. There are two marks, and a mark is recorded only after it has been passed:
+ * at most 3 * 128 kernels are queued. */
+static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t mark)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     for (;;) {
@@ -411,24 +488,25 @@ static dtrain_result dtrain_cuda_mark(dtrain_device *device, cudaEvent_t mark)
         if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
         cudaGetLastError();
         if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
-        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
-        nanosleep(&nap, NULL);
+        const struct timespec pause = {0, DTRAIN_CUDA_PAUSE_NS};
+        nanosleep(&pause, NULL);
     }
     return dtrain_cuda_check(cudaEventRecord(mark, state->stream), "waiting for the GPU");
 }
 
-/* False: the reason is in state->room. What is captured is not queued. */
-static bool dtrain_cuda_make_room(dtrain_device *device)
+/* Keep the launch queue short; call it before every launch. False means an error, which is in
+ * state->queue_error. Kernels that a graph captures are not queued and do not count. */
+static bool dtrain_cuda_limit_queue(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    if (state->capturing || ++state->launches % DTRAIN_CUDA_STRIDE) return true;
-    cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_STRIDE % 2];
-    state->room = dtrain_cuda_mark(device, mark);
-    return state->room == DTRAIN_OK;
+    if (state->capturing || ++state->launches % DTRAIN_CUDA_MARK_EVERY) return true;
+    cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_MARK_EVERY % 2];
+    state->queue_error = dtrain_cuda_await_mark(device, mark);
+    return state->queue_error == DTRAIN_OK;
 }
 
-/* One block, one thread. It is also the first kernel to run on a device: if the program has no code
- * for its architecture, that shows here. */
+/* Clear the fault record, with one thread. This is also the first kernel to run on a device: a
+ * program without code for the GPU's architecture fails here. */
 static __global__ void dtrain_cuda_clear_fault_kernel(dtrain_cuda_fault *fault)
 {
     fault->kind = DTRAIN_CUDA_NO_FAULT;
@@ -462,8 +540,8 @@ static dtrain_result dtrain_cuda_report(const dtrain_cuda_fault *fault)
     }
 }
 
-/* Waits for the compute stream and reports what its kernels found wrong, once. The record's copy is
- * queued before the wait: one wait serves both. */
+/* Wait for the compute stream and report the fault that its kernels recorded, once. The copy of the
+ * record is queued before the wait, so that one wait serves both. */
 static dtrain_result dtrain_cuda_await(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -477,7 +555,7 @@ static dtrain_result dtrain_cuda_await(dtrain_device *device)
     return dtrain_cuda_report(state->host_fault);
 }
 
-/* Waits for all streams; faults stay recorded. */
+/* Wait for all streams; a recorded fault stays recorded. */
 static dtrain_result dtrain_cuda_drain(dtrain_device *device)
 {
     for (dtrain_stream *stream = dtrain_cuda_state_of(device)->streams; stream;
@@ -505,9 +583,10 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
     return running;
 }
 
-/* Whether memory can be given back: cudaFree waits for kernels, and one that is stuck never ends.
- * Then memory is left to the end of the process. A lost device runs nothing. Who frees in the
- * middle of a capture cleans up after an error: the capture ends there, and graph_end says so. */
+/* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
+ * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
+ * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
+ * here, and graph_end reports it. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -516,10 +595,10 @@ static bool dtrain_cuda_may_free(dtrain_device *device)
     if (dtrain_cuda_drain(device) == DTRAIN_OK) return true;
     const double deadline = dtrain_seconds() + (state->stuck ? 0 : DTRAIN_CUDA_GRACE_S);
     while (dtrain_cuda_is_running(state)) {
-        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+        const struct timespec pause = {0, DTRAIN_CUDA_PAUSE_NS};
         state->stuck = dtrain_seconds() >= deadline;
         if (state->stuck) return false;
-        nanosleep(&nap, NULL);
+        nanosleep(&pause, NULL);
     }
     state->stuck = false;
     return true;
@@ -534,7 +613,8 @@ static dtrain_result dtrain_cuda_synchronize(dtrain_device *device)
 
 /* ---- Create, destroy, query -------------------------------------------------------------------*/
 
-/* No driver at all is reported by CUDA as a driver that is too old; its version tells. */
+/* Explain why no GPU could be opened. CUDA reports a missing driver as a driver that is too old;
+ * the driver's version tells them apart. */
 static dtrain_result dtrain_cuda_explain_opening(cudaError_t error)
 {
     int driver = 0, runtime = 0;
@@ -567,7 +647,7 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* A thread has one current device: that of its rank, from here on. */
+/* Make the rank's GPU the current device of this thread, from here on, and read its properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
@@ -638,8 +718,8 @@ static void dtrain_cuda_free_retired(dtrain_cuda_state *state)
     while (state->retired_count > 0) cudaFree(state->retired[--state->retired_count]);
 }
 
-/* Works on half-made and on lost devices too: what was not made is NULL, and errors no longer
- * matter. */
+/* Destroy the device. It may be half made or lost: a part that was not made is NULL, and errors no
+ * longer matter. */
 static void dtrain_cuda_destroy(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -688,7 +768,7 @@ static dtrain_result dtrain_cuda_create(const dtrain_device_desc *desc, dtrain_d
     return result;
 }
 
-/* The id is the UUID: slices of one GPU (MIG) share the PCI address, but not that. */
+/* Describe the GPU. The id is the UUID, because slices of one GPU (MIG) share its PCI address. */
 static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info *info)
 {
     const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -719,7 +799,14 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
  * src/device/cuda/memory.cuh
  * ==============================================================================================*/
 
-/* Memory. */
+/* Memory, streams, events and graphs
+ *
+ * The entries of the device table that move bytes or order work. Scratch memory belongs to the
+ * device: one block that grows in the first step and is stable afterwards, so the steady state
+ * allocates nothing and can be captured in a graph. */
+
+#include <stdio.h>
+#include <string.h>
 
 static dtrain_result dtrain_cuda_out_of_memory(const dtrain_device *device, size_t bytes)
 {
@@ -753,8 +840,9 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
     if (dtrain_cuda_may_free(device) && cudaFree(memory) != cudaSuccess) cudaGetLastError();
 }
 
-/* A captured graph holds the address of the scratch it was captured with: while there are graphs,
- * the old block stays and the new one has at least twice its size. */
+/* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
+ * captured with: while there are graphs, the old block stays and the new one has at least twice its
+ * size, so the retired blocks together are smaller than the current one. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -777,8 +865,8 @@ static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t byte
     return DTRAIN_OK;
 }
 
-/* At least `bytes` of device scratch, 256-byte aligned; contents do not survive the operation. It
- * cannot grow while a graph is captured. */
+/* Give at least `bytes` of device scratch, 256-byte aligned. The contents do not survive the
+ * operation. The scratch cannot grow while a graph is captured. */
 static dtrain_result dtrain_cuda_scratch(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -805,8 +893,8 @@ static dtrain_result dtrain_cuda_copy_kind(dtrain_copy_kind kind, cudaMemcpyKind
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "copy: %d is not a dtrain_copy_kind", (int)kind);
 }
 
-/* Between host and device the stream is idle before the copy, since the driver may stage pageable
- * memory inside the call, and idle after it, since it may not. */
+/* Copy. Between host and device the compute stream is idle before the copy, since the driver may
+ * stage pageable memory inside the call, and idle after it, since the driver may as well not. */
 static dtrain_result dtrain_cuda_copy(dtrain_device *device, void *to, const void *from,
                                       size_t bytes, dtrain_copy_kind kind)
 {
@@ -866,7 +954,7 @@ static cudaMemoryType dtrain_cuda_memory_type(const void *memory)
     cudaPointerAttributes attributes;
     memset(&attributes, 0, sizeof attributes);
     if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) return attributes.type;
-    cudaGetLastError(); /* old drivers call foreign memory an error */
+    cudaGetLastError(); /* old drivers report memory they do not know as an error */
     return cudaMemoryTypeUnregistered;
 }
 
@@ -884,7 +972,8 @@ static cudaStream_t dtrain_cuda_native(dtrain_device *device, dtrain_stream *str
     return stream ? stream->native : dtrain_cuda_state_of(device)->stream;
 }
 
-/* Pageable memory is refused: the driver would wait inside the call until it has staged it. */
+/* Copy on a stream without waiting. Pageable memory is refused: the driver would wait inside the
+ * call until it has staged it. */
 static dtrain_result dtrain_cuda_copy_async(dtrain_device *device, void *to, const void *from,
                                             size_t bytes, dtrain_copy_kind kind,
                                             dtrain_stream *stream)
@@ -923,7 +1012,7 @@ static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_
     return DTRAIN_OK;
 }
 
-/* Work that is still queued on it runs to its end. */
+/* Destroy a stream; work that is still queued on it runs to its end. */
 static void dtrain_cuda_stream_destroy(dtrain_device *device, dtrain_stream *stream)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -1002,10 +1091,10 @@ static dtrain_result dtrain_cuda_event_elapsed(dtrain_device *device, dtrain_eve
     return dtrain_cuda_check(error, "event_elapsed");
 }
 
-/* ---- Graphs -----------------------------------------------------------------------------------
+/* ---- Graphs -------------------------------------------------------------------------------------
  *
- * Capture is of this thread only: another thread of the process (a watchdog that polls its events)
- * neither breaks it nor is recorded. */
+ * A capture belongs to this thread alone: another thread of the process, such as a watchdog that
+ * polls its events, neither breaks the capture nor is recorded. */
 
 static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
 {
@@ -1057,44 +1146,17 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  * src/device/cuda/elements.cuh
  * ==============================================================================================*/
 
-/* Elementwise
+/* Elementwise: the loop of all such kernels
  *
- * Bandwidth is the limit. A thread takes groups of W neighbouring elements, W such that the widest
- * type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two groups are loaded
- * before the first is stored, because memory may be updated in place and the compiler would not
- * move a load above a store. Where a pointer is not 16-byte aligned, and for the last elements, a
- * group is one element; neighbouring threads still take neighbours.
+ * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
+ * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs
+ * are loaded before the first is stored, because memory may be updated in place and the compiler
+ * would not move a load above a store. Pointers that are not 16-byte aligned, and the last
+ * elements, are taken one element at a time, so that neighbouring threads still read neighbouring
+ * elements.
  *
- * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0. */
-
-#ifndef DTRAIN_CUDA_UNROLL
-#ifdef DTRAIN_CUDA_EMULATION
-#define DTRAIN_CUDA_UNROLL
-#else
-#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
-#endif
-#endif
-
-template <typename T, int W> struct alignas(W * sizeof(T)) dtrain_cuda_group {
-    T at[W];
-};
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_get(const T *from, dtrain_cuda_group<T, W> &to)
-{
-    to = *reinterpret_cast<const dtrain_cuda_group<T, W> *>(from);
-}
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_put(T *to, const dtrain_cuda_group<T, W> &from)
-{
-    *reinterpret_cast<dtrain_cuda_group<T, W> *>(to) = from;
-}
-
-template <typename X, typename Y> static constexpr int dtrain_cuda_width()
-{
-    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
-}
+ * An operation is a struct with `load(i, group)` and `store(i, group)`, where `group` holds one
+ * pack of each operand. A group is zeroed before load, so an operand that load skips reads as 0. */
 
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
 
@@ -1138,23 +1200,19 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
                            DTRAIN_CUDA_EACH_THREADS, 0, op, groups, count);
 }
 
-/* F32, BF16, F16, or 0 for F32. */
-static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
-{
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
-        dtype == DTRAIN_DTYPE_F16)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
-                       dtrain_dtype_name(dtype));
-}
-
 /* ================================================================================================
  * src/device/cuda/elementwise.cuh
  * ==============================================================================================*/
 
-/* add: x (count), y (count)
-> out (count); two reads, one write ---------------------------*/
+/* Add, axpby, dropout, convert, activation
+ *
+ * Each is a struct for the loop of elements.cuh, and a launcher that picks the types. */
+
+#include <math.h>
+
+/* ---- add: x (count), y (count) -> out (count) ---------------------------------------------------
+ *
+ * Two reads, one write; x and out have one type, y may have another. */
 
 template <typename X, typename Y> struct dtrain_cuda_add_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -1163,22 +1221,22 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     X *out;
 
     template <int W> struct group {
-        dtrain_cuda_group<X, W> x;
-        dtrain_cuda_group<Y, W> y;
+        dtrain_cuda_pack<X, W> x;
+        dtrain_cuda_pack<Y, W> y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_group<X, W> sum;
+        dtrain_cuda_pack<X, W> sum;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
             dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
                                sum.at[j]);
-        dtrain_cuda_put(out + i, sum);
+        dtrain_cuda_store(out + i, sum);
     }
 };
 
@@ -1208,27 +1266,29 @@ static dtrain_result dtrain_cuda_add(dtrain_device *device, const dtrain_add_arg
     return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_add_to)(device, args);
 }
 
-/* ---- axpby: x (count), (1) or none, y (count); y is read only to be accumulated into ----------*/
+/* ---- axpby: x (count), (1) or NULL, y (count) ---------------------------------------------------
+ *
+ * One read and one write; y is read only to be accumulated into. x NULL stands for 1. */
 
 template <typename T> struct dtrain_cuda_axpby_op {
     static constexpr int width = dtrain_cuda_width<T, T>();
     const T *x;
     T *y;
     float a, b;
-    bool same, accumulate; /* same: one x for all */
+    bool same, accumulate; /* same: one x for all elements */
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (!same) dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        if (!same) g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
@@ -1236,7 +1296,7 @@ template <typename T> struct dtrain_cuda_axpby_op {
                                           : a * from,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -1256,12 +1316,13 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 
-/* ---- dropout: x (count) -> y (count); one read (two to accumulate), one write ------------------
+/* ---- dropout: x (count) -> y (count) ------------------------------------------------------------
  *
- * The random word of element i is word i % 4 of Philox block i / 4, and its upper 24 bits are
- * compared as integers: the bits of dtrain_random_uniform, and the mask of the CPU device. */
+ * One read (two to accumulate) and one write. Element i takes word i % 4 of Philox block i / 4, of
+ * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
+ * is the one of the CPU device. */
 
-/* dtrain_philox, see core/random.c. */
+/* Compute dtrain_philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
                                                           uint64_t counter, uint32_t out[4])
 {
@@ -1284,7 +1345,7 @@ static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_
     out[3] = c3;
 }
 
-/* The words of elements i .. i + W; i is a multiple of W, and W is 1, 4 or 8. */
+/* Give the random words of elements i .. i + W; i must be a multiple of W, and W 1, 4 or 8. */
 template <int W>
 static __device__ __forceinline__ void dtrain_cuda_random(uint64_t seed, uint64_t stream, int64_t i,
                                                           uint32_t words[W])
@@ -1314,17 +1375,17 @@ template <typename T> struct dtrain_cuda_dropout_op {
     bool accumulate;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
@@ -1333,7 +1394,7 @@ template <typename T> struct dtrain_cuda_dropout_op {
             dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -1362,24 +1423,26 @@ static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dro
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_dropout_as)(device, args);
 }
 
-/* ---- convert: x (count) -> y (count), rounded to nearest --------------------------------------*/
+/* ---- convert: x (count) -> y (count) ------------------------------------------------------------
+ *
+ * One read and one write, rounded to nearest. */
 
 template <typename X, typename Y> struct dtrain_cuda_convert_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
     const X *x;
     Y *y;
 
-    template <int W> using group = dtrain_cuda_group<X, W>;
-    template <int W> __device__ void load(int64_t i, dtrain_cuda_group<X, W> &g) const
+    template <int W> using group = dtrain_cuda_pack<X, W>;
+    template <int W> __device__ void load(int64_t i, dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_get(x + i, g);
+        g = dtrain_cuda_load<W>(x + i);
     }
-    template <int W> __device__ void store(int64_t i, const dtrain_cuda_group<X, W> &g) const
+    template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_group<Y, W> out;
+        dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -1391,7 +1454,7 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
     return dtrain_cuda_each(device, "convert", op, args->count, aligned);
 }
 
-/* Equal types are a copy of the bits: NaNs keep theirs. */
+/* Convert by a copy where both types are equal, so that a NaN keeps its bits. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
     const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_DTYPE_F32;
@@ -1417,21 +1480,24 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
                : dtrain_cuda_convert_as<dtrain_cuda_f16, dtrain_cuda_bf16>(device, args);
 }
 
-/* ---- activation backward: x, d_out (rows,n) -> d_in (rows,n) and d_bias (n) --------------------
+/* ---- activation backward: x, d_out (rows,n) -> d_in (rows,n), d_bias (n) ------------------------
  *
  * Two reads, one write. Without d_bias it is elementwise. With d_bias a block takes CHUNK rows of a
- * strip of 32 groups of columns; each warp walks every 8th row with the sums in registers:
+ * strip of 32 packs of columns; each warp walks every 8th row with the sums in registers:
  *
  *          n columns                 1. warps: d_in, and the sums of their rows
  *        +------+------+------+      2. block: the 8 warps' sums in order -> partial (chunks,n)
  *  CHUNK |block0|block1|block2|      3. second kernel: the chunks' sums in order -> d_bias
  *        +------+------+------+
- *        |block3| ...                The cuts depend on the shape alone, and so do the bits. */
+ *        |block3| ...
+ *
+ * Blocks are cut by the shape alone, so the bits depend on nothing but the inputs. */
 
 enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
 
-/* With q = e^-2u and w = 1 / (1 + q), u = A (x + B x^3): dy/dx = w (1 + x q w 2u'). Outside +-10 it
- * is 0 or 1; NaN passes the comparisons. */
+/* Compute the derivative of GELU. With u = A (x + B x^3), q = e^-2u and w = 1 / (1 + q), it is
+ * dy/dx = w (1 + x q w 2u'). x is clamped to +-10, where the derivative is 0 or 1 already; a NaN
+ * fails both comparisons and stays. */
 static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
 {
     const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
@@ -1441,7 +1507,7 @@ static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
     return w * (1 + x * (2 * a + 6 * a * b * (x * x)) * (q * w));
 }
 
-/* The slope of relu at 0 is 0. */
+/* Turn d_out into d_in. The slope of relu at 0 is 0. */
 static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
                                                                float d_out)
 {
@@ -1456,17 +1522,17 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     uint32_t activation;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, d;
+        dtrain_cuda_pack<T, W> x, d;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (activation != DTRAIN_ACTIVATION_NONE) dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(d_out + i, g.d);
+        if (activation != DTRAIN_ACTIVATION_NONE) g.x = dtrain_cuda_load<W>(x + i);
+        g.d = dtrain_cuda_load<W>(d_out + i);
     }
-    /* Leaves what it stored in `d`, in fp32. */
+    /* Store d_in, and leave its values in `d`, in fp32. */
     template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
     {
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from =
@@ -1474,7 +1540,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
             dtrain_cuda_narrow(d[j], out.at[j]);
         }
-        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
@@ -1483,7 +1549,8 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     }
 };
 
-/* One block: chunk blockIdx / strips of the rows, strip blockIdx % strips of the columns. */
+/* Store d_in and the column sums of one block: chunk blockIdx / strips of the rows, strip blockIdx
+ * % strips of the columns. */
 template <typename T, int W>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_WARPS *DTRAIN_CUDA_WARP)
     dtrain_cuda_deactivate_columns_kernel(const dtrain_cuda_deactivate_op<T> op, int64_t rows,
@@ -1523,8 +1590,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_WARPS *DTRAIN_CUDA_W
     }
 }
 
-/* out (n) = column sums of partial (chunks,n), a block for 32 columns: warp w adds chunks w,
- * w + 32, ... and the warps' sums are added in order. */
+/* Compute out (n) = column sums of partial (chunks,n). A block takes 32 columns: warp w adds chunks
+ * w, w + 32, ..., and the warps' sums are added in order. */
 static __global__ void __launch_bounds__(1024)
     dtrain_cuda_finish_columns_kernel(const float *partial, int64_t chunks, int64_t n, float *out,
                                       bool accumulate)
@@ -1546,7 +1613,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* The rows of x, d_out and d_in are ld elements apart. */
+/* Run the backward pass with column sums; the rows of x, d_out and d_in are ld elements apart. */
 template <typename T>
 static dtrain_result dtrain_cuda_deactivate_columns(dtrain_device *device, const char *name,
                                                     const dtrain_cuda_deactivate_op<T> &op,
@@ -1607,11 +1674,14 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
  * src/device/cuda/reductions.cuh
  * ==============================================================================================*/
 
-/* Reductions
+/* Reductions: sum, clip, column sums
  *
- * Two kernels: many blocks leave a partial result each, one block adds them in order. How many
- * blocks, and who adds what, depends on the count alone: neither the GPU's size nor the address
- * shows in the bits. One read of the input, 16 bytes a load. */
+ * A reduction takes two kernels: many blocks leave one partial result each, then one block adds
+ * them in order. The count alone decides how many blocks there are and which elements each adds, so
+ * the bits depend neither on the size of the GPU nor on the address. Cost: one read of the input,
+ * 16 bytes a load. */
+
+#include <math.h>
 
 enum {
     DTRAIN_CUDA_SUM_THREADS = 256,
@@ -1619,13 +1689,13 @@ enum {
     DTRAIN_CUDA_SUM_SHARE = 8192   /* elements that are worth a block */
 };
 
-/* Up to a pack of elements from i on, those at and behind `count` as zero. */
+/* Load the pack that begins at i, with 0 for elements at and behind `count`. */
 template <typename T>
 static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t i, int64_t count,
                                                              bool aligned, dtrain_cuda_pack<T> &to)
 {
     if (aligned && i + dtrain_cuda_pack<T>::width <= count) {
-        to = dtrain_cuda_load(x + i);
+        to = dtrain_cuda_load<dtrain_cuda_pack<T>::width>(x + i);
         return;
     }
     DTRAIN_CUDA_UNROLL
@@ -1634,9 +1704,12 @@ static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t
         else dtrain_cuda_narrow(0, to.at[j]);
 }
 
-/* ---- sum: x (count) -> one double, scaled; 4 (or 2) bytes read an element ---------------------*/
+/* ---- sum: x (count) -> one double, scaled -------------------------------------------------------
+ *
+ * Bytes: 4 (or 2) read for each element. */
 
-/* partial[block] = sum of the packs block * threads + thread, + all threads, ... */
+/* Leave in partial[block] the sum of the packs block * threads + thread, then all threads further,
+ * and so on. */
 template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
     dtrain_cuda_sum_kernel(const T *x, int64_t count, bool squares, bool aligned, double *partial)
@@ -1662,7 +1735,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/* One block. */
+/* Add the partial sums in order, by one block, and scale the total. */
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
     dtrain_cuda_finish_sum_kernel(const double *partial, int count, double scale, bool accumulate,
                                   double *total, float *out)
@@ -1705,7 +1778,7 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
- * In double. A norm that is not finite skips the step and leaves the scale alone. */
+ * Computes in double. A norm that is not finite sets skip and leaves the gradient scale alone. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
@@ -1776,9 +1849,9 @@ static dtrain_result dtrain_cuda_finite(dtrain_device *device, const dtrain_fini
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_finite_as)(device, args);
 }
 
-/* ---- Column sums, for bias gradients: x (rows,n), rows ld elements apart -> out (n) ------------
+/* ---- Column sums: x (rows,n), rows ld elements apart -> out (n) ---------------------------------
  *
- * The activation's backward pass with no activation, in place. */
+ * The bias gradient of a product: the activation's backward pass with no activation, in place. */
 
 template <typename T>
 static dtrain_result dtrain_cuda_column_sums_as(dtrain_device *device, const void *x, int64_t rows,
@@ -1801,17 +1874,19 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
  * src/device/cuda/optimizers.cuh
  * ==============================================================================================*/
 
-/* Optimizers
+/* Optimizers: AdamW and SGD, many tensors
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
- * (4 KiB), more take more launches. A block finds its tensor by its number and updates 8192
- * elements of it:
+ * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and
+ * updates 8192 elements of it:
  *
  *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
  *
  * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28 (30 with a low copy);
  * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them. */
+
+#include <math.h>
 
 enum {
     DTRAIN_CUDA_TABLE_TENSORS = 60,
@@ -1840,7 +1915,7 @@ struct dtrain_cuda_tensors {
     dtrain_cuda_tensor at[DTRAIN_CUDA_TABLE_TENSORS];
 };
 
-/* ---- Rules: what happens to one element -------------------------------------------------------*/
+/* ---- Rules: the update of one element ---------------------------------------------------------*/
 
 struct dtrain_cuda_adamw_rule {
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
@@ -1852,7 +1927,8 @@ struct dtrain_cuda_adamw_rule {
         correction2 = scalars.correction2;
         grad_scale = scalars.grad_scale;
     }
-    /* lr / correction1 is one factor, and v is scaled under the root. */
+    /* Update one element. lr / correction1 is one factor, and v is scaled under the root, as on the
+     * CPU. */
     __device__ void step(float decay, float grad, float &value, float &m, float &v) const
     {
         const float g = grad * grad_scale;
@@ -1872,7 +1948,7 @@ struct dtrain_cuda_sgd_rule {
         lr = scalars.lr;
         grad_scale = scalars.grad_scale;
     }
-    /* Without momentum `buffer` is 0 and forgotten. */
+    /* Update one element. Without momentum `buffer` comes in as 0 and is not stored. */
     __device__ void step(float decay, float grad, float &value, float &buffer, float &) const
     {
         const float g = grad * grad_scale;
@@ -1910,9 +1986,9 @@ static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint
 template <typename T, int W>
 static __device__ __forceinline__ void
 dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
-                      uint64_t seed, int64_t i, const dtrain_cuda_group<float, W> &value)
+                      uint64_t seed, int64_t i, const dtrain_cuda_pack<float, W> &value)
 {
-    dtrain_cuda_group<T, W> low;
+    dtrain_cuda_pack<T, W> low;
     uint32_t words[W];
     if (tensors.stochastic_rounding) {
         dtrain_cuda_random<W>(seed, tensor.number, i, words);
@@ -1922,32 +1998,33 @@ dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tens
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
     }
-    dtrain_cuda_put((T *)tensor.low + i, low);
+    dtrain_cuda_store((T *)tensor.low + i, low);
 }
 
-/* Elements i .. i + W. */
+/* Update elements i .. i + W. */
 template <int W, typename Rule>
 static __device__ __forceinline__ void
 dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
                          const Rule &rule, uint64_t seed, float decay, int64_t i)
 {
-    dtrain_cuda_group<float, W> value, grad, m = {}, v = {};
-    dtrain_cuda_get(tensor.value + i, value);
-    dtrain_cuda_get(tensor.grad + i, grad);
-    if (tensor.m) dtrain_cuda_get(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_get(tensor.v + i, v);
+    dtrain_cuda_pack<float, W> value, grad, m = {}, v = {};
+    value = dtrain_cuda_load<W>(tensor.value + i);
+    grad = dtrain_cuda_load<W>(tensor.grad + i);
+    if (tensor.m) m = dtrain_cuda_load<W>(tensor.m + i);
+    if (tensor.v) v = dtrain_cuda_load<W>(tensor.v + i);
     DTRAIN_CUDA_UNROLL
     for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
-    dtrain_cuda_put(tensor.value + i, value);
-    if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
+    dtrain_cuda_store(tensor.value + i, value);
+    if (tensor.m) dtrain_cuda_store(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_store(tensor.v + i, v);
     if (!tensor.low) return;
     if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
         dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
     else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
 }
 
-/* The last tensor that starts at or before this block: every thread of the block finds the same. */
+/* Find the last tensor that starts at or before this block; all threads of the block find the
+ * same. */
 static __device__ __forceinline__ int dtrain_cuda_find_tensor(const dtrain_cuda_tensors &tensors)
 {
     int low = 0, high = tensors.count;
@@ -2018,7 +2095,8 @@ static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *f
     return to;
 }
 
-/* `tensors` comes with everything but the table. All are checked before the first changes. */
+/* Launch the update of a list of tensors. `tensors` has everything but the table. All tensors are
+ * checked before the first one changes. */
 template <typename Rule>
 static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
                                         const dtrain_optimizer_tensor *from, size_t count,
@@ -2073,45 +2151,46 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
  * src/device/cuda/gemm_plan.cuh
  * ==============================================================================================*/
 
-/* GEMM
+/* GEMM 1: cublasLt and the algorithm cache
  *
  * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
- * which is column-major, gets our B as its first operand and our A as its second; every matrix keeps
- * its address and its ld, and no transposition changes:
+ * which is column-major, gets our B as its first operand and our A as its second; every matrix
+ * keeps its address and its ld, and no transposition changes:
  *
  *     here, row-major                     cublasLt, column-major
  *     B (k,n), or (n,k) with TRANS_B      A (n,k) OP_N, or (k,n) OP_T
  *     A (m,k), or (k,m) with TRANS_A      B (k,m) OP_N, or (m,k) OP_T
- *     C (m,n)                             D (n,m): its bias, a number for each of its rows, is ours,
- *                                         and its BGRADB is our row sums of op(A)
+ *     C (m,n)                             D (n,m)
+ *     bias (n), one for each column       BIAS, one for each row of D
+ *     row sums of op(A)                   BGRADB
  *
- * Three ways, tried in this order:
- *   fused     one call of cublasLt whose epilogue does all that is asked of C
- *   in steps  cublasLt's bare product, then the epilogue kernel below
- *   widened   the same with fp32 copies of A and B: operands of two types, or that cublasLt refuses
+ * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
+ * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
+ * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
+ * and so can the last bit of a result.
  *
- * RELU is never fused: whether cublasLt's keeps NaN is not documented, and what its backward pass
- * wants in aux is a bit mask, not our values. GELU is not fused in exact fp32: the error of cublasLt's
- * tanh is not documented.
- *
- * For each kind of product cublasLt proposes algorithms once. The first is taken, and every run
- * computes the same; with desc->tune the first use times them and keeps the fastest: which one wins
- * can depend on the run, and so can the last bit of a result. */
+ * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
+ * launch. */
+
+#include <cublasLt.h>
+
+#include <math.h>
+#include <string.h>
 
 #define DTRAIN_CUDA_GEMM_CANDIDATES 8
 
 enum {
-    DTRAIN_CUDA_GEMM_TRIALS = 3,       /* timings of each candidate: the best counts */
-    DTRAIN_CUDA_GEMM_SLOTS = 512,      /* kinds of products remembered */
-    DTRAIN_CUDA_GEMM_PROBES = 8,       /* slots looked at for one kind */
-    DTRAIN_CUDA_GEMM_ASIDE = 64 << 20, /* bytes of scratch for a product that is not made in C */
-    DTRAIN_CUDA_GEMM_ROOM = 256 << 20, /* and at most for timing one with beta != 0 */
-    DTRAIN_CUDA_EPILOGUE_WIDTH = 4,    /* columns a thread takes */
+    DTRAIN_CUDA_GEMM_TRIALS = 3,         /* timings of each candidate: the best counts */
+    DTRAIN_CUDA_GEMM_SLOTS = 512,        /* kinds of products remembered */
+    DTRAIN_CUDA_GEMM_PROBES = 8,         /* slots that one kind may occupy */
+    DTRAIN_CUDA_GEMM_SCRATCH = 64 << 20, /* bytes of scratch for a product made outside C */
+    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes to time a product with beta != 0, at most */
+    DTRAIN_CUDA_EPILOGUE_WIDTH = 4,      /* columns a thread takes */
     DTRAIN_CUDA_EPILOGUE_THREADS = 128
 };
 
-/* What one call of cublasLt does, in row-major words: for i < batch,
- * C_i = epilogue(alpha op(A_i) op(B_i) + beta C_i). */
+/* One call of cublasLt, in row-major words: for i < batch, C_i = epilogue(alpha op(A_i) op(B_i) +
+ * beta C_i). */
 struct dtrain_cuda_product {
     uint32_t flags; /* DTRAIN_GEMM_TRANS_A, _B */
     int64_t m, n, k, batch;
@@ -2123,13 +2202,13 @@ struct dtrain_cuda_product {
     dtrain_dtype type, c_type;      /* of A and B, of C */
     bool widened;                   /* A and B are fp32 copies of something narrower */
     cublasLtEpilogue_t epilogue;
-    void *vector; /* bias (n), or what receives a bias gradient */
+    void *vector; /* bias (n), or the bias gradient to be written */
     dtrain_dtype vector_type;
-    void *aux;  /* (m,n) with the ld and type of C */
-    void *room; /* as large as C: where products with beta != 0 are timed; NULL: they are not */
+    void *aux;    /* (m,n) with the ld and type of C */
+    void *timing; /* as large as C, to time products with beta != 0 in; NULL: not timed */
 };
 
-/* What an algorithm depends on. Without padding, so that memcmp compares it. */
+/* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
 struct dtrain_cuda_gemm_key {
     int64_t m, n, k, batch, lda, ldb, ldc, a_step, b_step, c_step;
     uint32_t flags, epilogue, type, c_type, vector_type, compute;
@@ -2138,7 +2217,7 @@ struct dtrain_cuda_gemm_key {
 
 struct dtrain_cuda_gemm_entry {
     dtrain_cuda_gemm_key key;
-    bool used, works; /* works is false where cublasLt has no algorithm: not asked again */
+    bool used, works; /* works is false where cublasLt has no algorithm: it is not asked again */
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, c; /* of our A, B, C */
     cublasLtMatmulAlgo_t algorithm;
@@ -2166,7 +2245,8 @@ static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
                                        : CUDA_R_32F;
 }
 
-/* bf16 arithmetic is for operands that were fp32: a widened fp16 has more bits than it keeps, TF32 keeps all. */
+/* Choose the arithmetic of a product. bf16 arithmetic is for operands that were fp32; a widened
+ * fp16 has more bits than bf16 keeps, so it takes TF32, which keeps them all. */
 static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
                                                   const dtrain_cuda_product *product)
 {
@@ -2176,7 +2256,8 @@ static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state
     return product->widened ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F_FAST_16BF;
 }
 
-/* The power of two, at most 16 bytes, that divides the address of every matrix of the batch. */
+/* Give the largest power of two, at most 16 bytes, that divides the address of every matrix of the
+ * batch. */
 static uint32_t dtrain_cuda_lt_alignment(const void *memory, int64_t step, dtrain_dtype dtype)
 {
     const uint64_t bits =
@@ -2205,7 +2286,7 @@ static dtrain_cuda_gemm_key dtrain_cuda_gemm_key_of(const dtrain_cuda_state *sta
     return key;
 }
 
-static void dtrain_cuda_gemm_forget(dtrain_cuda_gemm_entry *entry)
+static void dtrain_cuda_gemm_evict(dtrain_cuda_gemm_entry *entry)
 {
     if (entry->c) cublasLtMatrixLayoutDestroy(entry->c);
     if (entry->b) cublasLtMatrixLayoutDestroy(entry->b);
@@ -2217,12 +2298,13 @@ static void dtrain_cuda_gemm_forget(dtrain_cuda_gemm_entry *entry)
 static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state)
 {
     for (int i = 0; i < DTRAIN_CUDA_GEMM_SLOTS; i++)
-        dtrain_cuda_gemm_forget(&state->gemm_cache->entries[i]);
+        dtrain_cuda_gemm_evict(&state->gemm_cache->entries[i]);
     dtrain_cuda_host_give(&state->allocator, state->gemm_cache, sizeof *state->gemm_cache);
     state->gemm_cache = NULL;
 }
 
-/* The entry of this key; else a free one among its slots; else the first of them, which is given up. */
+/* Find the entry of a key: its own; else a free one among its slots; else the first of its slots,
+ * which is evicted. */
 static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cache,
                                                      const dtrain_cuda_gemm_key *key)
 {
@@ -2234,13 +2316,14 @@ static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cac
         dtrain_cuda_gemm_entry *entry = &cache->entries[(hash + probe) % DTRAIN_CUDA_GEMM_SLOTS];
         if (!entry->used || memcmp(&entry->key, key, sizeof *key) == 0) return entry;
     }
-    dtrain_cuda_gemm_forget(first);
+    dtrain_cuda_gemm_evict(first);
     return first;
 }
 
 /* ---- Descriptors ------------------------------------------------------------------------------*/
 
-/* A matrix stored as `rows` rows of `columns`: to cublasLt it is the other way round. */
+/* Describe a matrix stored as `rows` rows of `columns`; to cublasLt rows and columns are
+ * exchanged. */
 static dtrain_result dtrain_cuda_lt_layout(cublasLtMatrixLayout_t *layout, dtrain_dtype dtype,
                                            int64_t rows, int64_t columns, int64_t ld, int64_t batch,
                                            int64_t step)
@@ -2266,9 +2349,9 @@ static dtrain_result dtrain_cuda_lt_set(dtrain_cuda_gemm_entry *entry,
         "describing a product to cublasLt");
 }
 
-/* The addresses that are part of the description: they change from call to call. */
-static dtrain_result dtrain_cuda_lt_point(dtrain_cuda_gemm_entry *entry,
-                                          const dtrain_cuda_product *product)
+/* Set the addresses that are part of the description: they change from call to call. */
+static dtrain_result dtrain_cuda_lt_set_addresses(dtrain_cuda_gemm_entry *entry,
+                                                  const dtrain_cuda_product *product)
 {
     if (product->vector)
         DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
@@ -2302,7 +2385,7 @@ static dtrain_result dtrain_cuda_lt_describe(const dtrain_cuda_product *x,
     if (x->aux)
         DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &x->ldc,
                                            sizeof x->ldc));
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_point(entry, x));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, x));
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_layout(&entry->a, x->type, trans_a ? x->k : x->m,
                                           trans_a ? x->m : x->k, x->lda, x->batch, x->a_step));
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_layout(&entry->b, x->type, trans_b ? x->n : x->k,
@@ -2319,8 +2402,8 @@ static cublasStatus_t dtrain_cuda_lt_limit(cublasLtMatmulPreference_t limits,
     return cublasLtMatmulPreferenceSetAttribute(limits, attribute, &value, sizeof value);
 }
 
-/* Asks for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are none. A product that is cut
- * along k may add its parts in fp32 only, not in C's type. */
+/* Ask cublasLt for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are
+ * none. A product that is cut along k may add its parts in fp32 only, not in C's type. */
 static cublasStatus_t dtrain_cuda_lt_ask(const dtrain_cuda_state *state,
                                          const dtrain_cuda_gemm_entry *entry,
                                          cublasLtMatmulPreference_t limits,
@@ -2361,8 +2444,9 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Best time of a candidate; infinite when it cannot run. With beta == 0 every run leaves the result in C, so C may
- * hold the output of all of them; else C has to stay as it is, and they write aside. */
+/* Measure the best time of a candidate; infinity where it cannot run. With beta == 0 every run
+ * leaves the result in C, so C itself may hold the output; else C must stay as it is, and the
+ * output goes to `timing`. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
                                          const dtrain_cuda_product *x,
                                          const cublasLtMatmulAlgo_t *algorithm,
@@ -2374,7 +2458,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
         float milliseconds = 0;
         DTRAIN_CUDA_TRY(
             dtrain_cuda_check(cudaEventRecord(events[0], state->stream), "timing a product"));
-        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->room, algorithm) !=
+        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->timing, algorithm) !=
             CUBLAS_STATUS_SUCCESS) {
             cudaGetLastError();
             *best = INFINITY;
@@ -2390,7 +2474,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain_cuda_lt_race(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
+static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
                                          const dtrain_cuda_product *product,
                                          const cublasLtMatmulHeuristicResult_t *results, int found)
 {
@@ -2412,7 +2496,8 @@ static dtrain_result dtrain_cuda_lt_race(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
-/* A graph that is being captured runs nothing, so nothing can be timed. */
+/* Choose the algorithm of a new entry. While a graph is captured nothing runs, so nothing is
+ * timed. */
 static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
                                            const dtrain_cuda_product *product)
 {
@@ -2427,14 +2512,14 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
     for (int i = 0; i < found; i++)
         if (results[i].state == CUBLAS_STATUS_SUCCESS) results[good++] = results[i];
-    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->room))
-        return dtrain_cuda_lt_race(device, entry, product, results, good);
+    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->timing))
+        return dtrain_cuda_lt_tune(device, entry, product, results, good);
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
     return DTRAIN_OK;
 }
 
-/* Dimensions are 32 bits inside cuBLAS. */
+/* Refuse dimensions that do not fit 32 bits, which cuBLAS uses inside. */
 static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
 {
     const int64_t sizes[7] = {x->m, x->n, x->k, x->lda, x->ldb, x->ldc, x->batch};
@@ -2454,7 +2539,8 @@ static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
     return DTRAIN_OK;
 }
 
-/* *out is NULL where cublasLt has no algorithm for such a product. */
+/* Find or make the cache entry of a product. *out is NULL where cublasLt has no algorithm for
+ * it. */
 static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
                                            const dtrain_cuda_product *product,
                                            dtrain_cuda_gemm_entry **out)
@@ -2474,7 +2560,7 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
         dtrain_result result = dtrain_cuda_lt_describe(product, entry);
         if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
         if (result != DTRAIN_OK) {
-            dtrain_cuda_gemm_forget(entry);
+            dtrain_cuda_gemm_evict(entry);
             return result;
         }
         entry->used = true;
@@ -2486,7 +2572,7 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_point(entry, product));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, product));
     return dtrain_cuda_lt_check(dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
                                                    product->c, &entry->algorithm),
                                 "cublasLtMatmul");
@@ -2503,7 +2589,8 @@ static dtrain_result dtrain_cuda_gemm_refused(const dtrain_cuda_product *x)
                        dtrain_dtype_name(x->type), dtrain_dtype_name(x->c_type));
 }
 
-/* Bare products of `batch` equal shapes, one step apart in memory; what attention is made of. Uses no scratch. */
+/* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
+ * is made of them. Uses no scratch. */
 static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
                                               const dtrain_cuda_product *product)
 {
@@ -2516,13 +2603,53 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
  * src/device/cuda/gemm.cuh
  * ==============================================================================================*/
 
-/* Epilogue kernel: product (rows,n)
-> C, aux ------------------------------------------------
+/* GEMM 2: epilogues and fallbacks
  *
- * What cublasLt did not do: x = product + beta C + bias; forward aux = x, C = act(x); backward C = x act'(aux). C is
- * rounded once, because the product is fp32. Reads 4 bytes an element and, where asked, C and aux; writes C, aux.
+ * A product may come with a bias, an activation and a bias gradient. Three ways are tried in this
+ * order; each does all that is asked, or nothing:
  *
- * A thread keeps its columns, so it loads their bias once, and walks down the rows. */
+ *     fused      one call of cublasLt, whose epilogue does all that is asked of C
+ *     in steps   cublasLt's bare product, then the epilogue kernel below
+ *     widened    in steps, with fp32 copies of A and B; its failure is an error
+ *
+ *     asked                               epilogue of cublasLt    fallback
+ *     C alone                             DEFAULT                 widened
+ *     bias                                BIAS                    in steps
+ *     GELU                                GELU                    in steps
+ *     GELU, bias                          GELU_BIAS               in steps
+ *     GELU, aux                           GELU_AUX                in steps
+ *     GELU, aux, bias                     GELU_AUX_BIAS           in steps
+ *     GELU backward                       DGELU                   in steps
+ *     GELU backward, bias gradient of C   DGELU_BGRAD             DGELU, then column sums of C
+ *     C alone, bias gradient of A         BGRADB                  DEFAULT, then sums of A
+ *     a bias gradient with anything else  as without it, then the sums
+ *     RELU, forward or backward           none                    in steps
+ *     aux without an activation           none                    in steps
+ *     C neither of A's type nor fp32      none                    in steps
+ *     A and B of two types                none                    widened
+ *     alpha or k is 0                     none                    the epilogue kernel alone
+ *
+ * Why some epilogues are used in part or not at all:
+ *
+ *     RELU    whether cublasLt's RELU keeps NaN is not documented, and its backward pass wants a
+ *             bit mask in aux where dtrain has values
+ *     GELU    not fused in exact fp32 (the error of cublasLt's tanh is not documented), nor where
+ *             aux is C, is not 16-byte aligned, or has an ld that is not a multiple of 8
+ *     BIAS    asked for with the fp32 bias first; where cublasLt refuses that, with a copy in C's
+ *             type, which is rounded a little earlier than C itself would be
+ *     BGRAD   its gradient is fp32, which cublasLt may refuse where C is not */
+
+#include <cublasLt.h>
+
+#include <math.h>
+#include <string.h>
+
+/* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
+ *
+ * Does what cublasLt did not: x = product + beta C + bias; forward aux = x, C = act(x); backward
+ * C = x act'(aux). C is rounded once, because the product is fp32. Reads 4 bytes for each element
+ * and, where asked, C and aux; writes C and aux. A thread keeps its columns, so it loads their bias
+ * once, and walks down the rows. */
 
 template <typename T> struct dtrain_cuda_epilogue {
     int64_t rows, n, ld, ldc; /* ld of the product; ldc of C and aux */
@@ -2534,8 +2661,8 @@ template <typename T> struct dtrain_cuda_epilogue {
     bool backward;
 };
 
-/* GELU is x / (1 + e^-2u), u = A (x + B x^3): no cancellation for negative x. Beyond +-9 the divisor is settled (1, or
- * so large that 0 remains), and e^-2u is still finite there. */
+/* Apply an activation. GELU is x / (1 + e^-2u) with u = A (x + B x^3): no cancellation for negative
+ * x. Beyond +-9 the divisor is 1, or so large that 0 remains, and e^-2u is still finite at 9. */
 static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
 {
     if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
@@ -2553,16 +2680,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
     const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
     const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
     const bool writes_aux = args.aux && !args.backward;
-    dtrain_cuda_group<float, W> bias = {};
+    dtrain_cuda_pack<float, W> bias = {};
     if (column >= args.n) return;
-    if (args.bias) dtrain_cuda_get(args.bias + column, bias);
+    if (args.bias) bias = dtrain_cuda_load<W>(args.bias + column);
     for (int64_t row = blockIdx.x / strips; row < args.rows; row += gridDim.x / strips) {
         const int64_t at = row * args.ldc + column;
-        dtrain_cuda_group<float, W> x = {};
-        dtrain_cuda_group<T, W> c = {}, aux = {};
-        if (args.product) dtrain_cuda_get(args.product + row * args.ld + column, x);
-        if (args.beta != 0) dtrain_cuda_get(args.c + at, c);
-        if (reads_aux) dtrain_cuda_get(args.aux + at, aux);
+        dtrain_cuda_pack<float, W> x = {};
+        dtrain_cuda_pack<T, W> c = {}, aux = {};
+        if (args.product) x = dtrain_cuda_load<W>(args.product + row * args.ld + column);
+        if (args.beta != 0) c = dtrain_cuda_load<W>(args.c + at);
+        if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
             float value = x.at[i] + bias.at[i];
@@ -2574,12 +2701,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
             dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
                                c.at[i]);
         }
-        if (writes_aux) dtrain_cuda_put(args.aux + at, aux);
-        dtrain_cuda_put(args.c + at, c);
+        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        dtrain_cuda_store(args.c + at, c);
     }
 }
 
-/* Rows [row, row + rows) of C. */
+/* Run the epilogue kernel on rows [row, row + rows) of C. */
 template <typename T>
 static dtrain_result dtrain_cuda_epilogue_as(dtrain_device *device, const dtrain_gemm_args *args,
                                              int64_t row, int64_t rows, const float *product,
@@ -2640,7 +2767,8 @@ static dtrain_result dtrain_cuda_widen_as(dtrain_device *device, const void *x, 
 
 /* ---- Bias gradient: column sums of C (m,n), or row sums of op(A) (m,k) --------------------------
  *
- * The usual one is d_y' (m,k), that is, the column sums of what is stored. Row sums proper: a warp a row. */
+ * The usual op(A) is d_y', so its row sums are column sums of the memory of A. Row sums of the
+ * memory take one warp a row. */
 
 enum { DTRAIN_CUDA_ROW_SUM_WARPS = 8 };
 
@@ -2700,16 +2828,18 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Bytes of C if its product has to be timed aside and that is small enough; else 0. */
-static size_t dtrain_cuda_gemm_room(const dtrain_cuda_state *state, const dtrain_gemm_args *args)
+/* Give the bytes of C if the product has to be timed outside C and C is small enough; else 0. */
+static size_t dtrain_cuda_gemm_timing_bytes(const dtrain_cuda_state *state,
+                                            const dtrain_gemm_args *args)
 {
     const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
     const size_t element = dtrain_dtype_bytes(args->c_dtype);
-    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_ROOM / element) return 0;
+    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_TIMING / element) return 0;
     return (size_t)count * element;
 }
 
-/* The epilogue that does all that is asked of C (bias gradients apart); false: there is none. */
+/* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
+ * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
                                       cublasLtEpilogue_t *out)
 {
@@ -2727,9 +2857,8 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
            !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
 }
 
-/* The ways to spend one call, best first; returns how many. `vector` is scratch for a bias in C's type or for a bias
- * gradient that is added to. Bias gradients are fp32, which cublasLt may refuse where C is not; then column sums are
- * made of C. A bias in C's type is rounded a little earlier than C itself would be. */
+/* List the calls of cublasLt that would do, best first, and return how many. `vector` is scratch
+ * for a bias in C's type or for a bias gradient that is added to. */
 static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilogue_t epilogue,
                                      void *vector, dtrain_cuda_product variants[3])
 {
@@ -2762,7 +2891,7 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* The chosen call, and what belongs to it before and after. */
+/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
@@ -2794,13 +2923,14 @@ static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_
     const int64_t longest = args->m > args->n ? args->m : args->n;
     const size_t vector_bytes =
         args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
-    const size_t room_bytes = dtrain_cuda_gemm_room(state, args);
-    if (vector_bytes + room_bytes > 0)
-        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, vector_bytes + room_bytes, (void **)&scratch));
+    const size_t timing_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
+    if (vector_bytes + timing_bytes > 0)
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_scratch(device, vector_bytes + timing_bytes, (void **)&scratch));
     const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
     for (int i = 0; i < count && !*done; i++) {
         dtrain_cuda_gemm_entry *entry = NULL;
-        variants[i].room = room_bytes ? scratch + vector_bytes : NULL;
+        variants[i].timing = timing_bytes ? scratch + vector_bytes : NULL;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
         if (!entry) continue;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
@@ -2811,11 +2941,11 @@ static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_
 
 /* ---- In steps ---------------------------------------------------------------------------------*/
 
-/* Where the pieces of a product in steps lie. */
+/* The plan of a product in steps: which buffers exist and where the product is made. */
 struct dtrain_cuda_gemm_steps {
     bool empty;                   /* no product at all: alpha or k is 0 */
     bool widen;                   /* A and B are copied as fp32 */
-    bool aside;                   /* the product is made in scratch, `rows` rows of C at a time */
+    bool in_scratch;              /* the product is made in scratch, `rows` rows of C at a time */
     bool finish;                  /* the epilogue kernel has something to do */
     int64_t rows, ld, a_ld, b_ld; /* ld: of the product */
     size_t a_bytes, b_bytes, c_bytes; /* of scratch */
@@ -2833,10 +2963,10 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
     dtrain_cuda_gemm_steps steps = {};
     steps.empty = args->alpha == 0 || args->k == 0;
     steps.widen = widen && !steps.empty;
-    steps.aside = !steps.empty &&
-                  ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
-                   (touches && args->aux == args->c));
-    steps.finish = touches || steps.aside || steps.empty;
+    steps.in_scratch = !steps.empty &&
+                       ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
+                        (touches && args->aux == args->c));
+    steps.finish = touches || steps.in_scratch || steps.empty;
     steps.rows = args->m;
     steps.ld = args->ldc;
     if (steps.widen) {
@@ -2847,18 +2977,19 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
         steps.b_bytes =
             dtrain_cuda_round_256((size_t)steps.b_ld * (size_t)(trans_b ? args->n : args->k) * 4);
     }
-    if (steps.aside) {
+    if (steps.in_scratch) {
         steps.ld = (args->n + 3) / 4 * 4;
-        const int64_t most = DTRAIN_CUDA_GEMM_ASIDE / (steps.ld * 4);
+        const int64_t most = DTRAIN_CUDA_GEMM_SCRATCH / (steps.ld * 4);
         steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
         steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
     } else if (!steps.empty) {
-        steps.c_bytes = dtrain_cuda_gemm_room(state, args);
+        steps.c_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
     }
     return steps;
 }
 
-/* The bare product of all rows, with A and B where they will be read. */
+/* Describe the bare product of all rows, and make the fp32 copies of A and B where they are
+ * wanted. */
 static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtrain_gemm_args *args,
                                                const dtrain_cuda_gemm_steps *steps, char *scratch,
                                                dtrain_cuda_product *product)
@@ -2880,14 +3011,14 @@ static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtra
         steps->b_ld);
 }
 
-/* Rows [row, row + product->m) of C. */
+/* Run the epilogue kernel, if there is anything to do, on rows [row, row + product->m) of C. */
 static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain_gemm_args *args,
                                              const dtrain_cuda_gemm_steps *steps,
                                              const dtrain_cuda_product *product, int64_t row)
 {
     if (!steps->finish) return DTRAIN_OK;
     const float *const made = steps->empty ? NULL : (const float *)product->c;
-    const float beta = steps->aside || steps->empty ? args->beta : 0;
+    const float beta = steps->in_scratch || steps->empty ? args->beta : 0;
     return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(
         device, args, row, product->m, made, steps->ld, beta);
 }
@@ -2910,14 +3041,15 @@ static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtra
         dtrain_cuda_gemm_entry *entry = NULL;
         product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
-        product.room = spare;
-        if (steps.aside) {
+        product.timing = spare;
+        if (steps.in_scratch) {
             product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
             product.beta = 0;
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry) return widen ? dtrain_cuda_gemm_refused(&product) : DTRAIN_OK;
+            if (!entry && !widen && row == 0) return DTRAIN_OK;
+            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
@@ -2976,43 +3108,23 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
  * src/device/cuda/layernorm.cuh
  * ==============================================================================================*/
 
-/* Layer norm
+/* Layer norm, forward and backward
  *
- * A row is kept in registers by a power of two of warps, so that it is read once: one warp each for
- * narrow rows, several rows a block; one block for wide ones. The statistics are two-pass (mean,
- * then squares of the distances from it) over what the registers hold: nothing cancels. Rows that
- * are too wide for registers take the "long" kernels, which read them again. */
+ * A power of two of warps keeps a row in registers, so that the row is read once: one warp for a
+ * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
+ * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
+ * Rows that are too wide for registers take the "long" kernels, which read the row again from
+ * memory. */
 
-/* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
-template <typename T, int WIDTH>
-struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) dtrain_cuda_chunk {
-    T at[WIDTH];
-};
+#include <math.h>
 
-template <int WIDTH, typename T>
-static __device__ __forceinline__ dtrain_cuda_chunk<T, WIDTH> dtrain_cuda_load_chunk(const T *from)
-{
-    return *reinterpret_cast<const dtrain_cuda_chunk<T, WIDTH> *>(from);
-}
+/* The division of work: a row belongs to `warps` warps of a block that takes `at_a_time` rows at a
+ * time. A thread has the packs thread, thread + 32 warps, ... of its row, `kept` elements in
+ * all. */
+#define DTRAIN_CUDA_ROW_THREADS 512 /* of a block, at most: 128 registers for each */
 
-template <int WIDTH, typename T>
-static __device__ __forceinline__ void
-dtrain_cuda_store_chunk(T *to, const dtrain_cuda_chunk<T, WIDTH> &chunk)
-{
-    *reinterpret_cast<dtrain_cuda_chunk<T, WIDTH> *>(to) = chunk;
-}
-
-/* The chunk that is 16 bytes of the narrower type. */
-template <typename X, typename Y>
-static constexpr int dtrain_cuda_wide =
-    dtrain_cuda_pack<X>::width > dtrain_cuda_pack<Y>::width ? dtrain_cuda_pack<X>::width
-                                                            : dtrain_cuda_pack<Y>::width;
-
-/* Who works on a row: `warps` of a block that has `at_a_time` rows at a time. A thread has the chunks
- * thread, thread + 32 warps, ... of its row, `kept` elements in all. */
-#define DTRAIN_CUDA_ROW_THREADS 512 /* at most, of a block: 128 registers each */
-
-/* At most. Single elements have an address each, which takes registers too. */
+/* Give the elements of a row that a thread keeps, at most. Single elements have an address each,
+ * which takes registers too. */
 static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
 {
     return width == 1 ? 16 : 32;
@@ -3020,7 +3132,7 @@ static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
 
 struct dtrain_cuda_row_plan {
     int warps, threads /* of the block */, at_a_time, kept;
-    int64_t blocks; /* that would take every row once */
+    int64_t blocks; /* enough to take every row once */
     bool fits;      /* into registers */
 };
 
@@ -3040,8 +3152,8 @@ static dtrain_cuda_row_plan dtrain_cuda_plan_rows(int64_t rows, int64_t n, int w
     return plan;
 }
 
-/* Sum over the warps of a row, in every thread of the row. Consecutive calls alternate between two
- * arrays of slots: the barrier in one call separates the uses of the other array. */
+/* Sum x over the warps of a row, in every thread of the row. Consecutive calls must alternate
+ * between two arrays of slots: the barrier in one call separates the uses of the other array. */
 static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slots, int warps)
 {
     x = dtrain_cuda_warp_sum(x);
@@ -3052,7 +3164,8 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
     return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
 }
 
-/* Elements of any type, for the long kernels: the type is known at run time and the same for all. */
+/* Load an element whose type is known at run time only, for the long kernels; all threads take the
+ * same branch. */
 static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
 {
     if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
@@ -3072,21 +3185,21 @@ static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at,
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
  * residual, one write of sum and of y; weight and bias stay in cache.
  *
- * s is rounded to the type of sum before it is normalised: y, mean and rstd belong to the s that
- * backward reads, and fusing the addition changes no bit. */
+ * s = x + residual is rounded to the type of sum before it is normalised: y, mean and rstd belong
+ * to the s that backward reads, and fusing the addition changes no bit. */
 
 template <typename X, typename Y, int WIDTH>
-static __device__ __forceinline__ dtrain_cuda_chunk<X, WIDTH>
+static __device__ __forceinline__ dtrain_cuda_pack<X, WIDTH>
 dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
 {
-    dtrain_cuda_chunk<X, WIDTH> s = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + at);
+    dtrain_cuda_pack<X, WIDTH> s = dtrain_cuda_load<WIDTH>((const X *)args.x + at);
     if (!args.residual) return s;
-    const dtrain_cuda_chunk<Y, WIDTH> residual =
-        dtrain_cuda_load_chunk<WIDTH>((const Y *)args.residual + at);
+    const dtrain_cuda_pack<Y, WIDTH> residual =
+        dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.sum + at, s);
+    dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
 
@@ -3095,14 +3208,14 @@ static __device__ __forceinline__ void
 dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int64_t column,
                              const float (&s)[WIDTH], float mean, float rstd)
 {
-    const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
-    dtrain_cuda_chunk<float, WIDTH> bias = {};
-    if (args.bias) bias = dtrain_cuda_load_chunk<WIDTH>(args.bias + column);
-    dtrain_cuda_chunk<Y, WIDTH> y;
+    const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
+    dtrain_cuda_pack<float, WIDTH> bias = {};
+    if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((Y *)args.y + row * args.n + column, y);
+    dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
 template <typename X, typename Y, int WIDTH>
@@ -3115,9 +3228,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        const int n = row < args.rows
-                          ? (int)args.n
-                          : 0; /* a row too many: it only meets the others in the sums */
+        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        const int n = row < args.rows ? (int)args.n : 0;
         float s[chunks][WIDTH], sum = 0, squares = 0;
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
@@ -3150,7 +3262,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     }
 }
 
-/* One block a row; x is read three times (with residual: once, and sum twice). */
+/* Normalise one row a block; x is read three times (with residual: x once, and sum twice). */
 static __global__ void __launch_bounds__(1024)
     dtrain_cuda_layernorm_long_kernel(dtrain_layernorm_args args)
 {
@@ -3165,8 +3277,7 @@ static __global__ void __launch_bounds__(1024)
                     args.sum, args.x_dtype, begin + j,
                     dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) +
                         dtrain_cuda_get_any(args.residual, args.y_dtype, begin + j));
-            sum +=
-                dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* what this thread has written */
+            sum += dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* this thread wrote it */
         }
         const float mean = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
@@ -3188,7 +3299,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_run(dtrain_device *device,
                                                const dtrain_layernorm_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->bias) && dtrain_cuda_aligned(args->residual) &&
@@ -3235,11 +3346,12 @@ static dtrain_result dtrain_cuda_layernorm(dtrain_device *device, const dtrain_l
  *
  * x, d_y, d_x, d_residual (rows,n). Bytes: one read of x and d_y, one write of d_x and d_residual
  * (and a read of d_x to accumulate). A block takes many rows; each thread adds its own columns in
- * shared memory, one sum for every thread, so without a barrier and without bank conflicts. Then
+ * shared memory, in one sum for every thread, so without a barrier and without bank conflicts. Then
  *
- *     sums of a block's row groups, in order -> partials (blocks, 2, n) -> columns kernel -> d_weight, d_bias
+ *     sums of a block's row groups, in order -> partials (blocks, 2, n)
+ *     partials, in order -> d_weight, d_bias                  columns kernel
  *
- * which are 8 n bytes written and read for each of at most 2 blocks a multiprocessor. */
+ * The partials are 8 n bytes, written and read, for each of at most 2 blocks a multiprocessor. */
 
 template <typename X, typename Y, int WIDTH>
 static __device__ __forceinline__ void
@@ -3247,9 +3359,9 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       const float (&d)[WIDTH], const float (&hat)[WIDTH],
                                       float d_average, float d_hat_average, float rstd)
 {
-    dtrain_cuda_chunk<X, WIDTH> d_x = {};
-    dtrain_cuda_chunk<Y, WIDTH> d_residual;
-    if (args.accumulate_x) d_x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.d_x + at);
+    dtrain_cuda_pack<X, WIDTH> d_x = {};
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
@@ -3257,11 +3369,11 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                            d_x.at[e]);
         dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store_chunk<WIDTH>((Y *)args.d_residual + at, d_residual);
+    dtrain_cuda_store((X *)args.d_x + at, d_x);
+    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
-/* The sums of a block's row groups -> its partials. */
+/* Add the sums of a block's row groups in order, into its partials. */
 static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
                                                       const float *bias_sums, int64_t n,
                                                       const dtrain_cuda_row_plan &plan, int width,
@@ -3269,7 +3381,7 @@ static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
 {
     const int threads = plan.warps * DTRAIN_CUDA_WARP;
     __syncthreads();
-    if ((int)threadIdx.x >= threads) return; /* the first group adds up all */
+    if ((int)threadIdx.x >= threads) return; /* the first group adds all groups' sums */
     for (int i = 0; i < plan.kept; i++) {
         const int64_t column = ((int64_t)(i / width) * threads + threadIdx.x) * width + i % width;
         if (column >= n) continue;
@@ -3283,7 +3395,7 @@ static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
     }
 }
 
-/* partials NULL: only d_x is wanted. */
+/* Compute d_x, and the block's partials; partials is NULL where only d_x is wanted. */
 template <typename X, typename Y, int WIDTH>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     dtrain_cuda_layernorm_backward_kernel(dtrain_layernorm_backward_args args,
@@ -3301,19 +3413,17 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        const int n = row < args.rows
-                          ? (int)args.n
-                          : 0; /* a row too many: it only meets the others in the sums */
+        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        const int n = row < args.rows ? (int)args.n : 0;
         const float mean = n ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
         float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
             const int column = (c * threads + thread) * WIDTH;
             if (column >= n) continue;
-            const auto x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + row * args.n + column);
-            const auto d_y =
-                dtrain_cuda_load_chunk<WIDTH>((const Y *)args.d_y + row * args.n + column);
-            const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
+            const auto x = dtrain_cuda_load<WIDTH>((const X *)args.x + row * args.n + column);
+            const auto d_y = dtrain_cuda_load<WIDTH>((const Y *)args.d_y + row * args.n + column);
+            const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++) {
                 const float dy = dtrain_cuda_widen(d_y.at[e]);
@@ -3342,8 +3452,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
         dtrain_cuda_layernorm_partials(weight_sums, bias_sums, args.n, plan, WIDTH, partials);
 }
 
-/* partials (count, 2, n) -> d_weight (n), d_bias (n): even blocks make one, odd blocks the other. A
- * block has 32 columns and 16 warps, which take every 16th partial; their 16 sums are added in order. */
+/* Add partials (count, 2, n) to d_weight (n) and d_bias (n): even blocks make one, odd blocks the
+ * other. A block has 32 columns and 16 warps, which take every 16th partial; their 16 sums are
+ * added in order. */
 static __global__ void __launch_bounds__(512)
     dtrain_cuda_layernorm_columns_kernel(dtrain_layernorm_backward_args args, const float *partials,
                                          int64_t count)
@@ -3365,7 +3476,7 @@ static __global__ void __launch_bounds__(512)
     out[column] = args.accumulate_params ? out[column] + sum : sum;
 }
 
-/* One block a row, which is read twice. */
+/* Compute d_x for one row a block; the row is read twice. */
 static __global__ void __launch_bounds__(1024)
     dtrain_cuda_layernorm_backward_long_kernel(dtrain_layernorm_backward_args args)
 {
@@ -3395,7 +3506,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* Rows slab, slab + slabs, ... of 256 columns a block -> partials (slabs, 2, n). */
+/* Add rows slab, slab + slabs, ... of 256 columns a block, into partials (slabs, 2, n). */
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_layernorm_slabs_kernel(dtrain_layernorm_backward_args args, float *partials,
                                        int64_t slabs)
@@ -3422,7 +3533,7 @@ static dtrain_result dtrain_cuda_layernorm_columns(dtrain_device *device,
         (args->n + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * 2, 512, 0, *args, partials, count);
 }
 
-/* The parameters first: d_x may be d_y. */
+/* Run the long kernels. The parameters come first, because d_x may be d_y. */
 static dtrain_result dtrain_cuda_layernorm_backward_long(dtrain_device *device,
                                                          const dtrain_layernorm_backward_args *args)
 {
@@ -3446,7 +3557,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
                                                         const dtrain_layernorm_backward_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->d_y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->d_x) && dtrain_cuda_aligned(args->d_residual);
@@ -3466,7 +3577,7 @@ static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
     if (params)
         DTRAIN_CUDA_TRY(
             dtrain_cuda_scratch(device, (size_t)(blocks * 2 * args->n) * sizeof(float), &partials));
-    if (shared_bytes > 48 * 1024) /* what a kernel has without asking */
+    if (shared_bytes > 48 * 1024) /* more than a kernel has without asking */
         DTRAIN_CUDA_TRY(dtrain_cuda_check(
             cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  (int)shared_bytes),
@@ -3504,11 +3615,15 @@ static dtrain_result dtrain_cuda_layernorm_backward(dtrain_device *device,
  * src/device/cuda/tokens.cuh
  * ==============================================================================================*/
 
-/* Tokens
+/* Token ids: embedding and cross-entropy
  *
- * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary. */
+ * The kernels that read token ids: the embedding and its gradient, and the cross-entropy over the
+ * vocabulary. A bad id is recorded as a fault, which the host reports at its next wait, and the
+ * kernel goes on with a harmless one. */
 
-/* The first fault is kept until the host has read it. */
+#include <math.h>
+
+/* Record a fault, unless an earlier one is still waiting for the host to read it. */
 static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned kind, int64_t value,
                                              int64_t row, int64_t limit)
 {
@@ -3519,7 +3634,7 @@ static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned 
     fault->limit = limit;
 }
 
-/* The token of a row; instead of a bad one token 0, which exists. */
+/* Give the token of a row; a bad one is reported and replaced by token 0, which exists. */
 static __device__ int32_t dtrain_cuda_token(const int32_t *tokens, int64_t row, int64_t vocab,
                                             dtrain_cuda_fault *fault)
 {
@@ -3547,19 +3662,19 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_chunk<float, WIDTH> a = dtrain_cuda_load_chunk<WIDTH>(word + column);
-            dtrain_cuda_chunk<float, WIDTH> b = {};
-            if (place) b = dtrain_cuda_load_chunk<WIDTH>(place + column);
-            dtrain_cuda_chunk<T, WIDTH> out;
+            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> b = {};
+            if (place) b = dtrain_cuda_load<WIDTH>(place + column);
+            dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++)
                 dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
-            dtrain_cuda_store_chunk<WIDTH>(y + column, out);
+            dtrain_cuda_store(y + column, out);
         }
     }
 }
 
-/* `positions` is wpe or d_wpe; without it sequence is not looked at. */
+/* Check the sizes. `positions` is wpe or d_wpe; where it is NULL, sequence is not used. */
 static dtrain_result dtrain_cuda_check_tokens(const char *what, int64_t vocab, int64_t sequence,
                                               const float *positions)
 {
@@ -3594,17 +3709,18 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_e
 
 /* ---- Embedding backward -------------------------------------------------------------------------
  *
- * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe, in
- * row order. Rows of one token must therefore be found in order:
+ * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe,
+ * in row order. Rows of one token must therefore be found in order:
  *
- *   1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes for
- *      up to 65536 tokens. A pass counts digits in tiles of rows, makes the counts positions (one
- *      block), and moves the keys; one warp works through a tile in order, which keeps it stable.
- *   2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
- *      what d_wte holds: the very additions of a loop over rows.
+ *     1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes
+ *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
+ *        positions (one block), and moves the keys; one warp works through a tile in order, which
+ *        keeps the sort stable.
+ *     2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
+ *        what d_wte holds: the very additions of a loop over rows.
  *
- * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of the
- * touched rows of d_wte, and 40 bytes a row and pass. */
+ * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of
+ * the touched rows of d_wte, and 40 bytes for each row and pass. */
 
 #define DTRAIN_CUDA_DIGITS 256
 #define DTRAIN_CUDA_SORT_TILES 256 /* at most */
@@ -3645,7 +3761,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
         sort.counts[(int64_t)digit * sort.tiles + blockIdx.x] = counts[digit];
 }
 
-/* Sum of x over the threads before this one; `total`, of all. slots: 32 elements of shared memory. */
+/* Give the sum of x over the threads before this one, and in `total` the sum of all. slots: 32
+ * elements of shared memory. */
 static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, unsigned *slots,
                                                                   unsigned *total)
 {
@@ -3656,7 +3773,7 @@ static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, un
         const unsigned below = __shfl_up_sync(DTRAIN_CUDA_ALL_LANES, sum, distance);
         if (lane >= distance) sum += below;
     }
-    __syncthreads(); /* the slots may still be read by the call before this one */
+    __syncthreads(); /* the previous call may still be reading the slots */
     if (lane == DTRAIN_CUDA_WARP - 1) slots[warp] = sum;
     __syncthreads();
     const unsigned of_warp = lane < warps ? slots[lane] : 0;
@@ -3664,7 +3781,7 @@ static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, un
     return sum - x + dtrain_cuda_warp_sum(lane < warp ? of_warp : 0);
 }
 
-/* counts -> sums of all counts before them, in place, by one block. */
+/* Replace each count by the sum of all counts before it, in place, by one block. */
 static __device__ __forceinline__ void dtrain_cuda_scan_counts(unsigned *counts, int64_t count,
                                                                unsigned *slots)
 {
@@ -3672,7 +3789,7 @@ static __device__ __forceinline__ void dtrain_cuda_scan_counts(unsigned *counts,
     const int64_t end = begin + share < count ? begin + share : count;
     unsigned sum = 0, total;
     for (int64_t i = begin; i < end; i++)
-        sum += __ldcg(counts + i); /* maybe another block's, of the same launch */
+        sum += __ldcg(counts + i); /* perhaps written by another block of the same launch */
     sum = dtrain_cuda_block_scan(sum, slots, &total);
     for (int64_t i = begin; i < end; i++) {
         const unsigned own = __ldcg(counts + i);
@@ -3688,7 +3805,7 @@ static __global__ void __launch_bounds__(1024)
     dtrain_cuda_scan_counts(counts, count, slots);
 }
 
-/* Lanes whose `digit` (8 bits) is this lane's, among those that take part. */
+/* Give the lanes whose `digit` (8 bits) is this lane's, among those that take part. */
 static __device__ __forceinline__ unsigned dtrain_cuda_same_digit(unsigned digit, bool takes_part)
 {
     unsigned same = __ballot_sync(DTRAIN_CUDA_ALL_LANES, takes_part);
@@ -3702,7 +3819,7 @@ static __device__ __forceinline__ unsigned dtrain_cuda_same_digit(unsigned digit
 static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
     dtrain_cuda_sort_move_kernel(dtrain_cuda_sort sort)
 {
-    __shared__ unsigned next[DTRAIN_CUDA_DIGITS]; /* where the tile's next key of a digit goes */
+    __shared__ unsigned next[DTRAIN_CUDA_DIGITS]; /* place of the tile's next key of a digit */
     const int lane = threadIdx.x;
     for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP)
         next[digit] = sort.counts[(int64_t)digit * sort.tiles + blockIdx.x];
@@ -3722,9 +3839,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
     }
 }
 
-/* A warp for each key and each slice of 32 chunks of columns; it works if the key is the first of
- * its token. Rows are loaded DTRAIN_CUDA_ROWS_AHEAD at a time, so that a frequent token is not a
- * chain of memory latencies, and added one by one. */
+/* Add the rows of each token to d_wte: a warp for each key and each slice of 32 packs of columns,
+ * which works if the key is the first of its token. Rows are loaded DTRAIN_CUDA_ROWS_AHEAD at a
+ * time, so that a frequent token is not a chain of memory latencies, and added one by one. */
 #define DTRAIN_CUDA_ROWS_AHEAD 8
 
 template <typename T, int WIDTH>
@@ -3735,27 +3852,26 @@ static __global__ void __launch_bounds__(256)
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     const int64_t warp = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
     const int64_t head = warp / slices, column = (warp % slices * DTRAIN_CUDA_WARP + lane) * WIDTH;
-    if (head >= args.rows) return; /* whole warps, as below */
+    if (head >= args.rows) return; /* whole warps return, here and below */
     const uint64_t token = keys[head] >> 32;
     if (head > 0 && keys[head - 1] >> 32 == token) return;
 
     const bool exists = column < args.n;
     const T *const d_y = (const T *)args.d_y + column;
     float *const out = args.d_wte + (int64_t)token * args.n + column;
-    dtrain_cuda_chunk<float, WIDTH> sum = {};
-    if (exists) sum = dtrain_cuda_load_chunk<WIDTH>(out);
+    dtrain_cuda_pack<float, WIDTH> sum = {};
+    if (exists) sum = dtrain_cuda_load<WIDTH>(out);
     int count = DTRAIN_CUDA_WARP; /* of the 32 keys from `first` on, how many are the token's */
     for (int64_t first = head; count == DTRAIN_CUDA_WARP; first += DTRAIN_CUDA_WARP) {
         const uint64_t key = first + lane < args.rows ? keys[first + lane] : ~(uint64_t)0;
         count = __popc(__ballot_sync(DTRAIN_CUDA_ALL_LANES, key >> 32 == token));
         for (int i = 0; i < count; i += DTRAIN_CUDA_ROWS_AHEAD) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
+            dtrain_cuda_pack<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
                 const int64_t row =
                     (int64_t)__shfl_sync(DTRAIN_CUDA_ALL_LANES, (unsigned)key, i + r);
-                if (exists && i + r < count)
-                    ahead[r] = dtrain_cuda_load_chunk<WIDTH>(d_y + row * args.n);
+                if (exists && i + r < count) ahead[r] = dtrain_cuda_load<WIDTH>(d_y + row * args.n);
             }
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
@@ -3765,10 +3881,11 @@ static __global__ void __launch_bounds__(256)
             }
         }
     }
-    if (exists) dtrain_cuda_store_chunk<WIDTH>(out, sum);
+    if (exists) dtrain_cuda_store(out, sum);
 }
 
-/* d_wpe[place] += d_y[place] + d_y[place + sequence] + ...: a thread for each place and chunk. */
+/* Add d_y[place] + d_y[place + sequence] + ... to d_wpe[place]: a thread for each place and
+ * pack. */
 template <typename T, int WIDTH>
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_positions_backward_kernel(dtrain_embedding_backward_args args)
@@ -3780,14 +3897,13 @@ static __global__ void __launch_bounds__(256)
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
         float *const out = args.d_wpe + place * args.n + column;
-        dtrain_cuda_chunk<float, WIDTH> sum = dtrain_cuda_load_chunk<WIDTH>(out);
+        dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[4];
+            dtrain_cuda_pack<T, WIDTH> ahead[4];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++)
                 if (first + r * args.sequence < args.rows)
-                    ahead[r] =
-                        dtrain_cuda_load_chunk<WIDTH>(d_y + (first + r * args.sequence) * args.n);
+                    ahead[r] = dtrain_cuda_load<WIDTH>(d_y + (first + r * args.sequence) * args.n);
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++) {
                 if (first + r * args.sequence >= args.rows) continue;
@@ -3795,11 +3911,11 @@ static __global__ void __launch_bounds__(256)
                 for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
             }
         }
-        dtrain_cuda_store_chunk<WIDTH>(out, sum);
+        dtrain_cuda_store(out, sum);
     }
 }
 
-/* The rows in order of their tokens; the keys stay in the device's scratch. */
+/* Sort the rows by their tokens; the keys stay in the device's scratch. */
 static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
                                            const dtrain_embedding_backward_args *args,
                                            const uint64_t **keys)
@@ -3823,7 +3939,7 @@ static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
     uint64_t *halves[2] = {(uint64_t *)scratch, (uint64_t *)scratch + rows};
     sort.counts = (unsigned *)((uint64_t *)scratch + 2 * rows);
     int pass = 0;
-    do { /* once at least: it makes the keys */
+    do { /* once at least: the first pass makes the keys */
         sort.shift = 32 + 8 * pass;
         sort.to = halves[pass % 2];
         DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, count",
@@ -3889,13 +4005,13 @@ static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
 
 /* ---- Cross-entropy ------------------------------------------------------------------------------
  *
- * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor for
- * large n. Bytes: one read of logits; with d_logits one write of it besides, for then the row is read
- * again at once, last elements first, from the caches.
+ * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor
+ * for large n. Bytes: one read of logits; with d_logits one write of it besides, because the row is
+ * then read again at once, last elements first, from the caches.
  *
  * The maximum and the sum of exponentials come from one pass (online softmax): when the maximum
- * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may begin
- * anywhere:
+ * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may
+ * begin anywhere:
  *
  *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
  *
@@ -3917,8 +4033,9 @@ static __device__ dtrain_cuda_span dtrain_cuda_span_of(const T *row, const T *ot
     return span;
 }
 
-/* sum = sum of exp(x - anchor), where anchor = top unless that is -infinity: then nothing has been
- * seen but masked logits, which add exp(-infinity - 0) = 0. NaN is not a maximum, but is in the sum. */
+/* A running softmax: sum = sum of exp(x - anchor), where anchor = top unless that is -infinity:
+ * then only masked logits have been seen, which add exp(-infinity - 0) = 0. A NaN is never the
+ * maximum, but it is in the sum. */
 struct dtrain_cuda_softmax {
     float top, sum;
 };
@@ -3932,7 +4049,7 @@ template <int WIDTH, typename T>
 static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
                                                                const T *from)
 {
-    const dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from);
+    const dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from);
     float top = softmax.top;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) top = fmaxf(top, dtrain_cuda_widen(x.at[e]));
@@ -3943,7 +4060,7 @@ static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softm
     for (int e = 0; e < WIDTH; e++) softmax.sum += __expf(dtrain_cuda_widen(x.at[e]) - anchor);
 }
 
-/* Log of the sum of exponentials of a row, in every thread. */
+/* Compute the log of the sum of exponentials of a row, in every thread. */
 template <typename T>
 static __device__ __forceinline__ float
 dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
@@ -3961,7 +4078,7 @@ dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float
     return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
 }
 
-/* What a row's gradient is made of; target -1: zeros. */
+/* The numbers that a row's gradient is made of; target -1 gives zeros. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, scale;
@@ -3972,7 +4089,7 @@ static __device__ __forceinline__ void
 dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
                          int64_t column)
 {
-    dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from + column);
+    dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from + column);
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
@@ -3982,10 +4099,11 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
         const float d = (hit == e ? p - 1 : p) * gradient.scale;
         dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>(to + column, x);
+    dtrain_cuda_store(to + column, x);
 }
 
-/* Each element is read and written by one thread: `to` may be `from`. */
+/* Store the gradient of a row. Each element is read and written by one thread: `to` may be
+ * `from`. */
 template <typename T>
 static __device__ __forceinline__ void
 dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
@@ -4000,7 +4118,7 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
 
-/* The target of a row, -1 for one to ignore; a bad one is reported and ignored. */
+/* Give the target of a row, -1 for a row to ignore; a bad target is reported and ignored. */
 static __device__ int64_t dtrain_cuda_target(const int32_t *targets, int64_t row, int64_t n,
                                              dtrain_cuda_fault *fault)
 {
@@ -4049,7 +4167,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* A pack or two for each thread at least. */
+/* Choose the threads of a row: at least a pack or two for each thread. */
 static int dtrain_cuda_row_threads(int64_t n)
 {
     int threads = DTRAIN_CUDA_WARP;
@@ -4101,46 +4219,52 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
 
 /* Attention by batched GEMM and softmax
  *
- * For what the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
- * their oracle as well. T = sequence, d = head size; `together` heads of one batch element at a time:
+ * The fallback for all that the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes,
+ * unaligned memory. It is the oracle of flash.cuh as well. With T = sequence and d = head size, for
+ * `together` heads of one batch element at a time:
  *
  *     forward    S = scale Q K'    P = softmax(S)                               Y = P V
  *     backward   S = scale Q K'    P = e^(S - lse)           G = dY V'
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv so: rows 3n
- * apart, heads d apart. Nothing is permuted.
+ * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv in the same
+ * layout: rows 3n apart, heads d apart. Nothing is permuted.
  *
- * Scratch holds S, and G in backward: (together,T,ld) fp32, ld = T rounded up to 8, within 32 MiB,
- * which the L2 cache of a large GPU holds too, unless a single head needs more. Scores are fp32 for
- * any dtype: their absolute error is the relative error of P. P and dS have the dtype of qkv, which the
- * next product needs, and take the place of S and G: row i of a half P fills the first half of the
- * fp32 row i, so its ld is 2 ld.
+ * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = T rounded up to 8, within 32
+ * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
+ * fp32 for any dtype, because their absolute error is the relative error of P. P and dS have the
+ * dtype of qkv, which the next product needs, and take the place of S and G: row i of a half P
+ * fills the first half of the fp32 row i, so its ld is 2 ld.
  *
- * Masked scores are neither read nor kept: P and dS are 0 there. (But 0 times a NaN of V is NaN: a
- * NaN reaches all rows of its head here, not only the later ones.) */
+ * Masked scores are neither read nor kept: P and dS are 0 there. But 0 times a NaN of V is NaN, so
+ * here a NaN reaches all rows of its head, not only the later ones. */
+
+#include <cublasLt.h>
+
+#include <math.h>
+#include <string.h>
 
 enum {
     DTRAIN_CUDA_SCORE_BYTES = 32 << 20,
     DTRAIN_CUDA_SOFTMAX_WARPS = 8,
-    DTRAIN_CUDA_SOFTMAX_STEP = 4 * DTRAIN_CUDA_WARP /* columns a warp takes at once */
+    DTRAIN_CUDA_SOFTMAX_STEP = 4 * DTRAIN_CUDA_WARP /* columns that a warp takes at once */
 };
 
-/* Some heads, [first, first + count), of batch element `batch`. */
+/* The heads [first, first + count) of batch element `batch`. */
 struct dtrain_cuda_heads {
     int64_t sequence, n, size, batch, first, count;
     dtrain_dtype dtype;
     float scale;
 };
 
-/* One matrix per head: rows ld, heads step elements apart. */
+/* One matrix for each head: its rows are ld elements apart, the heads `step` elements. */
 struct dtrain_cuda_head_matrix {
     void *data;
     int64_t ld, step;
 };
 
-/* The (T,d) that begin at column `column` of (batch*T,width). */
+/* Describe the matrices (T,d) that begin at column `column` of (batch*T,width). */
 static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads *x,
                                                         const void *data, int64_t width,
                                                         int64_t column)
@@ -4151,7 +4275,8 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads 
     return matrix;
 }
 
-/* Scores (T,T) as the products write them (fp32), and P or dS as the kernels leave them (dtype). */
+/* Describe scores (T,T) as the products write them (fp32), or P and dS as the kernels leave them
+ * (dtype). */
 static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_cuda_heads *x, float *scores,
                                                        int64_t ld, dtrain_dtype dtype)
 {
@@ -4160,7 +4285,7 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_cuda_heads *
     return matrix;
 }
 
-/* C (T,n) = alpha op(A) (T,k) op(B) (k,n) for each head. */
+/* Multiply: C (T,n) = alpha op(A) (T,k) op(B) (k,n), for each head. */
 static dtrain_result dtrain_cuda_head_multiply(dtrain_device *device, const dtrain_cuda_heads *x,
                                                uint32_t flags, float alpha,
                                                dtrain_cuda_head_matrix a, dtrain_cuda_head_matrix b,
@@ -4182,11 +4307,12 @@ static dtrain_result dtrain_cuda_head_multiply(dtrain_device *device, const dtra
 
 /* ---- Softmax: S (rows,T) -> P (rows,T) in place, lse (rows) -------------------------------------
  *
- * rows = heads * T; row r is query r % T. A warp a row, three walks over it: maximum, sum, P. The first reads 4
- * bytes a score from memory (2 with a causal mask), the others find them in cache; the third writes P's T elements.
+ * rows = heads * T; row r is query r % T. A warp walks over its row three times: maximum, sum, P.
+ * The first walk reads 4 bytes a score from memory (2 with a causal mask), the others find them in
+ * cache; the third writes the T elements of P.
  *
- * In place although P may be narrower: a walk takes 128 scores at a time, all lanes read theirs before one writes, and
- * what is written lies at or before what was read. */
+ * P may be narrower than S and still take its place: a walk takes 128 scores at a time, all lanes
+ * read theirs before one writes, and what is written lies at or before what was read. */
 
 struct dtrain_cuda_head_softmax {
     int64_t rows, sequence, ld;
@@ -4199,7 +4325,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_max(const float *r
 {
     float most = -INFINITY;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) most = fmaxf(most, x.at[i]);
@@ -4212,7 +4338,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const float *r
 {
     float sum = 0;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) sum += expf(x.at[i] - most);
@@ -4237,20 +4363,20 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
-        dtrain_cuda_group<T, 4> p;
-        if (j < limit) x = dtrain_cuda_load(row + j);
+        dtrain_cuda_pack<T, 4> p;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
-        if (j < args.sequence) dtrain_cuda_put(out + j, p);
+        if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
 
-/* ---- Slope: S, G (rows,T), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------------------
+/* ---- Softmax backward: S, G (rows,T), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------
  *
- * Head r / T owns columns [r / T * size, ...) of Y and dY. Reads 8 bytes a score (half of them with a causal mask) and
- * writes P and dS. */
+ * Head r / T owns columns [r / T * size, ...) of Y and dY. Reads 8 bytes a score (half of them with
+ * a causal mask) and writes P and dS. */
 
 struct dtrain_cuda_head_softmax_backward {
     int64_t rows, sequence, ld, n, size;
@@ -4289,8 +4415,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {}, g = {};
-        dtrain_cuda_group<T, 4> p, d;
-        if (j < limit) x = dtrain_cuda_load(row + j), g = dtrain_cuda_load(grads + j);
+        dtrain_cuda_pack<T, 4> p, d;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j), g = dtrain_cuda_load<4>(grads + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -4300,8 +4426,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
             dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
         }
         if (j >= args.sequence) continue;
-        dtrain_cuda_put(p_out + j, p);
-        dtrain_cuda_put(d_out + j, d);
+        dtrain_cuda_store(p_out + j, p);
+        dtrain_cuda_store(d_out + j, d);
     }
 }
 
@@ -4379,7 +4505,7 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
     return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
 }
 
-/* Fills in what all passes share; Args is that of forward or backward. */
+/* Fill in what all passes share; Args is the argument struct of forward or backward. */
 template <typename Args>
 static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x)
 {
@@ -4397,8 +4523,8 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
     return DTRAIN_OK;
 }
 
-/* How many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each, evened out over
- * the passes. */
+/* Choose how many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each,
+ * evened out over the passes. */
 static int64_t dtrain_cuda_heads_together(int64_t heads, int64_t sequence, int64_t ld,
                                           int64_t matrices)
 {
@@ -4453,39 +4579,47 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  * src/device/cuda/flash.cuh
  * ==============================================================================================*/
 
-/* Flash attention
+/* Flash attention on tensor cores
  *
  * softmax(Q K^T / sqrt(head)) V without a matrix of sequence x sequence in memory (Dao,
- * FlashAttention-2, 2023), on tensor cores, for head sizes 32, 64, 80, 96 and 128. Per (batch, head)
- * and T = sequence: forward 2 products of 2 T T head flops each, backward 7; half of it when causal.
- * Bytes moved: each of q, k, v, y once from memory, and once per tile from the L2 cache.
+ * FlashAttention-2, 2023), for head sizes 32, 64, 80, 96 and 128. For each (batch, head) and with T
+ * = sequence: forward 2 products of 2 T T head flops each, backward 7; half of it when causal.
+ * Bytes moved: each of q, k, v, y once from memory, and once for each tile from the L2 cache.
  *
- * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them per warp, and streams
- * tiles of the other side past them. Everything of sequence x sequence stays in registers: the
- * accumulators of a product have just the layout that the A operand of the next one needs.
+ * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them for each warp, and
+ * streams tiles of the other side past them. Everything of sequence x sequence stays in registers:
+ * the accumulators of a product have just the layout that the A operand of the next one needs.
  *
  *                    own rows     streamed       in registers, per warp
  *     forward        Q            K, V           S = Q K^T       y  += P V
  *     backward, 1    K, V         Q, dY          S^T = K Q^T     dV += P^T dY,   dK += dS^T Q
  *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
  *
- * with P = softmax(S) and dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels are
- * one template, read by columns and by rows. S and dP are computed in both: 7 products where a single
- * kernel would need 5, but that one has to add up dQ across blocks, by floating-point atomics whose
- * order changes from run to run, or through T / 64 partial sums of dQ in memory. Determinism costs at
- * most 7/5 of the backward arithmetic.
+ * with P = softmax(S), dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels
+ * are one template, read by columns and by rows. Both compute S and dP: 7 products where a single
+ * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
+ * atomics, whose order changes from run to run, or through T / 64 partial sums of dQ in memory.
+ * Determinism costs at most 7/5 of the backward arithmetic.
  *
- * Why 32 rows per warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds two mma
- * per 16 rows, which take 3.2 cycles of a Hopper SM's four tensor cores. With 16 rows the loads are the
- * limit; with 32 they are half of it. Registers of a thread (limit 255, two blocks per SM):
+ * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
+ * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
+ * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
+ * blocks per SM):
  *
  *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
  *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
- *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows per warp: 32 would need 256 sums
+ *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows a warp: 32 would need 256 sums
  *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
  *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
  *
- * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper. */
+ * Shared memory of a block is 64 KiB forward and 97 KiB backward at head 128, 73 KiB backward at
+ * head 96, 49 KiB backward at head 64. Blocks per SM at head 128, from the shared memory of an SM:
+ *
+ *     Hopper (sm_90)         228 KiB    two forward, two backward
+ *     A100 (sm_80)           164 KiB    two forward, one backward; two backward up to head 96
+ *     sm_86, sm_89           100 KiB    one forward, one backward */
+
+#include <math.h>
 
 #define DTRAIN_CUDA_FLASH_WARPS 4
 #define DTRAIN_CUDA_FLASH_THREADS (DTRAIN_CUDA_FLASH_WARPS * DTRAIN_CUDA_WARP)
@@ -4494,14 +4628,14 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
 
 /* ---- PTX ----------------------------------------------------------------------------------------
  *
- * With g = lane / 4 and t = lane % 4, a register holding two neighbours of a row:
+ * With g = lane / 4 and t = lane % 4, each register holds two neighbours of a row:
  *
  *     A (16,16)   a[0] row g, columns 2t   a[1] row g+8, 2t   a[2] row g, 2t+8   a[3] row g+8, 2t+8
  *     B (16,8)    b[0] column g, rows 2t   b[1] column g, rows 2t+8
  *     D (16,8)    d[0..1] row g, columns 2t and 2t+1   d[2..3] row g+8
  *
- * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and gets
- * row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1. */
+ * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
+ * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1. */
 
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
@@ -4529,7 +4663,8 @@ static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_
 #endif
 }
 
-/* volatile: what they read is changed by copies that the compiler does not see. */
+/* Load four 8 x 8 matrices. volatile, because asynchronous copies that the compiler does not see
+ * change the memory. */
 static __device__ __forceinline__ void dtrain_cuda_ldmatrix(uint32_t to[4], const void *row)
 {
 #ifdef DTRAIN_CUDA_EMULATION
@@ -4555,7 +4690,7 @@ static __device__ __forceinline__ void dtrain_cuda_ldmatrix_transposed(uint32_t 
 #endif
 }
 
-/* Copies 16 bytes, or writes 16 zero bytes and does not read. */
+/* Copy 16 bytes, or write 16 zero bytes and read nothing. */
 static __device__ __forceinline__ void dtrain_cuda_copy_async(void *shared, const void *global,
                                                               bool read)
 {
@@ -4569,7 +4704,8 @@ static __device__ __forceinline__ void dtrain_cuda_copy_async(void *shared, cons
 #endif
 }
 
-/* All copies of this thread so far; a barrier must follow before other threads read them. */
+/* Wait for all copies of this thread so far; a barrier must follow before other threads read
+ * them. */
 static __device__ __forceinline__ void dtrain_cuda_copy_wait(void)
 {
 #ifdef DTRAIN_CUDA_EMULATION
@@ -4591,7 +4727,8 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
 #endif
 }
 
-/* Two halves in a register, `low` in the lower bits: the neighbour with the smaller index. */
+/* Pack two halves into a register; `low`, the neighbour with the smaller index, takes the lower
+ * bits. */
 static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
                                                                    dtrain_cuda_bf16 kind)
 {
@@ -4624,8 +4761,9 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 #endif
 }
 
-/* x, of which the compiler knows nothing: what is computed from it stays inside a loop. Addresses in swizzled tiles
- * take two instructions to compute, and hoisted out of the loop they take the registers of the accumulators. */
+/* Return x as a value that the compiler knows nothing about, so that what is computed from it stays
+ * inside a loop. Addresses in swizzled tiles take two instructions to compute; hoisted out of the
+ * loop they would take the registers of the accumulators. */
 static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 {
 #ifndef DTRAIN_CUDA_EMULATION
@@ -4636,10 +4774,11 @@ static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 
 /* ---- Tiles --------------------------------------------------------------------------------------
  *
- * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of 8
- * consecutive rows at a time: they have to lie in 8 different groups of 4 banks, that is, differ modulo
- * 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8) rows; exchanging chunks by XOR with
- * the number of the repetition makes them differ, for every even number of chunks. */
+ * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of
+ * 8 consecutive rows at a time: these chunks have to lie in 8 different groups of 4 banks, that is,
+ * their numbers must differ modulo 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8)
+ * rows; exchanging chunks by XOR with the number of the repetition makes them differ, for every
+ * even number of chunks. A static_assert checks it for each head size. */
 
 template <int HEAD> static constexpr __host__ __device__ int dtrain_cuda_flash_swizzle(int row)
 {
@@ -4666,15 +4805,15 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
     dtrain_cuda_copy_async(to, from, read);
 }
 
-/* fp32 in memory, halves in the tile: rounded on the way, not asynchronous. */
+/* Copy fp32 memory to halves in the tile: rounded on the way, not asynchronous. */
 template <typename Half>
 static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<Half> *to,
                                                               const float *from, bool read)
 {
     uint4 narrow = make_uint4(0, 0, 0, 0);
     if (read) {
-        const dtrain_cuda_pack<float> low = dtrain_cuda_load(from),
-                                      high = dtrain_cuda_load(from + 4);
+        const dtrain_cuda_pack<float> low = dtrain_cuda_load<4>(from),
+                                      high = dtrain_cuda_load<4>(from + 4);
         narrow = make_uint4(dtrain_cuda_narrow_pair(low.at[0], low.at[1], Half()),
                             dtrain_cuda_narrow_pair(low.at[2], low.at[3], Half()),
                             dtrain_cuda_narrow_pair(high.at[0], high.at[1], Half()),
@@ -4683,10 +4822,11 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
     *reinterpret_cast<uint4 *>(to) = narrow;
 }
 
-/* tile (ROWS,HEAD) = rows first.. of matrix (rows,HEAD), `stride` elements from row to row; zeros below its end. All
- * threads take part; the tile is complete after dtrain_cuda_copy_wait and a barrier. A thread copies the same column in
- * steps of 8, 16 or 32 rows, which leave the swizzle alone: one address each, the rest are constants. Head sizes 80 and
- * 96 leave a third of the threads idle for that. */
+/* Load tile (ROWS,HEAD) = rows `first` and following of matrix (rows,HEAD), whose rows are `stride`
+ * elements apart; rows behind its end become zeros. All threads take part; the tile is complete
+ * after dtrain_cuda_copy_wait and a barrier. A thread copies one column in steps of 8, 16 or 32
+ * rows, which leave the swizzle alone: one address is computed, the rest are constants. Head sizes
+ * 80 and 96 leave a third of the threads idle for that. */
 template <int HEAD, int ROWS, typename Storage, typename Half>
 static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<Half> *tile,
                                                               const Storage *matrix, int stride,
@@ -4706,8 +4846,9 @@ static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<H
         dtrain_cuda_flash_copy(tile + down * chunks, matrix, first + row + down < rows);
 }
 
-/* The chunk whose address this lane gives to load the 16 x 16 at row 0, column 16 * step of a tile: as A of an mma;
- * or, transposed, as two B side by side, whose rows are the tile's rows. */
+/* Give the chunk whose address this lane passes to ldmatrix to load the 16 x 16 at row 0, column 16
+ * * step of a tile: as A of an mma; or, transposed, as two B side by side, whose rows are the
+ * tile's rows. */
 template <int HEAD>
 static __device__ __forceinline__ int dtrain_cuda_flash_lane_rows(int lane, int step)
 {
@@ -4715,7 +4856,7 @@ static __device__ __forceinline__ int dtrain_cuda_flash_lane_rows(int lane, int 
     return row * (HEAD / 8) + (2 * step ^ chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
 }
 
-/* The same, as two B whose columns are the tile's rows. */
+/* Give the same chunk for a load as two B whose columns are the tile's rows. */
 template <int HEAD>
 static __device__ __forceinline__ int dtrain_cuda_flash_lane_columns(int lane, int step)
 {
@@ -4723,8 +4864,8 @@ static __device__ __forceinline__ int dtrain_cuda_flash_lane_columns(int lane, i
     return row * (HEAD / 8) + (2 * step ^ chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
 }
 
-/* s (16 M, 8 N) = own B^T over HEAD, own being this warp's rows of a tile, B all 8 N rows of `streamed`. With RESIDENT
- * the fragments of own come from `kept`. */
+/* Compute s (16 M, 8 N) = own B^T over HEAD, where own is this warp's rows of a tile and B all 8 N
+ * rows of `streamed`. With RESIDENT the fragments of own come from `kept`. */
 template <int HEAD, bool RESIDENT, int M, int N, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_scores(float (&s)[M][N][4], const dtrain_cuda_pack<Half> *own,
@@ -4757,7 +4898,8 @@ dtrain_cuda_flash_scores(float (&s)[M][N][4], const dtrain_cuda_pack<Half> *own,
     }
 }
 
-/* sums (16 M, HEAD) += A (16 M, 16 STEPS) B, where B is the streamed tile (16 STEPS, HEAD). */
+/* Add to sums (16 M, HEAD) the product A (16 M, 16 STEPS) B, where B is the streamed tile (16
+ * STEPS, HEAD). */
 template <int HEAD, int STEPS, int M, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_accumulate(float (&sums)[M][HEAD / 8][4], const uint32_t (&a)[STEPS][M][4],
@@ -4790,7 +4932,7 @@ static __device__ __forceinline__ void dtrain_cuda_flash_store_pair(Half *to, fl
     *reinterpret_cast<uint32_t *>(to) = dtrain_cuda_narrow_pair(low, high, Half());
 }
 
-/* Rows `row` and below of matrix (rows,HEAD) = factor * sums (16 M, HEAD). */
+/* Store factor * sums (16 M, HEAD) as rows `row` and following of matrix (rows,HEAD). */
 template <int HEAD, int M, typename Storage>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
@@ -4810,8 +4952,9 @@ dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
     }
 }
 
-/* s = -infinity where the query may not see the key. The warp's first query and key are given; QUERY_ROWS: rows of s
- * are queries, columns keys; else the other way round. Most tiles need nothing of it. */
+/* Set s to -infinity where the query may not see the key. The warp's first query and key are given.
+ * With QUERY_ROWS the rows of s are queries and its columns keys, else the other way round. Most
+ * tiles need no mask and return at once. */
 template <bool QUERY_ROWS, int M, int N>
 static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4], int query,
                                                               int key, bool causal, int sequence)
@@ -4831,8 +4974,9 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
 
 /* ---- Order of the blocks ------------------------------------------------------------------------
  *
- * The (batch, head) pairs are taken in groups whose streamed rows fit in the L2 cache together; in a
- * group the heaviest tiles of all pairs come first, so that the last ones to run are light. */
+ * The (batch, head) pairs are taken in groups whose streamed rows fit in the L2 cache together.
+ * Within a group the heaviest tiles of all pairs come first, so that the last ones to run are
+ * light. */
 
 #define DTRAIN_CUDA_FLASH_CACHE_BYTES (16 << 20)
 
@@ -4842,7 +4986,7 @@ struct dtrain_cuda_flash_order {
 
 struct dtrain_cuda_flash_work {
     unsigned pair, tile;
-    unsigned column; /* of the head in (tokens,n) */
+    unsigned column; /* of the head, in (tokens,n) */
     int64_t token;   /* the first of the batch element */
 };
 
@@ -4874,14 +5018,15 @@ static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_
 
 /* ---- Forward ------------------------------------------------------------------------------------
  *
- * K and V are each other's second buffer: while one of them is multiplied the other one is on its way.
+ * K and V are each other's second buffer: while one of them is multiplied the other one is copied.
  *
  *     copies      K0   V0 ......  K1 ............  V1 ......
  *     products         S = Q K0   softmax, y += P V0   S = Q K1 ...
  *     barriers      |           |                    |          |
  *
- * Rows below the end of the sequence are zeros in the tiles and are not stored. Keys go upwards from 0,
- * which every query may see: the running maximum is finite after the first tile if the scores are. */
+ * Rows behind the end of the sequence are zeros in the tiles and are not stored. Keys go upwards
+ * from 0, which every query may see: the running maximum is finite after the first tile if the
+ * scores are. */
 
 template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr int m = 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -4889,9 +5034,9 @@ template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr size_t shared_bytes = (size_t)(rows + 2 * DTRAIN_CUDA_FLASH_KEYS) * HEAD * 2;
 };
 
-/* One tile of the online softmax (Milakov and Gimelshein, 2018), in powers of 2: p = P of the scores s, as the next A.
- * top is the running maximum of the unscaled scores, sum this lane's part of the running sum; y and sum are rescaled to
- * the new maximum. */
+/* Take one tile of the online softmax (Milakov and Gimelshein, 2018), in powers of 2: p = P of the
+ * scores s, as the A of the next product. `top` is the running maximum of the unscaled scores,
+ * `sum` this lane's part of the running sum; y and sum are rescaled to the new maximum. */
 template <int M, int N, int COLUMNS, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
@@ -4922,7 +5067,8 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
     }
 }
 
-/* y /= sum; lse (sequence) = log of the sum of exponentials, by the first lane of each row. */
+/* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
+ * exponentials. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
@@ -4984,7 +5130,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
             row < sequence && (!args.causal || key < row + 16 * M); /* by any row of this warp */
         uint32_t p[keys / 16][M][4];
         dtrain_cuda_copy_wait();
-        __syncthreads(); /* K is here, and nobody reads the V before it any more */
+        __syncthreads(); /* K is complete, and no warp reads the previous V any more */
         dtrain_cuda_flash_load<HEAD, keys>(v_tile, v, stride, key, sequence);
         if (seen) {
             float s[M][keys / 8][4];
@@ -4993,7 +5139,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
             dtrain_cuda_flash_softmax(p, s, sums, top, sum, scale * DTRAIN_CUDA_LOG2_E, Half());
         }
         dtrain_cuda_copy_wait();
-        __syncthreads(); /* V is here, and nobody reads K any more */
+        __syncthreads(); /* V is complete, and no warp reads K any more */
         if (key + keys < end)
             dtrain_cuda_flash_load<HEAD, keys>(k_tile, k, stride, key + keys, sequence);
         if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
@@ -5006,8 +5152,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
 
 /* ---- Backward: statistics of the queries --------------------------------------------------------
  *
- * statistics (batch*heads, 2, sequence): lse * log2(e), and D = sum of dY * y over the head. 8 lanes per query, so that
- * a warp reads whole lines. Moves 2 * rows * n elements. */
+ * statistics (batch*heads, 2, sequence): lse * log2(e), and D = sum of dY * y over the head. 8
+ * lanes take a query, so that a warp reads whole lines. Moves 2 * rows * n elements. */
 
 template <typename Storage>
 static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_args args,
@@ -5021,9 +5167,9 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_ar
     float dot = 0;
     for (int64_t i = threadIdx.x % 8 * width; i < head && inside; i += 8 * width) {
         const dtrain_cuda_pack<Storage> y =
-            dtrain_cuda_load((const Storage *)args.y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.y + item * head + i);
         const dtrain_cuda_pack<Storage> d_y =
-            dtrain_cuda_load((const Storage *)args.d_y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.d_y + item * head + i);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < width; j++)
             dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(d_y.at[j]);
@@ -5040,11 +5186,13 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_ar
 
 /* ---- Backward -----------------------------------------------------------------------------------
  *
- * KEYS: the block owns keys and gives dK and dV; else it owns queries and gives dQ. The pair streamed
- * has two buffers: one barrier per tile, after which the new one is complete and the old one is free.
+ * With KEYS the block owns keys and gives dK and dV; else it owns queries and gives dQ. The
+ * streamed pair of tiles has two buffers: one barrier for each tile, after which the new buffer is
+ * complete and the old one is free.
  *
- * The statistics of a tile of queries lie in shared memory beside it: with KEYS two buffers, fetched one
- * tile ahead, one number a thread. Below the end of the sequence they are infinity and 0: no P, no dS. */
+ * The statistics of a tile of queries lie in shared memory beside it: with KEYS in two buffers,
+ * fetched one tile ahead, one number for each thread. Behind the end of the sequence they are
+ * infinity and 0, which make P and dS zero. */
 
 template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
     static constexpr int m = KEYS && HEAD > 64 ? 1 : 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -5055,8 +5203,8 @@ template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
         (size_t)(2 * own_chunks + 4 * streamed_chunks) * 16 + statistics * sizeof(float);
 };
 
-/* p = P = exp(S - lse) and ds = dS = P (dP - D), as A of the next products. lse2 and dot, in shared
- * memory, are those of the columns of s with KEYS, else those of this warp's rows. */
+/* Compute p = P = exp(S - lse) and ds = dS = P (dP - D), as A of the next products. lse2 and dot,
+ * in shared memory, belong to the columns of s with KEYS, else to this warp's rows. */
 template <bool KEYS, int M, int N, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_gradients(uint32_t (&p)[N / 2][M][4], uint32_t (&ds)[N / 2][M][4],
@@ -5080,7 +5228,7 @@ dtrain_cuda_flash_gradients(uint32_t (&p)[N / 2][M][4], uint32_t (&ds)[N / 2][M]
     }
 }
 
-/* Number i of the statistics (2,count) of queries first.. */
+/* Give number i of the statistics (2,count) of queries `first` and following. */
 static __device__ __forceinline__ float
 dtrain_cuda_flash_statistic(const float *statistics, int sequence, int i, int count, int first)
 {
@@ -5108,10 +5256,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
-    /* causal: a key is seen from itself on, a query sees up to itself */
+    /* In a causal mask a key is seen from its own query on, a query sees up to its own key. */
     const int begin = args.causal && KEYS ? first : 0;
     const int end = args.causal && !KEYS ? min(sequence, first + shape::rows) : sequence;
-    /* of the tiles this warp sees: with KEYS those from here on, else those before */
+    /* Tiles that this warp sees: with KEYS those from `seen` on, else those before it. */
     const int seen = KEYS ? (args.causal ? row - width + 1 : 0) : args.causal ? row + 16 * M : end;
     const int number = threadIdx.x % (2 * width); /* of a statistic; some threads fetch the same */
     statistics += 2 * work.pair * args.sequence;
@@ -5167,9 +5315,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_store<HEAD>(d_q + 2 * n, stride, row, sequence, sums[KEYS ? 1 : 0], 1.0f);
 }
 
-/* ---- Launchers ----------------------------------------------------------------------------------*/
+/* ---- Launchers --------------------------------------------------------------------------------*/
 
-/* More than 48 KiB of dynamic shared memory has to be asked for. */
+/* Ask for more than the 48 KiB of dynamic shared memory that a kernel has without asking. */
 template <typename Kernel>
 static dtrain_result dtrain_cuda_flash_allow(Kernel kernel, size_t shared_bytes)
 {
@@ -5246,9 +5394,10 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
     return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
 }
 
-/* Whether these kernels can do it; attention_gemm.cuh does the rest: other head sizes, fp32 arithmetic, pointers
- * that are not 16-byte aligned, GPUs before Ampere or with little shared memory, and numbers of rows or
- * columns that do not leave 32 bits of room inside a tile. */
+/* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
+ * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or with little
+ * shared memory, and numbers of rows or columns whose products inside a tile may not fit 32
+ * bits. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
@@ -5285,7 +5434,7 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * src/device/cuda/sparse.cuh
  * ==============================================================================================*/
 
-/* Sparse
+/* Sparse gradients: top-k and scatter-add
  *
  * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
  *
@@ -5293,25 +5442,26 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
  * k-th largest key is found digit by digit (11, 10, 10 bits) from histograms of the keys that agree
  * with the digits found so far.
  *
- *   fold      velocity, residual += x; histogram of digit 0, of all and of each tile of elements
- *   offsets   digit 0; candidates (digit 0 equal or above) of each tile -> where each tile's begin
- *   gather    candidates in order -> side buffer; histogram of digit 1 of those that are equal
- *   narrow    digit 1; histogram of digit 2
- *   count     digit 2, so the key itself; of each tile of candidates, how many are above, how many equal
- *   write     those above, and the first of those equal, in order -> values, indices; residual and
- *             velocity 0 there
+ *     fold      velocity, residual += x; histogram of digit 0, of all and of each tile of elements
+ *     offsets   digit 0; the candidates (digit 0 equal or above) of each tile -> their places
+ *     gather    candidates in order -> side buffer; histogram of digit 1 of those that are equal
+ *     narrow    digit 1; histogram of digit 2
+ *     count     digit 2, so the key itself; counts for each tile how many are above, how many equal
+ *     write     those above, and the first of those equal, in order -> values, indices; residual
+ *               and velocity 0 there
  *
  * Order without sorting: tiles are counted, the counts are summed over the tiles (by the block that
- * finishes last), and within a tile a block ranks its elements in order. So indices ascend, and among
- * equals the lowest are taken.
+ * finishes last), and within a tile a block ranks its elements in order. So indices ascend, and
+ * among equals the lowest are taken.
  *
- * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of an
- * octave: no more than 6 % of normally distributed numbers. If the candidates do not fit after all
- * (all magnitudes equal), gather stores nothing and narrow, count and write read the elements
+ * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of
+ * an octave: no more than 6 % of normally distributed numbers. If the candidates do not fit all the
+ * same (all magnitudes equal), gather stores nothing, and narrow, count and write read the elements
  * themselves: same result, three more reads.
  *
- * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for each
- * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile. */
+ * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for
+ * each candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes for each candidate
+ * there is room for, 4 KiB for each tile. */
 
 enum {
     DTRAIN_CUDA_TOPK_THREADS = 512,
@@ -5322,13 +5472,13 @@ enum {
     DTRAIN_CUDA_TOPK_COPIES = 2       /* of a histogram in shared memory: fewer collisions */
 };
 
-/* What is known of the k-th largest key after a digit. */
+/* The state of the search for the k-th largest key after a digit. */
 struct dtrain_cuda_topk_level {
     unsigned prefix; /* its digits so far */
-    unsigned need;   /* how many to take among the keys with that prefix; all above are taken */
+    unsigned need;   /* keys with that prefix to take; all keys above it are taken */
 };
 
-/* Zeroed before each selection. */
+/* The counters of one selection, zeroed before it. */
 struct dtrain_cuda_topk_state {
     unsigned histograms[3][DTRAIN_CUDA_TOPK_BINS];
     dtrain_cuda_topk_level levels[3];
@@ -5338,14 +5488,14 @@ struct dtrain_cuda_topk_state {
 
 struct dtrain_cuda_topk_plan {
     dtrain_topk_args args;
-    unsigned count, tile, tiles, room; /* room: of the side buffer */
-    bool wide;                         /* x, residual and velocity are 16-byte aligned */
+    unsigned count, tile, tiles, capacity; /* capacity: of the side buffer */
+    bool wide;                             /* x, residual and velocity are 16-byte aligned */
     const float *source; /* (count) what is selected from: residual, or x without it */
     dtrain_cuda_topk_state *state;
     uint16_t *tile_histograms;  /* (tiles, DTRAIN_CUDA_TOPK_BINS) */
     unsigned *offsets, *equals; /* (tiles) first counts, then sums over the tiles before */
-    float *side_values;         /* (room) */
-    int32_t *side_indices;      /* (room) */
+    float *side_values;         /* (capacity) */
+    int32_t *side_indices;      /* (capacity) */
 };
 
 static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
@@ -5354,44 +5504,31 @@ static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
     return bits > 0x7f800000u ? 0x7fffffffu : bits;
 }
 
-/* Digit `level` is at this bit, below the prefix made of the digits before it. */
+/* Give the bit at which digit `level` begins; the prefix made of the digits before it lies
+ * above. */
 static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level)
 {
     return 20 - 10 * level;
 }
 
-/* Elements at .. at+3; 0 from `end` on. */
-struct dtrain_cuda_four {
-    float at[4];
-};
-
-static __device__ __forceinline__ dtrain_cuda_four dtrain_cuda_load_four(const float *from,
-                                                                         unsigned at, unsigned end,
-                                                                         bool wide)
+/* Load elements [at, at + 4), with 0 for those at and behind `end`. */
+static __device__ __forceinline__ dtrain_cuda_pack<float>
+dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
 {
-    dtrain_cuda_four four;
-    if (wide && at < end && end - at >= 4) {
-        const dtrain_cuda_pack<float> pack = dtrain_cuda_load(from + at);
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) four.at[e] = pack.at[e];
-    } else {
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++)
-            four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
-    }
+    dtrain_cuda_pack<float> four;
+    if (wide && at < end && end - at >= 4) return dtrain_cuda_load<4>(from + at);
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < 4; e++) four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
     return four;
 }
 
+/* Store elements [at, at + 4), without those at and behind `end`. */
 static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
                                                               bool wide,
-                                                              const dtrain_cuda_four &four)
+                                                              const dtrain_cuda_pack<float> &four)
 {
-    if (wide && at < end && end - at >= 4) {
-        dtrain_cuda_pack<float> pack;
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) pack.at[e] = four.at[e];
-        dtrain_cuda_store(to + at, pack);
-    } else {
+    if (wide && at < end && end - at >= 4) dtrain_cuda_store(to + at, four);
+    else {
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++)
             if (at < end && end - at > (unsigned)e) to[at + e] = four.at[e];
@@ -5422,7 +5559,8 @@ dtrain_cuda_topk_bin(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int bin)
     return sum;
 }
 
-/* Adds a block's histogram to the one of all blocks: integers, so their order does not matter. */
+/* Add a block's histogram to the histogram of all blocks: integers, so their order does not
+ * matter. */
 static __device__ __forceinline__ void
 dtrain_cuda_topk_publish(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int count, unsigned *to)
 {
@@ -5433,8 +5571,8 @@ dtrain_cuda_topk_publish(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int count, u
     }
 }
 
-/* The digit of the need-th largest key, from the largest down: a thread sums a share of the bins, the
- * one whose share holds that key finds the bin. Every block does it for itself. */
+/* Find the digit of the need-th largest key, from the largest down: each thread sums a share of the
+ * bins, and the thread whose share holds that key finds the bin. Every block does it for itself. */
 static __device__ __forceinline__ dtrain_cuda_topk_level dtrain_cuda_topk_pick(
     const unsigned *histogram, int bins, dtrain_cuda_topk_level before, unsigned *slots)
 {
@@ -5465,9 +5603,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS);
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            dtrain_cuda_four x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
+            dtrain_cuda_pack<float> x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
             if (topk.args.velocity) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.velocity, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) /* rounded twice, as on the CPU: not fused */
@@ -5475,7 +5613,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                 dtrain_cuda_store_four(topk.args.velocity, at, end, topk.wide, x);
             }
             if (topk.args.residual) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.residual, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) x.at[e] = old.at[e] + x.at[e];
@@ -5488,7 +5626,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                                                      dtrain_cuda_topk_shift(0));
         }
         dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS, topk.state->histograms[0]);
-        /* No barrier behind it: the next clear gives each bin to the thread that reads it here. */
+        /* No barrier needed: the next clear gives each bin to the thread that reads it here. */
         uint16_t *const own = topk.tile_histograms + (int64_t)tile * DTRAIN_CUDA_TOPK_BINS;
         for (int bin = threadIdx.x; bin < DTRAIN_CUDA_TOPK_BINS; bin += blockDim.x)
             own[bin] = (uint16_t)dtrain_cuda_topk_bin(bins, bin);
@@ -5497,7 +5635,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- Offsets ----------------------------------------------------------------------------------*/
 
-/* True in the block that is the last of its grid to come here: it sees what the others wrote before. */
+/* Return true in the last block of the grid to call; that block sees what the others wrote
+ * before. */
 static __device__ __forceinline__ bool dtrain_cuda_topk_last(unsigned *finished)
 {
     __shared__ bool last;
@@ -5544,15 +5683,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     __shared__ unsigned bins[DTRAIN_CUDA_TOPK_BINS / 2][DTRAIN_CUDA_TOPK_COPIES],
         slots[DTRAIN_CUDA_WARP];
     const unsigned prefix = topk.state->levels[0].prefix;
-    const bool fits = topk.state->candidates <= topk.room;
+    const bool fits = topk.state->candidates <= topk.capacity;
     dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS / 2);
     for (unsigned tile = blockIdx.x; tile < topk.tiles; tile += gridDim.x) {
         const unsigned begin = tile * topk.tile,
                        end = topk.count - begin < topk.tile ? topk.count : begin + topk.tile;
-        unsigned next = topk.offsets[tile]; /* where the tile's next candidate goes */
+        unsigned next = topk.offsets[tile]; /* place of the tile's next candidate */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(topk.source, at, end, topk.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(topk.source, at, end, topk.wide);
             unsigned taken = 0, total;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < 4; e++) {
@@ -5579,7 +5719,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- The candidates ---------------------------------------------------------------------------*/
 
-/* The side buffer, or the elements themselves if it was too small: in order of their indices. */
+/* The pool of candidates, in order of their indices: the side buffer, or the elements themselves
+ * where that was too small. */
 struct dtrain_cuda_topk_pool {
     const float *values;
     const int32_t *indices; /* NULL: an element's index is its place */
@@ -5592,7 +5733,7 @@ dtrain_cuda_topk_pool_of(const dtrain_cuda_topk_plan &topk)
 {
     const unsigned candidates = topk.state->candidates;
     dtrain_cuda_topk_pool pool = {topk.source, NULL, topk.count, topk.tiles, topk.wide};
-    if (candidates > topk.room) return pool;
+    if (candidates > topk.capacity) return pool;
     pool.values = topk.side_values;
     pool.indices = topk.side_indices;
     pool.count = candidates;
@@ -5613,7 +5754,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     for (int64_t first = (int64_t)blockIdx.x * DTRAIN_CUDA_TOPK_ROUND; first < pool.count;
          first += (int64_t)gridDim.x * DTRAIN_CUDA_TOPK_ROUND) {
         const unsigned at = (unsigned)first + 4 * threadIdx.x;
-        const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
+        const dtrain_cuda_pack<float> x =
+            dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++) {
             const unsigned key = dtrain_cuda_magnitude(x.at[e]);
@@ -5626,9 +5768,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     if (blockIdx.x == 0 && threadIdx.x == 0) topk.state->levels[1] = level;
 }
 
-/* Of four elements, in 16 bits each: how many are above the key (low half), how many equal it. */
+/* Count among four elements, in 16 bits each: how many are above the key (low half), how many equal
+ * it. */
 static __device__ __forceinline__ unsigned
-dtrain_cuda_topk_classify(const dtrain_cuda_four &x, unsigned at, unsigned end, unsigned key)
+dtrain_cuda_topk_classify(const dtrain_cuda_pack<float> &x, unsigned at, unsigned end, unsigned key)
 {
     unsigned counts = 0;
     DTRAIN_CUDA_UNROLL
@@ -5652,7 +5795,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                        end = pool.count - begin < topk.tile ? pool.count : begin + topk.tile;
         unsigned above = 0, equal = 0;
         for (unsigned at = begin + 4 * threadIdx.x; at < end; at += DTRAIN_CUDA_TOPK_ROUND) {
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             const unsigned counts = dtrain_cuda_topk_classify(x, at, end, level.prefix);
             above += counts & 0xffff;
             equal += counts >> 16;
@@ -5679,7 +5823,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         unsigned above = topk.offsets[tile], equal = topk.equals[tile]; /* before this element */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             unsigned total;
             const unsigned before = dtrain_cuda_block_scan(
                 dtrain_cuda_topk_classify(x, at, end, level.prefix), slots, &total);
@@ -5708,7 +5853,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- Host -------------------------------------------------------------------------------------*/
 
-/* Tiles of the largest size that gives every block the same number of them. */
+/* Choose the largest tile that gives every block the same number of tiles. */
 static unsigned dtrain_cuda_topk_tile(int64_t count, int64_t blocks)
 {
     const int64_t turns =
@@ -5729,16 +5874,16 @@ static size_t dtrain_cuda_topk_take(size_t *used, size_t bytes)
 
 static dtrain_result dtrain_cuda_topk_lay_out(dtrain_device *device, dtrain_cuda_topk_plan *topk)
 {
-    const int64_t room = topk->args.k + topk->args.count / 8 + 4096;
-    topk->room = (unsigned)(room < topk->args.count ? room : topk->args.count);
+    const int64_t capacity = topk->args.k + topk->args.count / 8 + 4096;
+    topk->capacity = (unsigned)(capacity < topk->args.count ? capacity : topk->args.count);
     size_t bytes = 0;
     const size_t state = dtrain_cuda_topk_take(&bytes, sizeof(dtrain_cuda_topk_state));
     const size_t histograms = dtrain_cuda_topk_take(
         &bytes, (size_t)topk->tiles * DTRAIN_CUDA_TOPK_BINS * sizeof(uint16_t));
     const size_t offsets = dtrain_cuda_topk_take(&bytes, (size_t)topk->tiles * sizeof(unsigned));
     const size_t equals = dtrain_cuda_topk_take(&bytes, (size_t)topk->tiles * sizeof(unsigned));
-    const size_t values = dtrain_cuda_topk_take(&bytes, (size_t)topk->room * sizeof(float));
-    const size_t indices = dtrain_cuda_topk_take(&bytes, (size_t)topk->room * sizeof(int32_t));
+    const size_t values = dtrain_cuda_topk_take(&bytes, (size_t)topk->capacity * sizeof(float));
+    const size_t indices = dtrain_cuda_topk_take(&bytes, (size_t)topk->capacity * sizeof(int32_t));
     void *scratch;
     DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, &scratch));
     topk->state = (dtrain_cuda_topk_state *)((char *)scratch + state);
@@ -5794,8 +5939,8 @@ static dtrain_result dtrain_cuda_topk(dtrain_device *device, const dtrain_topk_a
 
 /* ---- Scatter-add --------------------------------------------------------------------------------
  *
- * values, indices (k), out (count). Indices differ, so each element of out has one writer. Bytes: 8 k
- * read, and a sector of 32 bytes read and written for each element unless neighbours share it. */
+ * values, indices (k), out (count). Indices differ, so each element of out has one writer. Bytes: 8
+ * k read, and a sector of 32 bytes read and written for each element unless neighbours share it. */
 
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_scatter_add_kernel(dtrain_scatter_add_args args, dtrain_cuda_fault *fault)
@@ -5824,17 +5969,21 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
  * src/device/cuda/columns.cuh
  * ==============================================================================================*/
 
-/* Orthonormal columns
+/* Orthonormal columns, for PowerSGD
  *
- * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
+ * x (rows, columns <= 64) becomes orthonormal in two rounds, as on the CPU, each of three kernels.
+ * A round computes G = X^T X in double, factors G = R^T R, and replaces X by X R^-1.
  *
- *   gram      a block sums G over a share of the rows that depends on rows and columns alone
- *   factor    one block adds up the shares in order, then Cholesky and the inverse
- *   recombine X = X R^-1, row by row
+ *     gram       each block sums G over a share of the rows
+ *     factor     one block adds the shares in order, then Cholesky and the inverse
+ *     recombine  X = X R^-1, row by row
  *
- * A thread of gram has 4 by 4 elements of G, and a part of the block's rows when the elements are few.
- * Bytes: 12 rows columns, twice. Work: rows columns^2 multiply-adds in double for gram, half of it for
- * recombine: bound by memory up to some 16 columns. */
+ * The shares depend on rows and columns alone, and so do the bits. A thread of gram has 4 by 4
+ * elements of G, and a part of the block's rows where the elements are few. Bytes: 12 rows columns,
+ * twice. Work: rows columns^2 multiply-adds in double for gram, half of it for recombine; memory is
+ * the limit up to some 16 columns. */
+
+#include <math.h>
 
 enum {
     DTRAIN_CUDA_BASIS_THREADS = 256,
@@ -5853,7 +6002,7 @@ struct dtrain_cuda_basis {
     double *factor; /* (columns, columns) */
 };
 
-/* Rows [row, row + count) as they are, zeros behind the last column. */
+/* Copy rows [row, row + count) to shared memory, with zeros behind the last column. */
 static __device__ __forceinline__ void dtrain_cuda_basis_load(const dtrain_cuda_basis &basis,
                                                               int64_t row, int count, float *tile)
 {
@@ -5906,9 +6055,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_THREADS)
     }
 }
 
-/* Row j of R from the rows before; a thread has a column. A column of which less than 1e-6 is left, in
- * length, is one that those before it span: its inverse is 0. Of a matrix that is not finite all
- * becomes NaN. */
+/* Factor G and invert the factor. A thread has a column; row j of R follows from the rows before
+ * it. A column that has less than 1e-6 of its length left is spanned by the columns before it and
+ * gets an inverse of 0. A G that is not finite makes everything NaN. */
 static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_SIDE)
     dtrain_cuda_basis_factor_kernel(dtrain_cuda_basis basis)
 {
@@ -6008,7 +6157,7 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
  * src/device/cuda/table.cuh
  * ==============================================================================================*/
 
-/* Table. */
+/* The table of device operations */
 
 static_assert(DTRAIN_DEVICE_ABI == 3,
               "the table below is that of ABI 3: compare with device/backend.h");

@@ -15,7 +15,19 @@
           -lcudart -lcublasLt -lm -lpthread -ldl
 
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
-   machines without NCCL too, and says what is missing only when NCCL is needed.
+   machines without NCCL too, and reports that NCCL is missing only when it is needed.
+
+   Contents, the files that this one is joined from:
+       src/comm/nccl/nccl.h                 The public calls of the NCCL communicator
+       src/comm/nccl/library.c              Opening the NCCL library
+       src/comm/nccl/nccl_internal.h        Structs of a rank, private prototypes
+       src/comm/nccl/rank.c                 Objects of a rank, names of operations
+       src/comm/nccl/failure.c              Failure: report, abort, repeat
+       src/comm/nccl/wait.c                 Waiting while watching for failures
+       src/comm/nccl/operations.c           Starting and waiting for operations
+       src/comm/nccl/memory.c               Registered memory, for dtrain_comm_alloc
+       src/comm/nccl/create.c               Create, split, destroy communicators
+       src/comm/nccl/recreate.c             Going on with fewer ranks after a failure
 
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
@@ -23,7 +35,7 @@
        DTRAIN_NCCL_USE_MPI    ranks meet over MPI_COMM_WORLD, which must number them as the world
                               does, instead of over the world's control plane
 
-   What is different from the local communicator
+   Differences from the local communicator
        Order     Send and receive keep their place among the collectives: two ranks must start
                  theirs in an order that fits, as with any NCCL program. Sends and receives that
                  are started one after the other, and waited for later, become one NCCL group: an
@@ -37,16 +49,17 @@
                  values. Memory from dtrain_comm_alloc is fastest.
        Mistakes  Operations are not compared across ranks in advance: a difference shows as a
                  timeout, and the error names the collective on both sides. In an all-to-all, which
-                 is sends and receives, NCCL itself does not look at counts: they must agree.
+                 is sends and receives, NCCL itself does not compare counts: they must agree.
 
-   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here nothing
-   waits without looking at (1) the world's deadline, (2) NCCL's asynchronous error, (3) the control
-   plane, which knows who died and who gave up: in the calls of comm/comm.h and, through
-   dtrain_device.while_waiting, while the host waits for the GPU. The first failure is published,
-   every NCCL communicator of this rank's world is aborted, which ends kernels that spin, and every
-   later call returns the same error. dtrain_nccl_recreate then makes a communicator of those who
-   are left. Contents of buffers in aborted operations are undefined; a captured graph that contains
-   collectives of an aborted communicator must be destroyed and not launched. */
+   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here
+   nothing waits without polling (1) the world's deadline, (2) NCCL's asynchronous error, (3) the
+   control plane, which knows the ranks that died and those that reported a failure: in the calls
+   of comm/comm.h and, through dtrain_device.while_waiting, while the host waits for the GPU. The
+   first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
+   which ends kernels that spin, and every later call returns the same error.
+   dtrain_nccl_recreate then makes a communicator of the ranks that are left. Contents of buffers
+   in aborted operations are undefined; a captured graph that contains collectives of an aborted
+   communicator must be destroyed and not launched. */
 
 #ifndef DTRAIN_NCCL_H
 #define DTRAIN_NCCL_H
@@ -59,7 +72,7 @@
  * src/comm/nccl/nccl.h
  * ==============================================================================================*/
 
-/* The public calls of the NCCL communicator. */
+/* The public calls of the NCCL communicator */
 
 #include "dtrain.h"
 
@@ -67,7 +80,7 @@
 extern "C" {
 #endif
 
-/* For dtrain_launch_desc.comm_ops. A static table. */
+/* Give the table for dtrain_launch_desc.comm_ops. It is static. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 /* Versions as NCCL counts them: 2.28.9 is 22809. */
@@ -77,19 +90,19 @@ typedef struct dtrain_nccl_info {
     bool registered_memory; /* dtrain_comm_alloc gives ncclMemAlloc memory, registered */
 } dtrain_nccl_info;
 
-/* Opens the library and asks it. Fails with a sentence when it is missing, too old, or older than
- * the header this file was compiled with. Needs no GPU. */
+/* Open the library and ask for its version. Fails with a sentence when it is missing, too old, or
+ * older than the header this file was compiled with. Needs no GPU. */
 DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info);
 
-/* All-gather of a small record (bytes <= 512) among the members of a group, in the group's order:
- * all (rank_count * bytes). It must have a deadline of its own. */
+/* All-gather a small record (bytes <= 512) among the members of a group, in the group's order:
+ * `all` has rank_count * bytes. The function must have a deadline of its own. */
 typedef dtrain_result (*dtrain_nccl_exchange_fn)(void *user, const void *mine, size_t bytes,
                                                  void *all);
 
-/* Who goes on. The same on every member: agreeing on it is the program's part, since only it knows
- * whether a silent rank is dead or slow. So is the exchange: the world's control plane has ended
- * with the first failure. (MPI: an MPI_Allgather over a communicator of those who are left.) One
- * rank alone needs none. */
+/* The ranks that go on after a failure. It must be the same on every member. Agreeing on it is the
+ * program's part, since only the program knows whether a silent rank is dead or slow. So is the
+ * exchange, because the world's control plane has ended with the first failure. (With MPI: an
+ * MPI_Allgather over a communicator of the ranks that are left.) A group of one rank needs none. */
 typedef struct dtrain_nccl_group {
     const int *ranks; /* (rank_count) of the world */
     int rank_count;
@@ -97,11 +110,11 @@ typedef struct dtrain_nccl_group {
     void *exchange_user;
 } dtrain_nccl_group;
 
-/* After a failure: a new communicator of the group's ranks, collective over them. `failed` is any
- * communicator of this rank's world that has failed; it and its siblings stay failed, and memory
- * from their dtrain_comm_alloc serves the new one. The new communicator belongs to the caller
- * (dtrain_comm_destroy) and is what strategies of the survivors take as their comm. From now on
- * deadlines and NCCL's own errors alone find dead ranks. */
+/* Make a new communicator of the group's ranks after a failure. Collective over the group. `failed`
+ * is any communicator of this rank's world that has failed; it and its siblings stay failed, and
+ * memory from their dtrain_comm_alloc serves the new one. The new communicator belongs to the
+ * caller (dtrain_comm_destroy) and is what strategies of the survivors take as their comm. From now
+ * on a dead rank is found by deadlines and by NCCL's own errors alone. */
 DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_nccl_group *group,
                                               dtrain_comm **out);
 
@@ -120,17 +133,20 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
  * src/comm/nccl/library.c
  * ==============================================================================================*/
 
-/* The library
+/* Opening the NCCL library
  *
  * One list makes the table of functions and fills it. The compile-time gates are enough: a library
  * older than the header is refused before anything else of it is called, so every function in the
- * list exists. NCCL promises old programs to new libraries, not the reverse. */
+ * list exists. NCCL promises that old programs run with new libraries, not the reverse. */
 
 /* ================================================================================================
  * src/comm/nccl/nccl_internal.h
  * ==============================================================================================*/
 
-/* What the files of the NCCL communicator share: versions, the structs of a rank, prototypes. */
+/* Structs of a rank, private prototypes
+ *
+ * Read the structs in this order: the hub (one for each rank), its communicators, the work that an
+ * operation is, and the record of it that an error message quotes. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -149,10 +165,6 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
 #include <mpi.h>
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 15, 1)
 #error "dtrain_nccl.h needs the header of NCCL 2.15.1 or newer"
 #endif
@@ -166,14 +178,15 @@ extern "C" {
 #define DTRAIN_NCCL_PRINTF(at, first)
 #endif
 
-/* Propagates a failure; the sentence has been left already. */
+/* Propagate a failure; its sentence has been left already. */
 #define DTRAIN_NCCL_TRY(call)                                             \
     do {                                                                  \
         const dtrain_result dtrain_nccl__status = (call);                 \
         if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
     } while (0)
 
-/* A private function that more than one file uses: static where all files are joined in one. */
+/* Mark a private function that more than one file uses: static where all files are joined in
+ * one. */
 #ifndef DTRAIN_NCCL__PRIVATE
 #define DTRAIN_NCCL__PRIVATE __attribute__((visibility("hidden"))) extern
 #endif
@@ -209,10 +222,9 @@ typedef struct dtrain_nccl__library {
 
 typedef struct dtrain_nccl__hub dtrain_nccl__hub;
 
-/* One of the last operations of a communicator. */
+/* A record of one of the last operations of a communicator. An error compares it across ranks. */
 typedef struct dtrain_nccl__record {
-    uint64_t number; /* from 1; collectives and point-to-point are counted apart: a collective has
-                        the same number on every rank */
+    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank */
     dtrain_collective what;
     dtrain_event *done;
     bool launched;
@@ -224,7 +236,7 @@ typedef struct dtrain_nccl__comm {
     dtrain_nccl__hub *hub;
     struct dtrain_nccl__comm *next; /* newest first */
     ncclComm_t nccl;
-    bool dead; /* failed, aborted or being aborted: what follows is why */
+    bool dead; /* failed, aborted or being aborted; code and text say why */
     dtrain_result code;
     char text[DTRAIN_NCCL_TEXT];
     uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
@@ -234,7 +246,7 @@ typedef struct dtrain_nccl__comm {
     dtrain_nccl__record ring[DTRAIN_NCCL_RING];
 } dtrain_nccl__comm;
 
-/* Pinned memory and as much device memory, for an operation with a host buffer. */
+/* A bounce buffer: pinned memory and as much device memory, for an operation with a host buffer. */
 typedef struct dtrain_nccl__block {
     struct dtrain_nccl__block *next;
     size_t bytes;
@@ -245,17 +257,17 @@ typedef struct dtrain_nccl__work {
     dtrain_work base;
     struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
     dtrain_nccl__record *record;
-    dtrain_collective what; /* as asked for, or the token that stands for an empty one */
+    dtrain_collective what; /* as asked for, or the placeholder of an empty one */
     const void *send;       /* device memory: the caller's or the block's */
     void *recv;
     dtrain_nccl__block *block; /* NULL: nothing is staged */
     void *host_recv;           /* where the block's result goes, or NULL */
-    int32_t token;
-    bool captured; /* part of a graph: nothing runs now, and its event cannot be asked */
-    bool landed;   /* known to be done: no longer counted as in flight */
+    int32_t placeholder;
+    bool captured; /* part of a graph: nothing runs now, and its event cannot be queried */
+    bool done;     /* known to be done: no longer counted as in flight */
 } dtrain_nccl__work;
 
-/* What dtrain_comm_alloc handed out. */
+/* Memory that dtrain_comm_alloc handed out. */
 typedef struct dtrain_nccl__memory {
     struct dtrain_nccl__memory *next;
     void *pointer, *handle;
@@ -263,14 +275,14 @@ typedef struct dtrain_nccl__memory {
     dtrain_nccl__comm *comm; /* registered with; NULL: not, or no longer */
 } dtrain_nccl__memory;
 
-/* A mark in a stream, put there again as soon as the stream has passed it: a stream that does not
- * pass its mark for as long as the deadline is stuck. */
-typedef struct dtrain_nccl__pulse {
+/* An event that is recorded in a stream again as soon as the stream has passed it. A stream that
+ * does not pass its mark for as long as the deadline is stuck. */
+typedef struct dtrain_nccl__stream_mark {
     dtrain_event *event;
     dtrain_stream *stream;
     bool recorded;
     double waited;
-} dtrain_nccl__pulse;
+} dtrain_nccl__stream_mark;
 
 struct dtrain_nccl__hub {
     dtrain_world *world;
@@ -282,16 +294,16 @@ struct dtrain_nccl__hub {
     dtrain_stream *stream; /* for communication */
     cudaStream_t native, compute;
     dtrain_event *ready;
-    dtrain_nccl__pulse pulses[2]; /* compute, communication */
+    dtrain_nccl__stream_mark marks[2]; /* compute, communication */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
     uint32_t group_count;
     dtrain_nccl__block *blocks; /* not in use */
     dtrain_nccl__memory *memory;
-    double watched;     /* when the watcher last looked */
-    bool apart;         /* re-created: the control plane only remembers the dead */
-    bool closing;       /* nobody is interested in failures any more */
-    bool stuck;         /* an abort has not returned: its thread still uses what it was given */
+    double last_watch;  /* time of the last watch */
+    bool recreated;     /* re-created: the control plane only remembers the dead */
+    bool closing;       /* being destroyed: failures are no longer reported */
+    bool stuck;         /* an abort has not returned: its thread still uses the structs */
     dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
     char text[DTRAIN_NCCL_TEXT];
 };
@@ -304,7 +316,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result);
 /* comm/nccl/rank.c */
 DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes);
-DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text);
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub *hub,
+                                                         const char *text);
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind);
 DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
@@ -312,27 +325,27 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 size_t room);
 
 /* comm/nccl/failure.c */
-DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
-                                                           uint64_t operation);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm);
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
+                                                                 uint64_t operation);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm);
 DTRAIN_NCCL_PRINTF(3, 4)
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
                                                      const char *format, ...);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                        ncclResult_t result, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                          ncclResult_t result, const char *call);
 
 /* comm/nccl/wait.c */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, const char *call);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                       ncclResult_t result, const char *call);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl__record *record,
-                                                     const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                         ncclResult_t result, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
+                                                            const dtrain_nccl__record *record,
+                                                            const char *call);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing);
 
 /* comm/nccl/operations.c */
@@ -362,10 +375,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
                                                           const ncclUniqueId *id);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl_group *group,
-                                                     dtrain_result prepared, int rank,
-                                                     ncclUniqueId *id);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
+                                                           const dtrain_nccl_group *group,
+                                                           dtrain_result prepared, int rank,
+                                                           ncclUniqueId *id);
 
 #ifndef DTRAIN_NCCL_LIBRARY
 #define DTRAIN_NCCL_LIBRARY "libnccl.so.2"
@@ -380,7 +393,8 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
     return DTRAIN_OK;
 }
 #else
-/* dlsym gives an object pointer; POSIX says that it may be a function's. Its bytes are copied. */
+/* Find a function. dlsym returns an object pointer, which POSIX allows to be a function's: its
+ * bytes are copied. */
 static bool dtrain_nccl__find(void *library, const char *name, void *function)
 {
     void *symbol = dlsym(library, name);
@@ -388,7 +402,8 @@ static bool dtrain_nccl__find(void *library, const char *name, void *function)
     return symbol != NULL;
 }
 
-/* The handle is never closed: NCCL's threads may be inside until the process ends. */
+/* Open the library and fill the table. The handle is never closed: NCCL's threads may be inside the
+ * library until the process ends. */
 static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
 {
     const char *missing = NULL;
@@ -404,14 +419,14 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
                   "l" #name;
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
 #undef DTRAIN_NCCL_FIND
-    /* The version says it better than the name of a function. */
+    /* An older library lacks functions too, and its version makes the better sentence. */
     if (!missing || nccl->GetVersion) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
                        DTRAIN_NCCL_LIBRARY, missing);
 }
 #endif
 
-/* 21801 -> "2.18.1" */
+/* Write a version as text: 21801 becomes "2.18.1". */
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24])
 {
     const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */
@@ -466,9 +481,9 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
  * src/comm/nccl/rank.c
  * ==============================================================================================*/
 
-/* What a rank holds
+/* Objects of a rank, names of operations
  *
- *     hub                       one a rank: library, stream, staging, the failure
+ *     hub                       one a rank: library, stream, bounce buffers, the failure
  *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
  *      |-- comm  (a split)
  *      |-- comm  (re-created)
@@ -479,15 +494,17 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
  *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
  *     comm                          '-> all-reduce --| done |--------'
  *
- * Events are made with the communicator and used again and again. That needs no query: a stream
- * that has been told to wait for an event waits for what was recorded before, whatever is recorded
- * in it later. So the steady state neither allocates nor polls, and can be captured in a graph. */
+ * Events are created with the communicator and used again and again, without a query in between: a
+ * stream that has been told to wait for an event waits for what was recorded before, whatever is
+ * recorded in it later. So the steady state neither allocates nor polls, and can be captured in a
+ * graph. */
 
 DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
 {
     void *memory = hub->allocator->alloc(hub->allocator->user, bytes);
     if (memory) memset(memory, 0, bytes);
-    else dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of NCCL's books", bytes);
+    else
+        dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of the NCCL communicator", bytes);
     return memory;
 }
 
@@ -496,8 +513,10 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory,
     if (memory) hub->allocator->free(hub->allocator->user, memory, bytes);
 }
 
-/* An error sentence without the "rank 3: " that dtrain_fail will put in front of it again. */
-DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text)
+/* Strip from an error sentence the "rank 3: " that dtrain_fail will put in front of it a second
+ * time. */
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub *hub,
+                                                         const char *text)
 {
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain_world_rank(hub->world));
@@ -528,7 +547,8 @@ DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
     return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
 }
 
-/* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare. */
+/* Describe an operation in the words that ranks compare, such as "collective 17 on world
+ * [all-reduce sum f32 count 100]". */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 const dtrain_nccl__record *record, char *text,
                                                 size_t room)
@@ -556,18 +576,20 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
  * src/comm/nccl/failure.c
  * ==============================================================================================*/
 
-/* Failure
+/* Failure: report, abort, repeat
  *
- *     1. the text of the failure, with what this rank was doing, becomes the hub's
- *     2. it goes to the other ranks over the control plane: they look there while they wait
+ * A failure takes four steps:
+ *
+ *     1. its text, with what this rank was doing, is stored in the hub
+ *     2. it goes to the other ranks over the control plane, which they poll while they wait
  *     3. all NCCL communicators of the hub are aborted
  *     4. every later call returns the text again
  *
  * Why each communicator is aborted by a thread of its own: aborted one after another they can
  * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
- * second communicator. A group would do from 2.22 on; threads do in every version, and they give a
- * deadline to a call that has been known to hang. A thread that does not come back is left behind,
- * with the memory it uses. */
+ * second communicator. An NCCL group would do from 2.22 on; threads do in every version, and they
+ * give a deadline to a call that has been known to hang. A thread that does not return is left
+ * behind, with the memory it uses. */
 
 #define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
 
@@ -584,7 +606,7 @@ static bool dtrain_nccl__aborting(const dtrain_nccl__comm *comm)
     return __atomic_load_n(&comm->abort_state, __ATOMIC_ACQUIRE) == 1u;
 }
 
-DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds)
 {
     struct timespec span = {0, 0};
     span.tv_nsec = microseconds * 1000;
@@ -616,7 +638,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
     const double begin = dtrain_seconds();
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
-            dtrain_nccl__nap(100);
+            dtrain_nccl__sleep(100);
         if (!dtrain_nccl__aborting(comm)) continue;
         hub->stuck = true;
         dtrain_log(hub->world, DTRAIN_LOG_ERROR,
@@ -646,8 +668,8 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
-                                                           uint64_t operation)
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
+                                                                 uint64_t operation)
 {
     return &comm->ring[operation % DTRAIN_NCCL_RING];
 }
@@ -657,8 +679,8 @@ static uint64_t dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
     return comm->operations > DTRAIN_NCCL_RING ? comm->operations - DTRAIN_NCCL_RING : 0;
 }
 
-/* "finished", "running or queued", ... An event of a graph cannot be asked, and while something is
- * captured none can: a query would spoil the capture. */
+/* Describe the state of an operation. The event of a graph cannot be queried, and while something
+ * is captured no event can: a query would spoil the capture. */
 static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -673,14 +695,14 @@ static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__
     return done ? "finished" : "not finished";
 }
 
-/* Adds to text, for each communicator: the oldest operation that has not finished, and how many
- * collectives this rank has started. */
+/* Append to `text`, for each communicator, the oldest operation that has not finished and the
+ * number of collectives this rank has started. */
 static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t room)
 {
     size_t used = strlen(text);
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
             const char *state = dtrain_nccl__state(hub, record);
             char what[200];
             if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
@@ -697,7 +719,7 @@ static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
 {
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
             char what[200];
             dtrain_nccl__describe(comm, record, what, sizeof what);
             dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
@@ -706,23 +728,24 @@ static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
     }
 }
 
-/* The first report of the world may name the collective that its rank is stuck in, in the words of
- * _describe. If this rank has called something else by the same number, that is the cause. */
+/* Compare this rank's records with the first report of the world. The report may name the
+ * collective that its rank is stuck in, in the words of _describe. If this rank has called
+ * something else by the same number, that is the cause. */
 static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 {
     unsigned long long number;
     char name[64], theirs[128], key[256], mine[200];
     if (dtrain_world_poll(hub->world) == DTRAIN_OK) return;
-    const char *report = dtrain_nccl__bare(hub, dtrain_last_error());
+    const char *report = dtrain_nccl__strip_rank(hub, dtrain_last_error());
     const char *found = strstr(report, "collective ");
     if (!found || sscanf(found, "collective %llu on %63s [%127[^]]]", &number, name, theirs) != 3)
         return;
     snprintf(key, sizeof key, "collective %llu on %s [%s]", number, name, theirs);
-    if (!strstr(report, key)) return; /* it was cut off */
+    if (!strstr(report, key)) return; /* the report was cut off */
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         if (comm->dead || strcmp(comm->name, name) != 0) continue;
         for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
             if (record->number != number || dtrain_nccl__is_point_to_point(record->what.kind))
                 continue;
             dtrain_nccl__describe(comm, record, mine, sizeof mine);
@@ -735,15 +758,16 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
     }
 }
 
-/* ---- The one way to fail ----------------------------------------------------------------------*/
+/* ---- Failing ----------------------------------------------------------------------------------*/
 
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub)
 {
     return dtrain_fail(hub->code, "%s", hub->text);
 }
 
-/* A communicator keeps its own: after a re-creation the hub is well again. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm)
+/* Return the error of a communicator. A communicator keeps its own, because a re-creation clears
+ * the hub's. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm)
 {
     return dtrain_fail(comm->code, "%s", comm->text);
 }
@@ -754,26 +778,26 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
 {
     char text[sizeof hub->text];
     va_list args;
-    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     snprintf(hub->text, sizeof hub->text, "%s", text);
     dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
-    hub->code = code; /* from here on the watcher ends every wait for the device */
-    if (!hub->apart && !hub->closing) {
+    hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
+    if (!hub->recreated && !hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
-        dtrain_nccl__compare(hub); /* with the report that stands: it may be another rank's */
+        dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
         dtrain_nccl__log_rings(hub);
     dtrain_nccl__abort_all(hub);
-    return dtrain_nccl__again(hub);
+    return dtrain_nccl__hub_error(hub);
 }
 
-/* What NCCL said, with the sentence it keeps. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                        ncclResult_t result, const char *call)
+/* Fail with what NCCL said, and with the sentence it keeps. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                          ncclResult_t result, const char *call)
 {
     const char *more = hub->nccl.GetLastError(nccl);
     return dtrain_nccl__fail(hub, dtrain_nccl__code(result), "%s: NCCL reports \"%s\"%s%s", call,
@@ -785,131 +809,134 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, n
  * src/comm/nccl/wait.c
  * ==============================================================================================*/
 
-/* Waiting
+/* Waiting while watching for failures
  *
- * Three kinds of wait, all with the same three looks:
+ * There are three waits:
  *
- *     settle      for a call of ours to take effect: communicators are non-blocking, and until NCCL
- *                 stops answering ncclInProgress the kernel is not in the stream, so no event may
- *                 be recorded behind it
- *     land        for an operation with a host buffer: the host polls the event
- *     watch       for the device, called by it: the program waits for its own results, and NCCL's
- *                 kernels among them may be waiting for a dead rank
+ *     complete      for a call of ours to take effect: communicators are non-blocking, and while
+ *                   NCCL answers ncclInProgress the kernel is not in the stream yet, so no event
+ *                   may be recorded behind it
+ *     await_event   for an operation with a host buffer: the host polls the event
+ *     watch         for the device, called by it: the program waits for its own results, and NCCL's
+ *                   kernels among them may be waiting for a dead rank
  *
- * Only time in which this rank could look counts: a job that was suspended does not time out. */
+ * Each polls three things: the deadline, NCCL's asynchronous error, and the control plane. A gap
+ * between two polls counts as one second at most, so a job that was suspended does not time out. */
 
-typedef struct dtrain_nccl__patience {
+typedef struct dtrain_nccl__timer {
     double last, waited;
     unsigned turns;
-} dtrain_nccl__patience;
+} dtrain_nccl__timer;
 
-#define DTRAIN_NCCL_YIELDS 200u /* a launch settles within microseconds; peers take longer */
+#define DTRAIN_NCCL_YIELDS 200u /* a launch completes within microseconds; peers take longer */
 
-/* One turn of a wait; false when the deadline has passed. */
-static bool dtrain_nccl__turn(const dtrain_nccl__hub *hub, dtrain_nccl__patience *patience)
+/* Yield or sleep once, and count the time; false when the deadline has passed. */
+static bool dtrain_nccl__timer_step(const dtrain_nccl__hub *hub, dtrain_nccl__timer *timer)
 {
-    const double now = dtrain_seconds(), gap = patience->turns ? now - patience->last : 0;
-    patience->waited += gap < 1 ? gap : 1;
-    patience->last = now;
-    if (patience->turns++ < DTRAIN_NCCL_YIELDS) sched_yield();
-    else dtrain_nccl__nap(50);
-    return patience->waited < hub->deadline;
+    const double now = dtrain_seconds(), gap = timer->turns ? now - timer->last : 0;
+    timer->waited += gap < 1 ? gap : 1;
+    timer->last = now;
+    if (timer->turns++ < DTRAIN_NCCL_YIELDS) sched_yield();
+    else dtrain_nccl__sleep(50);
+    return timer->waited < hub->deadline;
 }
 
-/* The control plane and NCCL's asynchronous errors. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call)
+/* Poll the control plane and NCCL's asynchronous errors. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, const char *call)
 {
-    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
-    if (!hub->apart && dtrain_world_poll(hub->world) != DTRAIN_OK)
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
+    if (!hub->recreated && dtrain_world_poll(hub->world) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_PEER, "%s: %s", call,
-                                 dtrain_nccl__bare(hub, dtrain_last_error()));
+                                 dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         ncclResult_t result = ncclSuccess;
         if (comm->dead || !comm->nccl) continue;
         const ncclResult_t asked = hub->nccl.CommGetAsyncError(comm->nccl, &result);
         if (asked != ncclSuccess) result = asked;
         if (result != ncclSuccess && result != ncclInProgress)
-            return dtrain_nccl__refused(hub, comm->nccl, result, call);
+            return dtrain_nccl__fail_call(hub, comm->nccl, result, call);
     }
     return DTRAIN_OK;
 }
 
-/* The stream's mark: passed, or for how long not. */
-static dtrain_result dtrain_nccl__beat(dtrain_nccl__hub *hub, dtrain_nccl__pulse *pulse, double gap)
+/* Check a stream's mark: record it again if it has been passed, else count the time. */
+static dtrain_result dtrain_nccl__check_mark(dtrain_nccl__hub *hub, dtrain_nccl__stream_mark *mark,
+                                             double gap)
 {
     const dtrain_device_ops *ops = hub->device->ops;
     bool passed = true;
-    if (pulse->recorded) DTRAIN_NCCL_TRY(ops->event_query(hub->device, pulse->event, &passed));
+    if (mark->recorded) DTRAIN_NCCL_TRY(ops->event_query(hub->device, mark->event, &passed));
     if (!passed) {
-        pulse->waited += gap < 1 ? gap : 1;
-        return pulse->waited < hub->deadline ? DTRAIN_OK : DTRAIN_ERROR_TIMEOUT;
+        mark->waited += gap < 1 ? gap : 1;
+        return mark->waited < hub->deadline ? DTRAIN_OK : DTRAIN_ERROR_TIMEOUT;
     }
-    pulse->waited = 0;
-    pulse->recorded = true;
-    return ops->event_record(hub->device, pulse->event, pulse->stream);
+    mark->waited = 0;
+    mark->recorded = true;
+    return ops->event_record(hub->device, mark->event, mark->stream);
 }
 
-/* dtrain_device.while_waiting. Cheap when called often: it looks once a millisecond. */
+/* Watch for failures while the device waits (dtrain_device.while_waiting). Cheap when called often:
+ * it polls once a millisecond. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user)
 {
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)user;
-    const double now = dtrain_seconds(), gap = now - hub->watched;
-    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
+    const double now = dtrain_seconds(), gap = now - hub->last_watch;
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
     if (gap < 1e-3) return DTRAIN_OK;
-    hub->watched = now;
-    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, "waiting for the device"));
+    hub->last_watch = now;
+    DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "waiting for the device"));
     for (int i = 0; i < 2; i++) {
-        const dtrain_result result = dtrain_nccl__beat(hub, &hub->pulses[i], gap);
+        const dtrain_result result = dtrain_nccl__check_mark(hub, &hub->marks[i], gap);
         if (result == DTRAIN_ERROR_TIMEOUT)
             return dtrain_nccl__fail(hub, result,
                                      "the %s stream of the device has not moved for %.1f s",
                                      i ? "communication" : "compute", hub->deadline);
         if (result != DTRAIN_OK)
             return dtrain_nccl__fail(hub, result, "%s",
-                                     dtrain_nccl__bare(hub, dtrain_last_error()));
+                                     dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     }
     return DTRAIN_OK;
 }
 
-/* `result` is what the call on nccl returned. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                       ncclResult_t result, const char *call)
+/* Wait until a call on `nccl`, which returned `result`, has taken effect. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                         ncclResult_t result, const char *call)
 {
-    dtrain_nccl__patience patience = {0, 0, 0};
+    dtrain_nccl__timer timer = {0, 0, 0};
     while (result == ncclInProgress) {
         const ncclResult_t asked = hub->nccl.CommGetAsyncError(nccl, &result);
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;
-        DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
-        if (!dtrain_nccl__turn(hub, &patience))
+        DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
+        if (!dtrain_nccl__timer_step(hub, &timer))
             return dtrain_nccl__fail(hub, DTRAIN_ERROR_TIMEOUT,
                                      "%s: NCCL was still in progress after %.1f s; has every rank "
                                      "made this call?",
                                      call, hub->deadline);
     }
-    return result == ncclSuccess ? DTRAIN_OK : dtrain_nccl__refused(hub, nccl, result, call);
+    return result == ncclSuccess ? DTRAIN_OK : dtrain_nccl__fail_call(hub, nccl, result, call);
 }
 
-/* Until the event has happened; then the host may touch what was staged. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl__record *record,
-                                                     const char *call)
+/* Wait until the operation is done; then the host may touch what was staged. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
+                                                            const dtrain_nccl__record *record,
+                                                            const char *call)
 {
-    dtrain_nccl__patience patience = {0, 0, 0};
+    dtrain_nccl__timer timer = {0, 0, 0};
     for (;;) {
         bool done = false;
         if (hub->device->ops->event_query(hub->device, record->done, &done) != DTRAIN_OK)
             return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "%s: %s", call,
-                                     dtrain_nccl__bare(hub, dtrain_last_error()));
+                                     dtrain_nccl__strip_rank(hub, dtrain_last_error()));
         if (done) return DTRAIN_OK;
-        DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
-        if (!dtrain_nccl__turn(hub, &patience))
+        DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
+        if (!dtrain_nccl__timer_step(hub, &timer))
             return dtrain_nccl__fail(hub, DTRAIN_ERROR_TIMEOUT, "%s: not finished after %.1f s",
                                      call, hub->deadline);
     }
 }
 
-/* True while the program captures a graph. Then nothing may be asked of events. */
+/* Tell whether the program captures a graph. Then no event may be queried. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing)
 {
     enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -924,15 +951,16 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub,
  * src/comm/nccl/operations.c
  * ==============================================================================================*/
 
-/* Operations
+/* Starting and waiting for operations
  *
- * start:  the communication stream waits for the compute stream, host buffers are copied in, NCCL
- *         is called, results for the host are copied out, an event is recorded behind it all
- * wait:   the compute stream waits for that event; the host only if a host buffer is involved
+ *     start   the communication stream waits for the compute stream, host buffers are copied in,
+ *             NCCL is called, results for the host are copied out, an event is recorded
+ *     wait    the compute stream waits for that event; the host waits only for a host buffer
  *
- * A barrier and a count of 0 are the sum of one integer: NCCL does nothing for empty ones. */
+ * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
+ * operation. */
 
-/* Multiples of NCCL's favourite alignment. */
+/* Round up to the alignment that NCCL prefers. */
 static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
@@ -961,8 +989,8 @@ static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrai
 
 /* ---- Staging ----------------------------------------------------------------------------------*/
 
-/* Blocks are kept until the world ends and grow in powers of two: freeing device memory waits for
- * kernels, and those may wait for other ranks. */
+/* Take a block of at least `bytes`. Blocks are kept until the world ends and grow in powers of two:
+ * freeing device memory waits for kernels, and those may wait for other ranks. */
 static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes,
                                              dtrain_nccl__block **out)
 {
@@ -989,7 +1017,7 @@ static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes
     return DTRAIN_OK;
 }
 
-/* Sorted by size: the smallest that fits is found first. */
+/* Give a block back. The list is sorted by size: take_block finds the smallest that fits first. */
 static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *block)
 {
     dtrain_nccl__block **link = &hub->blocks;
@@ -998,7 +1026,8 @@ static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *b
     *link = block;
 }
 
-/* Decides what is staged, and copies in:  block | send | recv |, or both at once when in place. */
+/* Decide what is staged, and copy in. The block is | send | recv |, or both at one place when the
+ * operation is in place. */
 static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1033,13 +1062,13 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     return DTRAIN_OK;
 }
 
-/* Where in the block the received bytes lie, on the device and on the host alike. */
+/* Give the place of the received bytes in the block, on the device and on the host alike. */
 static size_t dtrain_nccl__recv_at(const dtrain_nccl__work *work)
 {
     return (size_t)((char *)work->recv - (char *)work->block->device);
 }
 
-/* After NCCL's call has settled. */
+/* Copy out and record the event, after NCCL's call is complete. */
 static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1072,16 +1101,16 @@ static dtrain_nccl__work *dtrain_nccl__take_work(dtrain_nccl__comm *comm)
     return work;
 }
 
-static void dtrain_nccl__mark_landed(dtrain_nccl__work *work)
+static void dtrain_nccl__mark_done(dtrain_nccl__work *work)
 {
-    if (!work->landed) work->base.comm->in_flight--;
-    work->landed = true;
+    if (!work->done) work->base.comm->in_flight--;
+    work->done = true;
 }
 
 static void dtrain_nccl__give_work(dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)work->base.comm)->hub;
-    dtrain_nccl__mark_landed(work);
+    dtrain_nccl__mark_done(work);
     work->base.comm->outstanding--;
     if (work->block) dtrain_nccl__give_block(hub, work->block);
     work->next = hub->pool;
@@ -1091,7 +1120,7 @@ static void dtrain_nccl__give_work(dtrain_nccl__work *work)
 static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
                                       const dtrain_collective *what, bool captured)
 {
-    dtrain_nccl__record *record = dtrain_nccl__nth(comm, comm->operations++);
+    dtrain_nccl__record *record = dtrain_nccl__record_at(comm, comm->operations++);
     record->number =
         dtrain_nccl__is_point_to_point(what->kind) ? ++comm->point_to_point : ++comm->collectives;
     record->what = *what;
@@ -1120,12 +1149,12 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     case DTRAIN_REDUCE_MIN: return ncclMin;
     case DTRAIN_REDUCE_MAX: return ncclMax;
     case DTRAIN_REDUCE_PROD: return ncclProd;
-    default: return ncclSum; /* of DTRAIN_REDUCE_MEAN too */
+    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__scale */
     }
 }
 
-/* A group of a send to and a receive from every rank. The own slice travels in it too: NCCL
- * makes it a copy on the device, in the order of the stream. */
+/* Call an all-to-all: a group of a send to and a receive from every rank. The rank's own slice
+ * travels in it too: NCCL makes it a copy on the device, in the order of the stream. */
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
@@ -1178,7 +1207,7 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
     }
 }
 
-/* Launches the sends and receives that were started and not launched yet, as one NCCL group. */
+/* Launch the sends and receives that were started and not launched yet, as one NCCL group. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
 {
     dtrain_nccl__work *first = hub->group;
@@ -1199,10 +1228,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
     const ncclResult_t end = hub->nccl.GroupEnd();
     if (failed == ncclSuccess && end != ncclInProgress) failed = end;
     if (failed != ncclSuccess)
-        return dtrain_nccl__refused(hub, culprit, failed, "a group of sends and receives");
+        return dtrain_nccl__fail_call(hub, culprit, failed, "a group of sends and receives");
     for (dtrain_nccl__work *work = first; work; work = work->next)
-        DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, ((dtrain_nccl__comm *)work->base.comm)->nccl, end,
-                                            "a group of sends and receives"));
+        DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, ((dtrain_nccl__comm *)work->base.comm)->nccl,
+                                              end, "a group of sends and receives"));
     for (dtrain_nccl__work *work = first; work; work = work->next)
         DTRAIN_NCCL_TRY(dtrain_nccl__close_work((dtrain_nccl__comm *)work->base.comm, work));
     return DTRAIN_OK;
@@ -1217,8 +1246,8 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
         hub->group_end = &work->next;
         return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
     }
-    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, dtrain_nccl__call(comm, work),
-                                        dtrain_nccl__call_name(work->what.kind)));
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, comm->nccl, dtrain_nccl__call(comm, work),
+                                          dtrain_nccl__call_name(work->what.kind)));
     return dtrain_nccl__close_work(comm, work);
 }
 
@@ -1237,21 +1266,21 @@ static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
     return DTRAIN_OK;
 }
 
-/* Without data: one integer that stands for it, in host memory. */
-static void dtrain_nccl__use_token(dtrain_nccl__work *work)
+/* Replace an operation without data by one on a single integer in host memory. */
+static void dtrain_nccl__use_placeholder(dtrain_nccl__work *work)
 {
-    work->token = 1;
+    work->placeholder = 1;
     work->what.count = 1;
     work->what.dtype = DTRAIN_DTYPE_I32;
-    work->what.send = &work->token;
-    work->what.recv = &work->token;
+    work->what.send = &work->placeholder;
+    work->what.recv = &work->placeholder;
     if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
     work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
     work->what.op = DTRAIN_REDUCE_SUM;
     work->what.root = -1;
 }
 
-/* The steps of nccl/operations.c; the error of a step is made the communicator's by the caller. */
+/* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
                                               dtrain_nccl__work *work, bool capturing)
@@ -1261,7 +1290,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     dtrain_nccl__write_record(comm, work, what, capturing);
     work->what = *what;
-    if (what->count == 0) dtrain_nccl__use_token(work);
+    if (what->count == 0) dtrain_nccl__use_placeholder(work);
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
     DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, hub->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
@@ -1281,10 +1310,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     const char *call = dtrain_nccl__call_name(what->kind);
     bool capturing;
     *out = NULL;
-    if (comm->dead) return dtrain_nccl__gone(comm);
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
     DTRAIN_NCCL_TRY(dtrain_nccl__check_start(comm, what));
     DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
-    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
+    DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
     dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
     const dtrain_result result =
         work ? dtrain_nccl__start_steps(comm, what, work, capturing) : DTRAIN_ERROR_MEMORY;
@@ -1294,7 +1323,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     }
     if (work) dtrain_nccl__give_work(work);
     return dtrain_nccl__fail(hub, result, "%s: %s", call,
-                             dtrain_nccl__bare(hub, dtrain_last_error()));
+                             dtrain_nccl__strip_rank(hub, dtrain_last_error()));
 }
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
@@ -1311,7 +1340,8 @@ static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
     }
 }
 
-/* The mean from the sum: on the compute stream, which has been made to wait for it, or here. */
+/* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
+ * host. */
 static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -1337,8 +1367,8 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
     dtrain_nccl__hub *hub = comm->hub;
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->block)
-        DTRAIN_NCCL_TRY(
-            dtrain_nccl__land(hub, work->record, dtrain_nccl__call_name(work->record->what.kind)));
+        DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
+                                                 dtrain_nccl__call_name(work->record->what.kind)));
     else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
     if (work->host_recv)
         memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
@@ -1356,11 +1386,11 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base)
         result = dtrain_nccl__wait_steps(comm, work);
         if (result != DTRAIN_OK)
             dtrain_nccl__fail(hub, result, "dtrain_work_wait: %s",
-                              dtrain_nccl__bare(hub, dtrain_last_error()));
+                              dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     }
     const bool dead = comm->dead;
     dtrain_nccl__give_work(work);
-    return dead ? dtrain_nccl__gone(comm) : DTRAIN_OK;
+    return dead ? dtrain_nccl__comm_error(comm) : DTRAIN_OK;
 }
 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
@@ -1369,14 +1399,14 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *do
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
     dtrain_nccl__hub *hub = comm->hub;
     *done = true;
-    if (comm->dead) return dtrain_nccl__gone(comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, "dtrain_work_test"));
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "dtrain_work_test"));
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->captured) return DTRAIN_OK; /* waiting orders the streams */
     if (hub->device->ops->event_query(hub->device, work->record->done, done) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "dtrain_work_test: %s",
-                                 dtrain_nccl__bare(hub, dtrain_last_error()));
-    if (*done) dtrain_nccl__mark_landed(work);
+                                 dtrain_nccl__strip_rank(hub, dtrain_last_error()));
+    if (*done) dtrain_nccl__mark_done(work);
     return DTRAIN_OK;
 }
 
@@ -1384,9 +1414,9 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
                                                            const char *text)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
-    char copy[512]; /* text may be the last error, which the next one overwrites */
-    if (comm->dead) return dtrain_nccl__gone(comm);
-    snprintf(copy, sizeof copy, "%s", dtrain_nccl__bare(comm->hub, text));
+    char copy[512]; /* text may be the last error, which the next error overwrites */
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
+    snprintf(copy, sizeof copy, "%s", dtrain_nccl__strip_rank(comm->hub, text));
     return dtrain_nccl__fail(comm->hub, code, "%s", copy);
 }
 
@@ -1394,11 +1424,11 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
  * src/comm/nccl/memory.c
  * ==============================================================================================*/
 
-/* Memory
+/* Registered memory, for dtrain_comm_alloc
  *
  * ncclMemAlloc gives memory that NVLink switches and network cards can address; registered with the
- * communicator, collectives use it without copying. NCCL asks that all ranks register a buffer or
- * none: every rank runs the same version (compared when they meet), so all take the
+ * communicator, collectives use it without copying. NCCL requires that all ranks register a buffer
+ * or none does. Every rank runs the same version (compared when the ranks meet), so all take the
  * same path here. */
 
 #if DTRAIN_NCCL_HAS_MEMORY
@@ -1424,7 +1454,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm
     dtrain_nccl__hub *hub = comm->hub;
     const ncclResult_t result =
         hub->nccl.CommRegister(comm->nccl, memory->pointer, memory->bytes, &memory->handle);
-    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommRegister"));
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommRegister"));
     memory->comm = comm;
     return DTRAIN_OK;
 }
@@ -1433,9 +1463,9 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__deregister(dtrain_nccl__memory *memory)
     dtrain_nccl__comm *comm = memory->comm;
     if (!comm || comm->dead) return;
     memory->comm = NULL;
-    dtrain_nccl__settle(comm->hub, comm->nccl,
-                        comm->hub->nccl.CommDeregister(comm->nccl, memory->handle),
-                        "ncclCommDeregister");
+    dtrain_nccl__complete(comm->hub, comm->nccl,
+                          comm->hub->nccl.CommDeregister(comm->nccl, memory->handle),
+                          "ncclCommDeregister");
 }
 #else
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
@@ -1470,7 +1500,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     dtrain_nccl__hub *hub = comm->hub;
     *out = NULL;
-    if (comm->dead) return dtrain_nccl__gone(comm);
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
     dtrain_nccl__memory *memory = (dtrain_nccl__memory *)dtrain_nccl__alloc(hub, sizeof *memory);
     if (!memory) return DTRAIN_ERROR_MEMORY;
     memory->bytes = bytes ? bytes : 1;
@@ -1491,7 +1521,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)base)->hub;
-    (void)bytes; /* it has been written down */
+    (void)bytes; /* the list knows the size */
     for (dtrain_nccl__memory **link = &hub->memory; *link; link = &(*link)->next) {
         dtrain_nccl__memory *memory = *link;
         if (memory->pointer != pointer) continue;
@@ -1505,7 +1535,12 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *point
  * src/comm/nccl/create.c
  * ==============================================================================================*/
 
-/* Making and destroying communicators. */
+/* Create, split, destroy communicators
+ *
+ * A communicator is made in three steps: the struct and its events (comm_make), the agreement of
+ * the ranks on a unique id (rendezvous), NCCL's own communicator (comm_init). The steps that can
+ * fail on one rank alone come before the agreement, so that after it all ranks succeed or all
+ * fail. */
 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
                                                           const int *world_ranks, const char *name,
@@ -1534,7 +1569,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     return result;
 }
 
-/* A thread that is still inside ncclCommAbort uses the struct: then it is left to that thread. */
+/* Free a communicator. A thread that is still inside ncclCommAbort uses the struct, which is then
+ * left to that thread. */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1555,18 +1591,19 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *com
     config.blocking = 0;
     const ncclResult_t result =
         hub->nccl.CommInitRankConfig(&comm->nccl, comm->base.size, *id, comm->base.rank, &config);
-    return dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommInitRankConfig");
+    return dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommInitRankConfig");
 }
 
-/* Finalize waits for what is in flight, so it is polled; destroy then has nothing to wait for. */
+/* Close a communicator. Finalize waits for operations in flight, so it is polled; destroy then has
+ * nothing to wait for. */
 static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
         if (m->comm == comm) dtrain_nccl__deregister(m);
     if (!comm->dead && comm->nccl) {
-        dtrain_nccl__settle(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
-                            "ncclCommFinalize");
+        dtrain_nccl__complete(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
+                              "ncclCommFinalize");
         if (!comm->dead) hub->nccl.CommDestroy(comm->nccl);
     }
     dtrain_nccl__comm_free(comm);
@@ -1574,7 +1611,7 @@ static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 
 /* ---- Splits -----------------------------------------------------------------------------------*/
 
-/* A collective of the host's own memory, for the binding itself. */
+/* Run a collective on the host's memory, for the binding itself, and wait for it. */
 static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
                                          void *all, size_t ints)
 {
@@ -1592,7 +1629,8 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
 }
 
 #if DTRAIN_NCCL_HAS_SPLIT
-/* NCCL writes the new communicator when the parent has settled, or been aborted. */
+/* Split by ncclCommSplit. NCCL writes the new communicator once the call on the parent is complete,
+ * or the parent is aborted. */
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
@@ -1601,12 +1639,13 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     const ncclResult_t result =
         hub->nccl.CommSplit(parent->nccl, child ? color : NCCL_SPLIT_NOCOLOR,
                             child ? child->base.rank : 0, child ? &child->nccl : &none, NULL);
-    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, parent->nccl, result, "dtrain_comm_split"));
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, parent->nccl, result, "dtrain_comm_split"));
     if (!child) return DTRAIN_OK;
-    return dtrain_nccl__settle(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
+    return dtrain_nccl__complete(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
 }
 #else
-/* The first rank of each color makes an id, and all ids travel over the parent. */
+/* Split without ncclCommSplit: the first rank of each color makes an id, and all ids travel over
+ * the parent. */
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
@@ -1619,7 +1658,7 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     if (result == DTRAIN_OK && child && child->base.rank == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&mine);
         if (made != ncclSuccess)
-            result = dtrain_nccl__refused(hub, parent->nccl, made, "ncclGetUniqueId");
+            result = dtrain_nccl__fail_call(hub, parent->nccl, made, "ncclGetUniqueId");
     }
     if (result == DTRAIN_OK)
         result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_ALL_GATHER, &mine, all,
@@ -1634,8 +1673,9 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
 }
 #endif
 
-/* The ranks of the parent with this rank's color, by key and then by rank: a stable insertion.
- * pairs (size, 2) are (color, key); members (size); returns how many. */
+/* List the ranks of the parent with this rank's color, by key and then by rank: a stable insertion
+ * sort. pairs (size, 2) are (color, key); members has room for `size`; returns how many there
+ * are. */
 static int dtrain_nccl__members(const dtrain_nccl__comm *parent, const int32_t *pairs, int color,
                                 int *members, int *rank)
 {
@@ -1678,7 +1718,7 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
     const size_t pair_bytes = (size_t)base->size * 2 * sizeof(int32_t);
     const size_t member_bytes = (size_t)base->size * sizeof(int);
     *out = NULL;
-    if (parent->dead) return dtrain_nccl__gone(parent);
+    if (parent->dead) return dtrain_nccl__comm_error(parent);
     int32_t *pairs = (int32_t *)dtrain_nccl__alloc(hub, pair_bytes);
     int *members = (int *)dtrain_nccl__alloc(hub, member_bytes);
     dtrain_result result = DTRAIN_ERROR_MEMORY;
@@ -1691,21 +1731,21 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
         return DTRAIN_OK;
     }
     result = dtrain_nccl__fail(hub, result, "dtrain_comm_split: %s",
-                               dtrain_nccl__bare(hub, dtrain_last_error()));
+                               dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     if (child) {
-        dtrain_nccl__abort_one(child); /* NCCL may have finished it after the others' abort */
+        dtrain_nccl__abort_one(child); /* NCCL may have completed it after the other ranks' abort */
         dtrain_nccl__await_aborts(hub);
         dtrain_nccl__comm_free(child);
     }
     return result;
 }
 
-/* ---- Meeting ------------------------------------------------------------------------------------
+/* ---- Rendezvous ---------------------------------------------------------------------------------
  *
- * What can be known to be wrong is found before NCCL is touched: each rank tells the others its
- * versions, its device and whether it can go on at all. All compute the same verdict from the same
- * records. Then the first rank makes the id. The second exchange tells of its failure, too.
- * ----------------------------------------------------------------------------------------------*/
+ * Errors that can be known in advance are found before NCCL is called: each rank tells the others
+ * its versions, its device and whether it can go on at all, and all ranks check the same records
+ * and so come to the same result. Then the first rank makes the id; the second exchange carries the
+ * id, or the reason why there is none. */
 
 #define DTRAIN_NCCL_HELLO 0x64744e31u /* "dtN1": changes with the struct below */
 
@@ -1718,11 +1758,11 @@ typedef struct dtrain_nccl__hello {
     char error[320];
 } dtrain_nccl__hello;
 
-typedef struct dtrain_nccl__passport {
+typedef struct dtrain_nccl__id_record {
     int32_t status;
     char error[320];
     ncclUniqueId id; /* the first rank's is used */
-} dtrain_nccl__passport;
+} dtrain_nccl__id_record;
 
 #ifdef DTRAIN_NCCL_USE_MPI
 static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
@@ -1751,7 +1791,7 @@ static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine,
 }
 #endif
 
-static dtrain_result dtrain_nccl__verdict(const dtrain_nccl__hello *all, int count)
+static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, int count)
 {
     char first[24], other[24];
     for (int i = 0; i < count; i++) {
@@ -1781,16 +1821,18 @@ static dtrain_result dtrain_nccl__verdict(const dtrain_nccl__hello *all, int cou
     return DTRAIN_OK;
 }
 
-/* `prepared` is this rank's result so far: its sentence goes to all. */
-static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain_nccl_group *group,
-                                             dtrain_result prepared, void *all, int rank,
-                                             ncclUniqueId *id)
+/* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
+ * so far, whose sentence goes to all. */
+static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub,
+                                                   const dtrain_nccl_group *group,
+                                                   dtrain_result prepared, void *all, int rank,
+                                                   ncclUniqueId *id)
 {
     dtrain_nccl__hello hello;
-    dtrain_nccl__passport passport;
+    dtrain_nccl__id_record id_record;
     dtrain_device_info info;
     memset(&hello, 0, sizeof hello);
-    memset(&passport, 0, sizeof passport);
+    memset(&id_record, 0, sizeof id_record);
     memset(&info, 0, sizeof info);
     if (prepared == DTRAIN_OK) prepared = hub->device->ops->query(hub->device, &info);
     hello.magic = DTRAIN_NCCL_HELLO;
@@ -1800,43 +1842,43 @@ static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain
     snprintf(hello.device, sizeof hello.device, "%s", info.id);
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
-                 dtrain_nccl__bare(hub, dtrain_last_error()));
+                 dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &hello, sizeof hello, all));
-    DTRAIN_NCCL_TRY(dtrain_nccl__verdict((const dtrain_nccl__hello *)all, group->rank_count));
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, group->rank_count));
     if (rank == 0) {
-        const ncclResult_t made = hub->nccl.GetUniqueId(&passport.id);
-        passport.status = dtrain_nccl__code(made);
-        snprintf(passport.error, sizeof passport.error, "%s; %s", hub->nccl.GetErrorString(made),
+        const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
+        id_record.status = dtrain_nccl__code(made);
+        snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
                  hub->nccl.GetLastError(NULL));
     }
-    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &passport, sizeof passport, all));
-    memcpy(&passport, all, sizeof passport); /* the first rank's */
-    *id = passport.id;
-    if (passport.status == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain_fail((dtrain_result)passport.status,
+    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &id_record, sizeof id_record, all));
+    memcpy(&id_record, all, sizeof id_record); /* the first rank's */
+    *id = id_record.id;
+    if (id_record.status == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain_fail((dtrain_result)id_record.status,
                        "ncclGetUniqueId failed on rank %d: %.320s; is the network interface for "
                        "NCCL up (NCCL_SOCKET_IFNAME)?",
-                       group->ranks ? group->ranks[0] : 0, passport.error);
+                       group->ranks ? group->ranks[0] : 0, id_record.error);
 }
 
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl_group *group,
-                                                     dtrain_result prepared, int rank,
-                                                     ncclUniqueId *id)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
+                                                           const dtrain_nccl_group *group,
+                                                           dtrain_result prepared, int rank,
+                                                           ncclUniqueId *id)
 {
-    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__passport)
+    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
                            ? sizeof(dtrain_nccl__hello)
-                           : sizeof(dtrain_nccl__passport);
+                           : sizeof(dtrain_nccl__id_record);
     void *all = dtrain_nccl__alloc(hub, one * (size_t)group->rank_count);
     if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_nccl__meet_steps(hub, group, prepared, all, rank, id);
+    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, group, prepared, all, rank, id);
     dtrain_nccl__free(hub, all, one * (size_t)group->rank_count);
     return result;
 }
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* What can fail on this rank alone. */
+/* Do all that can fail on this rank alone. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -1849,8 +1891,8 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->ready));
     for (int i = 0; i < 2; i++)
-        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->pulses[i].event));
-    hub->pulses[1].stream = hub->stream;
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->marks[i].event));
+    hub->marks[1].stream = hub->stream;
     hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
     hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
     return DTRAIN_OK;
@@ -1884,35 +1926,36 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
         dtrain_nccl__free(hub, work, sizeof *work);
     }
     for (int i = 0; i < 2; i++)
-        if (hub->pulses[i].event) ops->event_destroy(hub->device, hub->pulses[i].event);
+        if (hub->marks[i].event) ops->event_destroy(hub->device, hub->marks[i].event);
     if (hub->ready) ops->event_destroy(hub->device, hub->ready);
     if (hub->stream) ops->stream_destroy(hub->device, hub->stream);
     if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
 }
 
-/* The world's communicator. After an error on one rank all return one, and nothing is left. */
+/* Create the world's communicator. After an error on one rank all ranks return one, and nothing is
+ * left. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
     const dtrain_allocator *allocator = dtrain_world_allocator(world);
-    dtrain_nccl_group everybody = {NULL, 0, dtrain_nccl__default_exchange, NULL};
+    dtrain_nccl_group all_ranks = {NULL, 0, dtrain_nccl__default_exchange, NULL};
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)allocator->alloc(allocator->user, sizeof *hub);
-    if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for NCCL's books");
+    if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the NCCL communicator");
     memset(hub, 0, sizeof *hub);
     hub->world = world;
     hub->device = dtrain_world_device(world);
     hub->allocator = allocator;
     hub->deadline = 1e-3 * (double)dtrain_world_timeout_ms(world);
     hub->group_end = &hub->group;
-    everybody.rank_count = dtrain_world_size(world);
-    everybody.exchange_user = world;
+    all_ranks.rank_count = dtrain_world_size(world);
+    all_ranks.exchange_user = world;
     dtrain_result result = dtrain_nccl__hub_prepare(hub);
     if (result == DTRAIN_OK)
-        result = dtrain_nccl__comm_make(hub, everybody.rank_count, dtrain_world_rank(world), NULL,
+        result = dtrain_nccl__comm_make(hub, all_ranks.rank_count, dtrain_world_rank(world), NULL,
                                         "world", &comm);
-    result = dtrain_nccl__meet(hub, &everybody, result, dtrain_world_rank(world), &id);
+    result = dtrain_nccl__rendezvous(hub, &all_ranks, result, dtrain_world_rank(world), &id);
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
@@ -1926,7 +1969,7 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     return DTRAIN_OK;
 }
 
-/* The first communicator ends with the world, and all others with it. */
+/* Destroy a communicator. The world's is the first; destroying it destroys all others. */
 static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
@@ -1938,7 +1981,7 @@ static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
         return DTRAIN_OK;
     }
     dtrain_nccl__comm_close(comm);
-    return dead || hub->code == before ? DTRAIN_OK : dtrain_nccl__again(hub);
+    return dead || hub->code == before ? DTRAIN_OK : dtrain_nccl__hub_error(hub);
 }
 
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
@@ -1962,10 +2005,11 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
  * src/comm/nccl/recreate.c
  * ==============================================================================================*/
 
-/* Going on with fewer ranks
+/* Going on with fewer ranks after a failure
  *
- * Abort and make anew is the one way back in every version of NCCL; shrinking or revoking in place
- * would be other paths to the same end, each with versions and deadlocks of its own. */
+ * Abort and create anew is the one recovery that works in every version of NCCL; shrinking or
+ * revoking in place would be other paths to the same end, each with versions and deadlocks of its
+ * own. */
 
 static dtrain_result dtrain_nccl__check_group(const dtrain_nccl__hub *hub,
                                               const dtrain_nccl_group *group, int *rank)
@@ -2002,18 +2046,19 @@ static dtrain_result dtrain_nccl__exchange_alone(void *user, const void *mine, s
     return DTRAIN_OK;
 }
 
-/* From here on an error is the hub's again, and stands until the next attempt. */
+/* Create the new communicator. From here on an error belongs to the hub again, and stands until the
+ * next attempt. */
 static dtrain_result dtrain_nccl__recreate_steps(dtrain_nccl__hub *hub,
                                                  const dtrain_nccl_group *group, int rank,
                                                  dtrain_nccl__comm **comm)
 {
     ncclUniqueId id;
-    /* Aborted kernels leave their streams: a device that does not come to rest cannot go on. */
+    /* Aborted kernels leave their streams: a device that does not become idle cannot go on. */
     dtrain_result result = hub->device->ops->synchronize(hub->device);
     if (result == DTRAIN_OK)
         result =
             dtrain_nccl__comm_make(hub, group->rank_count, rank, group->ranks, "survivors", comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__meet(hub, group, result, rank, &id));
+    DTRAIN_NCCL_TRY(dtrain_nccl__rendezvous(hub, group, result, rank, &id));
     DTRAIN_NCCL_TRY(dtrain_nccl__comm_init(*comm, &id));
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
         DTRAIN_NCCL_TRY(dtrain_nccl__register(*comm, m));
@@ -2040,17 +2085,17 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
     resolved = *group;
     if (!resolved.exchange) resolved.exchange = dtrain_nccl__exchange_alone;
     hub->code = DTRAIN_OK;
-    hub->apart = true;
-    hub->pulses[0].recorded = hub->pulses[1].recorded = false;
+    hub->recreated = true;
+    hub->marks[0].recorded = hub->marks[1].recorded = false;
     const dtrain_result result = dtrain_nccl__recreate_steps(hub, &resolved, rank, &comm);
     if (result == DTRAIN_OK) {
         *out = &comm->base;
         return DTRAIN_OK;
     }
     dtrain_nccl__fail(hub, result, "dtrain_nccl_recreate: %s",
-                      dtrain_nccl__bare(hub, dtrain_last_error()));
+                      dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     if (comm) dtrain_nccl__comm_free(comm);
-    return dtrain_nccl__again(hub);
+    return dtrain_nccl__hub_error(hub);
 }
 
 #endif /* DTRAIN_NCCL_IMPLEMENTATION */

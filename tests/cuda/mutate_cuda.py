@@ -16,18 +16,23 @@ import subprocess
 import threading
 import time
 
-# The tests of a section, the quickest verdict first. A section without an entry takes all.
+# The tests of a section, which is a file of src/device/cuda, the quickest verdict first. A section without an entry
+# takes all.
 TESTS = {
-    "C02": ["device"],
-    "C03": ["elementwise"],
-    "C04": ["elementwise", "optim", "device"],
-    "C05": ["optim"],
-    "C06": ["gemm"],
-    "C07": ["layernorm"],
-    "C08": ["tokens"],
-    "C09": ["attention"],
-    "C10": ["flash", "attention"],
-    "C11": ["sparse"],
+    "device": ["device"],
+    "memory": ["device"],
+    "elements": ["elementwise"],
+    "elementwise": ["elementwise"],
+    "reductions": ["elementwise", "optim", "device"],
+    "optimizers": ["optim"],
+    "gemm_plan": ["gemm"],
+    "gemm": ["gemm"],
+    "layernorm": ["layernorm"],
+    "tokens": ["tokens"],
+    "attention_gemm": ["attention"],
+    "flash": ["flash", "attention"],
+    "sparse": ["sparse"],
+    "columns": ["sparse"],
 }
 
 # An index, not the size in a declaration.
@@ -81,9 +86,9 @@ def blank(match):
 def code_lines(text):
     """(number, section, line) of the lines that the emulation compiles, comments and strings blanked."""
     masked = re.sub(r'/\*.*?\*/|//[^\n]*|"(\\.|[^"\\\n])*"', blank, text, flags=re.S)
-    section, active = "C01", [True]
+    section, active = "manual", [True]
     for number, (line, raw) in enumerate(zip(masked.split("\n"), text.split("\n"))):
-        title = re.match(r" \* \[(C\d\d)\]", raw)
+        title = re.match(r" \* src/device/cuda/(\w+)\.cuh$", raw)
         section = title[1] if title else section
         directive = re.match(r"\s*#\s*(\w+)\s*(.*)", line)
         if not directive:
@@ -102,7 +107,7 @@ def all_mutants(text):
     """{mutation: [(line number, section, new line), ...]}"""
     lines, found = text.split("\n"), {}
     for number, section, masked in code_lines(text):
-        if section == "C12" or re.search(r"static_assert|template|__launch_bounds__|^\s*case ", masked):
+        if section == "table" or re.search(r"static_assert|template|__launch_bounds__|^\s*case ", masked):
             continue
         for name, pattern, replacement in MUTATIONS:
             for match in re.finditer(pattern, masked):
@@ -190,7 +195,7 @@ def main():
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--build", default="build/mutate")
-    parser.add_argument("--section", help="only this one, such as C07")
+    parser.add_argument("--section", help="only this one, such as layernorm")
     parser.add_argument("--list", action="store_true", help="print the sample and run nothing")
     options = parser.parse_args()
     text = pathlib.Path("dtrain_cuda.cu").read_text()

@@ -1,4 +1,9 @@
-/* Making and destroying communicators. */
+/* Create, split, destroy communicators
+ *
+ * A communicator is made in three steps: the struct and its events (comm_make), the agreement of
+ * the ranks on a unique id (rendezvous), NCCL's own communicator (comm_init). The steps that can
+ * fail on one rank alone come before the agreement, so that after it all ranks succeed or all
+ * fail. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -29,7 +34,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     return result;
 }
 
-/* A thread that is still inside ncclCommAbort uses the struct: then it is left to that thread. */
+/* Free a communicator. A thread that is still inside ncclCommAbort uses the struct, which is then
+ * left to that thread. */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -50,18 +56,19 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *com
     config.blocking = 0;
     const ncclResult_t result =
         hub->nccl.CommInitRankConfig(&comm->nccl, comm->base.size, *id, comm->base.rank, &config);
-    return dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommInitRankConfig");
+    return dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommInitRankConfig");
 }
 
-/* Finalize waits for what is in flight, so it is polled; destroy then has nothing to wait for. */
+/* Close a communicator. Finalize waits for operations in flight, so it is polled; destroy then has
+ * nothing to wait for. */
 static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
         if (m->comm == comm) dtrain_nccl__deregister(m);
     if (!comm->dead && comm->nccl) {
-        dtrain_nccl__settle(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
-                            "ncclCommFinalize");
+        dtrain_nccl__complete(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
+                              "ncclCommFinalize");
         if (!comm->dead) hub->nccl.CommDestroy(comm->nccl);
     }
     dtrain_nccl__comm_free(comm);
@@ -69,7 +76,7 @@ static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 
 /* ---- Splits -----------------------------------------------------------------------------------*/
 
-/* A collective of the host's own memory, for the binding itself. */
+/* Run a collective on the host's memory, for the binding itself, and wait for it. */
 static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind, const void *mine,
                                          void *all, size_t ints)
 {
@@ -87,7 +94,8 @@ static dtrain_result dtrain_nccl__gather(dtrain_nccl__comm *comm, uint32_t kind,
 }
 
 #if DTRAIN_NCCL_HAS_SPLIT
-/* NCCL writes the new communicator when the parent has settled, or been aborted. */
+/* Split by ncclCommSplit. NCCL writes the new communicator once the call on the parent is complete,
+ * or the parent is aborted. */
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
@@ -96,12 +104,13 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     const ncclResult_t result =
         hub->nccl.CommSplit(parent->nccl, child ? color : NCCL_SPLIT_NOCOLOR,
                             child ? child->base.rank : 0, child ? &child->nccl : &none, NULL);
-    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, parent->nccl, result, "dtrain_comm_split"));
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, parent->nccl, result, "dtrain_comm_split"));
     if (!child) return DTRAIN_OK;
-    return dtrain_nccl__settle(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
+    return dtrain_nccl__complete(hub, child->nccl, ncclInProgress, "dtrain_comm_split");
 }
 #else
-/* The first rank of each color makes an id, and all ids travel over the parent. */
+/* Split without ncclCommSplit: the first rank of each color makes an id, and all ids travel over
+ * the parent. */
 static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int color,
                                                dtrain_nccl__comm *child)
 {
@@ -114,7 +123,7 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
     if (result == DTRAIN_OK && child && child->base.rank == 0) {
         const ncclResult_t made = hub->nccl.GetUniqueId(&mine);
         if (made != ncclSuccess)
-            result = dtrain_nccl__refused(hub, parent->nccl, made, "ncclGetUniqueId");
+            result = dtrain_nccl__fail_call(hub, parent->nccl, made, "ncclGetUniqueId");
     }
     if (result == DTRAIN_OK)
         result = dtrain_nccl__gather(parent, DTRAIN_COLLECTIVE_ALL_GATHER, &mine, all,
@@ -129,8 +138,9 @@ static dtrain_result dtrain_nccl__split_native(dtrain_nccl__comm *parent, int co
 }
 #endif
 
-/* The ranks of the parent with this rank's color, by key and then by rank: a stable insertion.
- * pairs (size, 2) are (color, key); members (size); returns how many. */
+/* List the ranks of the parent with this rank's color, by key and then by rank: a stable insertion
+ * sort. pairs (size, 2) are (color, key); members has room for `size`; returns how many there
+ * are. */
 static int dtrain_nccl__members(const dtrain_nccl__comm *parent, const int32_t *pairs, int color,
                                 int *members, int *rank)
 {
@@ -173,7 +183,7 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
     const size_t pair_bytes = (size_t)base->size * 2 * sizeof(int32_t);
     const size_t member_bytes = (size_t)base->size * sizeof(int);
     *out = NULL;
-    if (parent->dead) return dtrain_nccl__gone(parent);
+    if (parent->dead) return dtrain_nccl__comm_error(parent);
     int32_t *pairs = (int32_t *)dtrain_nccl__alloc(hub, pair_bytes);
     int *members = (int *)dtrain_nccl__alloc(hub, member_bytes);
     dtrain_result result = DTRAIN_ERROR_MEMORY;
@@ -186,21 +196,21 @@ static dtrain_result dtrain_nccl__split(dtrain_comm *base, int color, int key, d
         return DTRAIN_OK;
     }
     result = dtrain_nccl__fail(hub, result, "dtrain_comm_split: %s",
-                               dtrain_nccl__bare(hub, dtrain_last_error()));
+                               dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     if (child) {
-        dtrain_nccl__abort_one(child); /* NCCL may have finished it after the others' abort */
+        dtrain_nccl__abort_one(child); /* NCCL may have completed it after the other ranks' abort */
         dtrain_nccl__await_aborts(hub);
         dtrain_nccl__comm_free(child);
     }
     return result;
 }
 
-/* ---- Meeting ------------------------------------------------------------------------------------
+/* ---- Rendezvous ---------------------------------------------------------------------------------
  *
- * What can be known to be wrong is found before NCCL is touched: each rank tells the others its
- * versions, its device and whether it can go on at all. All compute the same verdict from the same
- * records. Then the first rank makes the id. The second exchange tells of its failure, too.
- * ----------------------------------------------------------------------------------------------*/
+ * Errors that can be known in advance are found before NCCL is called: each rank tells the others
+ * its versions, its device and whether it can go on at all, and all ranks check the same records
+ * and so come to the same result. Then the first rank makes the id; the second exchange carries the
+ * id, or the reason why there is none. */
 
 #define DTRAIN_NCCL_HELLO 0x64744e31u /* "dtN1": changes with the struct below */
 
@@ -213,11 +223,11 @@ typedef struct dtrain_nccl__hello {
     char error[320];
 } dtrain_nccl__hello;
 
-typedef struct dtrain_nccl__passport {
+typedef struct dtrain_nccl__id_record {
     int32_t status;
     char error[320];
     ncclUniqueId id; /* the first rank's is used */
-} dtrain_nccl__passport;
+} dtrain_nccl__id_record;
 
 #ifdef DTRAIN_NCCL_USE_MPI
 static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine, size_t bytes,
@@ -246,7 +256,7 @@ static dtrain_result dtrain_nccl__default_exchange(void *user, const void *mine,
 }
 #endif
 
-static dtrain_result dtrain_nccl__verdict(const dtrain_nccl__hello *all, int count)
+static dtrain_result dtrain_nccl__check_hellos(const dtrain_nccl__hello *all, int count)
 {
     char first[24], other[24];
     for (int i = 0; i < count; i++) {
@@ -276,16 +286,18 @@ static dtrain_result dtrain_nccl__verdict(const dtrain_nccl__hello *all, int cou
     return DTRAIN_OK;
 }
 
-/* `prepared` is this rank's result so far: its sentence goes to all. */
-static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain_nccl_group *group,
-                                             dtrain_result prepared, void *all, int rank,
-                                             ncclUniqueId *id)
+/* Exchange the records of the ranks, check them, and get the id. `prepared` is this rank's result
+ * so far, whose sentence goes to all. */
+static dtrain_result dtrain_nccl__rendezvous_steps(dtrain_nccl__hub *hub,
+                                                   const dtrain_nccl_group *group,
+                                                   dtrain_result prepared, void *all, int rank,
+                                                   ncclUniqueId *id)
 {
     dtrain_nccl__hello hello;
-    dtrain_nccl__passport passport;
+    dtrain_nccl__id_record id_record;
     dtrain_device_info info;
     memset(&hello, 0, sizeof hello);
-    memset(&passport, 0, sizeof passport);
+    memset(&id_record, 0, sizeof id_record);
     memset(&info, 0, sizeof info);
     if (prepared == DTRAIN_OK) prepared = hub->device->ops->query(hub->device, &info);
     hello.magic = DTRAIN_NCCL_HELLO;
@@ -295,43 +307,43 @@ static dtrain_result dtrain_nccl__meet_steps(dtrain_nccl__hub *hub, const dtrain
     snprintf(hello.device, sizeof hello.device, "%s", info.id);
     if (prepared != DTRAIN_OK)
         snprintf(hello.error, sizeof hello.error, "%s",
-                 dtrain_nccl__bare(hub, dtrain_last_error()));
+                 dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &hello, sizeof hello, all));
-    DTRAIN_NCCL_TRY(dtrain_nccl__verdict((const dtrain_nccl__hello *)all, group->rank_count));
+    DTRAIN_NCCL_TRY(dtrain_nccl__check_hellos((const dtrain_nccl__hello *)all, group->rank_count));
     if (rank == 0) {
-        const ncclResult_t made = hub->nccl.GetUniqueId(&passport.id);
-        passport.status = dtrain_nccl__code(made);
-        snprintf(passport.error, sizeof passport.error, "%s; %s", hub->nccl.GetErrorString(made),
+        const ncclResult_t made = hub->nccl.GetUniqueId(&id_record.id);
+        id_record.status = dtrain_nccl__code(made);
+        snprintf(id_record.error, sizeof id_record.error, "%s; %s", hub->nccl.GetErrorString(made),
                  hub->nccl.GetLastError(NULL));
     }
-    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &passport, sizeof passport, all));
-    memcpy(&passport, all, sizeof passport); /* the first rank's */
-    *id = passport.id;
-    if (passport.status == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain_fail((dtrain_result)passport.status,
+    DTRAIN_NCCL_TRY(group->exchange(group->exchange_user, &id_record, sizeof id_record, all));
+    memcpy(&id_record, all, sizeof id_record); /* the first rank's */
+    *id = id_record.id;
+    if (id_record.status == DTRAIN_OK) return DTRAIN_OK;
+    return dtrain_fail((dtrain_result)id_record.status,
                        "ncclGetUniqueId failed on rank %d: %.320s; is the network interface for "
                        "NCCL up (NCCL_SOCKET_IFNAME)?",
-                       group->ranks ? group->ranks[0] : 0, passport.error);
+                       group->ranks ? group->ranks[0] : 0, id_record.error);
 }
 
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl_group *group,
-                                                     dtrain_result prepared, int rank,
-                                                     ncclUniqueId *id)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
+                                                           const dtrain_nccl_group *group,
+                                                           dtrain_result prepared, int rank,
+                                                           ncclUniqueId *id)
 {
-    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__passport)
+    const size_t one = sizeof(dtrain_nccl__hello) > sizeof(dtrain_nccl__id_record)
                            ? sizeof(dtrain_nccl__hello)
-                           : sizeof(dtrain_nccl__passport);
+                           : sizeof(dtrain_nccl__id_record);
     void *all = dtrain_nccl__alloc(hub, one * (size_t)group->rank_count);
     if (!all) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain_nccl__meet_steps(hub, group, prepared, all, rank, id);
+    const dtrain_result result = dtrain_nccl__rendezvous_steps(hub, group, prepared, all, rank, id);
     dtrain_nccl__free(hub, all, one * (size_t)group->rank_count);
     return result;
 }
 
 /* ---- The hub ----------------------------------------------------------------------------------*/
 
-/* What can fail on this rank alone. */
+/* Do all that can fail on this rank alone. */
 static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
@@ -344,8 +356,8 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->ready));
     for (int i = 0; i < 2; i++)
-        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->pulses[i].event));
-    hub->pulses[1].stream = hub->stream;
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->marks[i].event));
+    hub->marks[1].stream = hub->stream;
     hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
     hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);
     return DTRAIN_OK;
@@ -379,35 +391,36 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
         dtrain_nccl__free(hub, work, sizeof *work);
     }
     for (int i = 0; i < 2; i++)
-        if (hub->pulses[i].event) ops->event_destroy(hub->device, hub->pulses[i].event);
+        if (hub->marks[i].event) ops->event_destroy(hub->device, hub->marks[i].event);
     if (hub->ready) ops->event_destroy(hub->device, hub->ready);
     if (hub->stream) ops->stream_destroy(hub->device, hub->stream);
     if (!hub->stuck) dtrain_nccl__free(hub, hub, sizeof *hub);
 }
 
-/* The world's communicator. After an error on one rank all return one, and nothing is left. */
+/* Create the world's communicator. After an error on one rank all ranks return one, and nothing is
+ * left. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
     const dtrain_allocator *allocator = dtrain_world_allocator(world);
-    dtrain_nccl_group everybody = {NULL, 0, dtrain_nccl__default_exchange, NULL};
+    dtrain_nccl_group all_ranks = {NULL, 0, dtrain_nccl__default_exchange, NULL};
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
     dtrain_nccl__hub *hub = (dtrain_nccl__hub *)allocator->alloc(allocator->user, sizeof *hub);
-    if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for NCCL's books");
+    if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the NCCL communicator");
     memset(hub, 0, sizeof *hub);
     hub->world = world;
     hub->device = dtrain_world_device(world);
     hub->allocator = allocator;
     hub->deadline = 1e-3 * (double)dtrain_world_timeout_ms(world);
     hub->group_end = &hub->group;
-    everybody.rank_count = dtrain_world_size(world);
-    everybody.exchange_user = world;
+    all_ranks.rank_count = dtrain_world_size(world);
+    all_ranks.exchange_user = world;
     dtrain_result result = dtrain_nccl__hub_prepare(hub);
     if (result == DTRAIN_OK)
-        result = dtrain_nccl__comm_make(hub, everybody.rank_count, dtrain_world_rank(world), NULL,
+        result = dtrain_nccl__comm_make(hub, all_ranks.rank_count, dtrain_world_rank(world), NULL,
                                         "world", &comm);
-    result = dtrain_nccl__meet(hub, &everybody, result, dtrain_world_rank(world), &id);
+    result = dtrain_nccl__rendezvous(hub, &all_ranks, result, dtrain_world_rank(world), &id);
     if (result == DTRAIN_OK) {
         hub->device->while_waiting = dtrain_nccl__watch;
         hub->device->waiting_user = hub;
@@ -421,7 +434,7 @@ static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
     return DTRAIN_OK;
 }
 
-/* The first communicator ends with the world, and all others with it. */
+/* Destroy a communicator. The world's is the first; destroying it destroys all others. */
 static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
@@ -433,7 +446,7 @@ static dtrain_result dtrain_nccl__destroy(dtrain_comm *base)
         return DTRAIN_OK;
     }
     dtrain_nccl__comm_close(comm);
-    return dead || hub->code == before ? DTRAIN_OK : dtrain_nccl__again(hub);
+    return dead || hub->code == before ? DTRAIN_OK : dtrain_nccl__hub_error(hub);
 }
 
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)

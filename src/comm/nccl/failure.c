@@ -1,15 +1,17 @@
-/* Failure
+/* Failure: report, abort, repeat
  *
- *     1. the text of the failure, with what this rank was doing, becomes the hub's
- *     2. it goes to the other ranks over the control plane: they look there while they wait
+ * A failure takes four steps:
+ *
+ *     1. its text, with what this rank was doing, is stored in the hub
+ *     2. it goes to the other ranks over the control plane, which they poll while they wait
  *     3. all NCCL communicators of the hub are aborted
  *     4. every later call returns the text again
  *
  * Why each communicator is aborted by a thread of its own: aborted one after another they can
  * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
- * second communicator. A group would do from 2.22 on; threads do in every version, and they give a
- * deadline to a call that has been known to hang. A thread that does not come back is left behind,
- * with the memory it uses. */
+ * second communicator. An NCCL group would do from 2.22 on; threads do in every version, and they
+ * give a deadline to a call that has been known to hang. A thread that does not return is left
+ * behind, with the memory it uses. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -28,7 +30,7 @@ static bool dtrain_nccl__aborting(const dtrain_nccl__comm *comm)
     return __atomic_load_n(&comm->abort_state, __ATOMIC_ACQUIRE) == 1u;
 }
 
-DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds)
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds)
 {
     struct timespec span = {0, 0};
     span.tv_nsec = microseconds * 1000;
@@ -60,7 +62,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
     const double begin = dtrain_seconds();
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         while (dtrain_nccl__aborting(comm) && dtrain_seconds() - begin < limit)
-            dtrain_nccl__nap(100);
+            dtrain_nccl__sleep(100);
         if (!dtrain_nccl__aborting(comm)) continue;
         hub->stuck = true;
         dtrain_log(hub->world, DTRAIN_LOG_ERROR,
@@ -90,8 +92,8 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
-                                                           uint64_t operation)
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
+                                                                 uint64_t operation)
 {
     return &comm->ring[operation % DTRAIN_NCCL_RING];
 }
@@ -101,8 +103,8 @@ static uint64_t dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
     return comm->operations > DTRAIN_NCCL_RING ? comm->operations - DTRAIN_NCCL_RING : 0;
 }
 
-/* "finished", "running or queued", ... An event of a graph cannot be asked, and while something is
- * captured none can: a query would spoil the capture. */
+/* Describe the state of an operation. The event of a graph cannot be queried, and while something
+ * is captured no event can: a query would spoil the capture. */
 static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__record *record)
 {
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -117,14 +119,14 @@ static const char *dtrain_nccl__state(dtrain_nccl__hub *hub, const dtrain_nccl__
     return done ? "finished" : "not finished";
 }
 
-/* Adds to text, for each communicator: the oldest operation that has not finished, and how many
- * collectives this rank has started. */
+/* Append to `text`, for each communicator, the oldest operation that has not finished and the
+ * number of collectives this rank has started. */
 static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t room)
 {
     size_t used = strlen(text);
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
             const char *state = dtrain_nccl__state(hub, record);
             char what[200];
             if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
@@ -141,7 +143,7 @@ static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
 {
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
             char what[200];
             dtrain_nccl__describe(comm, record, what, sizeof what);
             dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
@@ -150,23 +152,24 @@ static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
     }
 }
 
-/* The first report of the world may name the collective that its rank is stuck in, in the words of
- * _describe. If this rank has called something else by the same number, that is the cause. */
+/* Compare this rank's records with the first report of the world. The report may name the
+ * collective that its rank is stuck in, in the words of _describe. If this rank has called
+ * something else by the same number, that is the cause. */
 static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
 {
     unsigned long long number;
     char name[64], theirs[128], key[256], mine[200];
     if (dtrain_world_poll(hub->world) == DTRAIN_OK) return;
-    const char *report = dtrain_nccl__bare(hub, dtrain_last_error());
+    const char *report = dtrain_nccl__strip_rank(hub, dtrain_last_error());
     const char *found = strstr(report, "collective ");
     if (!found || sscanf(found, "collective %llu on %63s [%127[^]]]", &number, name, theirs) != 3)
         return;
     snprintf(key, sizeof key, "collective %llu on %s [%s]", number, name, theirs);
-    if (!strstr(report, key)) return; /* it was cut off */
+    if (!strstr(report, key)) return; /* the report was cut off */
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
         if (comm->dead || strcmp(comm->name, name) != 0) continue;
         for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__nth(comm, i);
+            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
             if (record->number != number || dtrain_nccl__is_point_to_point(record->what.kind))
                 continue;
             dtrain_nccl__describe(comm, record, mine, sizeof mine);
@@ -179,15 +182,16 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
     }
 }
 
-/* ---- The one way to fail ----------------------------------------------------------------------*/
+/* ---- Failing ----------------------------------------------------------------------------------*/
 
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub)
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub)
 {
     return dtrain_fail(hub->code, "%s", hub->text);
 }
 
-/* A communicator keeps its own: after a re-creation the hub is well again. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm)
+/* Return the error of a communicator. A communicator keeps its own, because a re-creation clears
+ * the hub's. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm)
 {
     return dtrain_fail(comm->code, "%s", comm->text);
 }
@@ -198,26 +202,26 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtra
 {
     char text[sizeof hub->text];
     va_list args;
-    if (hub->code != DTRAIN_OK) return dtrain_nccl__again(hub);
+    if (hub->code != DTRAIN_OK) return dtrain_nccl__hub_error(hub);
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     snprintf(hub->text, sizeof hub->text, "%s", text);
     dtrain_nccl__add_position(hub, hub->text, sizeof hub->text);
-    hub->code = code; /* from here on the watcher ends every wait for the device */
-    if (!hub->apart && !hub->closing) {
+    hub->code = code; /* from here on dtrain_nccl__watch ends every wait for the device */
+    if (!hub->recreated && !hub->closing) {
         dtrain_world_abort(hub->world, code, hub->text);
-        dtrain_nccl__compare(hub); /* with the report that stands: it may be another rank's */
+        dtrain_nccl__compare(hub); /* with the first report, which may be another rank's */
     }
     if (!hub->closing && (hub->code == DTRAIN_ERROR_TIMEOUT || hub->code == DTRAIN_ERROR_MISMATCH))
         dtrain_nccl__log_rings(hub);
     dtrain_nccl__abort_all(hub);
-    return dtrain_nccl__again(hub);
+    return dtrain_nccl__hub_error(hub);
 }
 
-/* What NCCL said, with the sentence it keeps. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                        ncclResult_t result, const char *call)
+/* Fail with what NCCL said, and with the sentence it keeps. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                          ncclResult_t result, const char *call)
 {
     const char *more = hub->nccl.GetLastError(nccl);
     return dtrain_nccl__fail(hub, dtrain_nccl__code(result), "%s: NCCL reports \"%s\"%s%s", call,

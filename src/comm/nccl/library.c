@@ -1,8 +1,8 @@
-/* The library
+/* Opening the NCCL library
  *
  * One list makes the table of functions and fills it. The compile-time gates are enough: a library
  * older than the header is refused before anything else of it is called, so every function in the
- * list exists. NCCL promises old programs to new libraries, not the reverse. */
+ * list exists. NCCL promises that old programs run with new libraries, not the reverse. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -19,7 +19,8 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
     return DTRAIN_OK;
 }
 #else
-/* dlsym gives an object pointer; POSIX says that it may be a function's. Its bytes are copied. */
+/* Find a function. dlsym returns an object pointer, which POSIX allows to be a function's: its
+ * bytes are copied. */
 static bool dtrain_nccl__find(void *library, const char *name, void *function)
 {
     void *symbol = dlsym(library, name);
@@ -27,7 +28,8 @@ static bool dtrain_nccl__find(void *library, const char *name, void *function)
     return symbol != NULL;
 }
 
-/* The handle is never closed: NCCL's threads may be inside until the process ends. */
+/* Open the library and fill the table. The handle is never closed: NCCL's threads may be inside the
+ * library until the process ends. */
 static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
 {
     const char *missing = NULL;
@@ -43,14 +45,14 @@ static dtrain_result dtrain_nccl__open(dtrain_nccl__library *nccl)
                   "l" #name;
     DTRAIN_NCCL_LIST(DTRAIN_NCCL_FIND)
 #undef DTRAIN_NCCL_FIND
-    /* The version says it better than the name of a function. */
+    /* An older library lacks functions too, and its version makes the better sentence. */
     if (!missing || nccl->GetVersion) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s is not an NCCL library: it has no %s",
                        DTRAIN_NCCL_LIBRARY, missing);
 }
 #endif
 
-/* 21801 -> "2.18.1" */
+/* Write a version as text: 21801 becomes "2.18.1". */
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__version_text(uint32_t code, char text[24])
 {
     const unsigned base = code >= 10000 ? 10000 : 1000; /* counted in thousands until 2.8 */

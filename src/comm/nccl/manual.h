@@ -15,7 +15,11 @@
           -lcudart -lcublasLt -lm -lpthread -ldl
 
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
-   machines without NCCL too, and says what is missing only when NCCL is needed.
+   machines without NCCL too, and reports that NCCL is missing only when it is needed.
+
+   Contents, the files that this one is joined from:
+
+       @contents@
 
    Compile time, in the file with DTRAIN_NCCL_IMPLEMENTATION:
        DTRAIN_NCCL_LIBRARY    "libnccl.so.2", the name or path that is opened
@@ -23,7 +27,7 @@
        DTRAIN_NCCL_USE_MPI    ranks meet over MPI_COMM_WORLD, which must number them as the world
                               does, instead of over the world's control plane
 
-   What is different from the local communicator
+   Differences from the local communicator
        Order     Send and receive keep their place among the collectives: two ranks must start
                  theirs in an order that fits, as with any NCCL program. Sends and receives that
                  are started one after the other, and waited for later, become one NCCL group: an
@@ -37,13 +41,14 @@
                  values. Memory from dtrain_comm_alloc is fastest.
        Mistakes  Operations are not compared across ranks in advance: a difference shows as a
                  timeout, and the error names the collective on both sides. In an all-to-all, which
-                 is sends and receives, NCCL itself does not look at counts: they must agree.
+                 is sends and receives, NCCL itself does not compare counts: they must agree.
 
-   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here nothing
-   waits without looking at (1) the world's deadline, (2) NCCL's asynchronous error, (3) the control
-   plane, which knows who died and who gave up: in the calls of comm/comm.h and, through
-   dtrain_device.while_waiting, while the host waits for the GPU. The first failure is published,
-   every NCCL communicator of this rank's world is aborted, which ends kernels that spin, and every
-   later call returns the same error. dtrain_nccl_recreate then makes a communicator of those who
-   are left. Contents of buffers in aborted operations are undefined; a captured graph that contains
-   collectives of an aborted communicator must be destroyed and not launched. */
+   Failure. NCCL has no deadline and sees neither a killed neighbour nor a stuck one. Here
+   nothing waits without polling (1) the world's deadline, (2) NCCL's asynchronous error, (3) the
+   control plane, which knows the ranks that died and those that reported a failure: in the calls
+   of comm/comm.h and, through dtrain_device.while_waiting, while the host waits for the GPU. The
+   first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
+   which ends kernels that spin, and every later call returns the same error.
+   dtrain_nccl_recreate then makes a communicator of the ranks that are left. Contents of buffers
+   in aborted operations are undefined; a captured graph that contains collectives of an aborted
+   communicator must be destroyed and not launched. */

@@ -1,8 +1,8 @@
-/* Memory
+/* Registered memory, for dtrain_comm_alloc
  *
  * ncclMemAlloc gives memory that NVLink switches and network cards can address; registered with the
- * communicator, collectives use it without copying. NCCL asks that all ranks register a buffer or
- * none: every rank runs the same version (compared when they meet), so all take the
+ * communicator, collectives use it without copying. NCCL requires that all ranks register a buffer
+ * or none does. Every rank runs the same version (compared when the ranks meet), so all take the
  * same path here. */
 
 #include "comm/nccl/nccl_internal.h"
@@ -30,7 +30,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm
     dtrain_nccl__hub *hub = comm->hub;
     const ncclResult_t result =
         hub->nccl.CommRegister(comm->nccl, memory->pointer, memory->bytes, &memory->handle);
-    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, result, "ncclCommRegister"));
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommRegister"));
     memory->comm = comm;
     return DTRAIN_OK;
 }
@@ -39,9 +39,9 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__deregister(dtrain_nccl__memory *memory)
     dtrain_nccl__comm *comm = memory->comm;
     if (!comm || comm->dead) return;
     memory->comm = NULL;
-    dtrain_nccl__settle(comm->hub, comm->nccl,
-                        comm->hub->nccl.CommDeregister(comm->nccl, memory->handle),
-                        "ncclCommDeregister");
+    dtrain_nccl__complete(comm->hub, comm->nccl,
+                          comm->hub->nccl.CommDeregister(comm->nccl, memory->handle),
+                          "ncclCommDeregister");
 }
 #else
 static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes, void **out)
@@ -76,7 +76,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
     dtrain_nccl__hub *hub = comm->hub;
     *out = NULL;
-    if (comm->dead) return dtrain_nccl__gone(comm);
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
     dtrain_nccl__memory *memory = (dtrain_nccl__memory *)dtrain_nccl__alloc(hub, sizeof *memory);
     if (!memory) return DTRAIN_ERROR_MEMORY;
     memory->bytes = bytes ? bytes : 1;
@@ -97,7 +97,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)base)->hub;
-    (void)bytes; /* it has been written down */
+    (void)bytes; /* the list knows the size */
     for (dtrain_nccl__memory **link = &hub->memory; *link; link = &(*link)->next) {
         dtrain_nccl__memory *memory = *link;
         if (memory->pointer != pointer) continue;

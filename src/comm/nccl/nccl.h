@@ -1,4 +1,4 @@
-/* The public calls of the NCCL communicator. */
+/* The public calls of the NCCL communicator */
 
 #pragma once
 
@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-/* For dtrain_launch_desc.comm_ops. A static table. */
+/* Give the table for dtrain_launch_desc.comm_ops. It is static. */
 DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void);
 
 /* Versions as NCCL counts them: 2.28.9 is 22809. */
@@ -18,19 +18,19 @@ typedef struct dtrain_nccl_info {
     bool registered_memory; /* dtrain_comm_alloc gives ncclMemAlloc memory, registered */
 } dtrain_nccl_info;
 
-/* Opens the library and asks it. Fails with a sentence when it is missing, too old, or older than
- * the header this file was compiled with. Needs no GPU. */
+/* Open the library and ask for its version. Fails with a sentence when it is missing, too old, or
+ * older than the header this file was compiled with. Needs no GPU. */
 DTRAIN_API dtrain_result dtrain_nccl_query(dtrain_nccl_info *info);
 
-/* All-gather of a small record (bytes <= 512) among the members of a group, in the group's order:
- * all (rank_count * bytes). It must have a deadline of its own. */
+/* All-gather a small record (bytes <= 512) among the members of a group, in the group's order:
+ * `all` has rank_count * bytes. The function must have a deadline of its own. */
 typedef dtrain_result (*dtrain_nccl_exchange_fn)(void *user, const void *mine, size_t bytes,
                                                  void *all);
 
-/* Who goes on. The same on every member: agreeing on it is the program's part, since only it knows
- * whether a silent rank is dead or slow. So is the exchange: the world's control plane has ended
- * with the first failure. (MPI: an MPI_Allgather over a communicator of those who are left.) One
- * rank alone needs none. */
+/* The ranks that go on after a failure. It must be the same on every member. Agreeing on it is the
+ * program's part, since only the program knows whether a silent rank is dead or slow. So is the
+ * exchange, because the world's control plane has ended with the first failure. (With MPI: an
+ * MPI_Allgather over a communicator of the ranks that are left.) A group of one rank needs none. */
 typedef struct dtrain_nccl_group {
     const int *ranks; /* (rank_count) of the world */
     int rank_count;
@@ -38,11 +38,11 @@ typedef struct dtrain_nccl_group {
     void *exchange_user;
 } dtrain_nccl_group;
 
-/* After a failure: a new communicator of the group's ranks, collective over them. `failed` is any
- * communicator of this rank's world that has failed; it and its siblings stay failed, and memory
- * from their dtrain_comm_alloc serves the new one. The new communicator belongs to the caller
- * (dtrain_comm_destroy) and is what strategies of the survivors take as their comm. From now on
- * deadlines and NCCL's own errors alone find dead ranks. */
+/* Make a new communicator of the group's ranks after a failure. Collective over the group. `failed`
+ * is any communicator of this rank's world that has failed; it and its siblings stay failed, and
+ * memory from their dtrain_comm_alloc serves the new one. The new communicator belongs to the
+ * caller (dtrain_comm_destroy) and is what strategies of the survivors take as their comm. From now
+ * on a dead rank is found by deadlines and by NCCL's own errors alone. */
 DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_nccl_group *group,
                                               dtrain_comm **out);
 

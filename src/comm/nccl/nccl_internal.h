@@ -1,4 +1,7 @@
-/* What the files of the NCCL communicator share: versions, the structs of a rank, prototypes. */
+/* Structs of a rank, private prototypes
+ *
+ * Read the structs in this order: the hub (one for each rank), its communicators, the work that an
+ * operation is, and the record of it that an error message quotes. */
 
 #pragma once
 
@@ -21,10 +24,6 @@
 #include <mpi.h>
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 15, 1)
 #error "dtrain_nccl.h needs the header of NCCL 2.15.1 or newer"
 #endif
@@ -38,14 +37,15 @@ extern "C" {
 #define DTRAIN_NCCL_PRINTF(at, first)
 #endif
 
-/* Propagates a failure; the sentence has been left already. */
+/* Propagate a failure; its sentence has been left already. */
 #define DTRAIN_NCCL_TRY(call)                                             \
     do {                                                                  \
         const dtrain_result dtrain_nccl__status = (call);                 \
         if (dtrain_nccl__status != DTRAIN_OK) return dtrain_nccl__status; \
     } while (0)
 
-/* A private function that more than one file uses: static where all files are joined in one. */
+/* Mark a private function that more than one file uses: static where all files are joined in
+ * one. */
 #ifndef DTRAIN_NCCL__PRIVATE
 #define DTRAIN_NCCL__PRIVATE __attribute__((visibility("hidden"))) extern
 #endif
@@ -81,10 +81,9 @@ typedef struct dtrain_nccl__library {
 
 typedef struct dtrain_nccl__hub dtrain_nccl__hub;
 
-/* One of the last operations of a communicator. */
+/* A record of one of the last operations of a communicator. An error compares it across ranks. */
 typedef struct dtrain_nccl__record {
-    uint64_t number; /* from 1; collectives and point-to-point are counted apart: a collective has
-                        the same number on every rank */
+    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank */
     dtrain_collective what;
     dtrain_event *done;
     bool launched;
@@ -96,7 +95,7 @@ typedef struct dtrain_nccl__comm {
     dtrain_nccl__hub *hub;
     struct dtrain_nccl__comm *next; /* newest first */
     ncclComm_t nccl;
-    bool dead; /* failed, aborted or being aborted: what follows is why */
+    bool dead; /* failed, aborted or being aborted; code and text say why */
     dtrain_result code;
     char text[DTRAIN_NCCL_TEXT];
     uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
@@ -106,7 +105,7 @@ typedef struct dtrain_nccl__comm {
     dtrain_nccl__record ring[DTRAIN_NCCL_RING];
 } dtrain_nccl__comm;
 
-/* Pinned memory and as much device memory, for an operation with a host buffer. */
+/* A bounce buffer: pinned memory and as much device memory, for an operation with a host buffer. */
 typedef struct dtrain_nccl__block {
     struct dtrain_nccl__block *next;
     size_t bytes;
@@ -117,17 +116,17 @@ typedef struct dtrain_nccl__work {
     dtrain_work base;
     struct dtrain_nccl__work *next; /* in the pool, or in the group to be launched */
     dtrain_nccl__record *record;
-    dtrain_collective what; /* as asked for, or the token that stands for an empty one */
+    dtrain_collective what; /* as asked for, or the placeholder of an empty one */
     const void *send;       /* device memory: the caller's or the block's */
     void *recv;
     dtrain_nccl__block *block; /* NULL: nothing is staged */
     void *host_recv;           /* where the block's result goes, or NULL */
-    int32_t token;
-    bool captured; /* part of a graph: nothing runs now, and its event cannot be asked */
-    bool landed;   /* known to be done: no longer counted as in flight */
+    int32_t placeholder;
+    bool captured; /* part of a graph: nothing runs now, and its event cannot be queried */
+    bool done;     /* known to be done: no longer counted as in flight */
 } dtrain_nccl__work;
 
-/* What dtrain_comm_alloc handed out. */
+/* Memory that dtrain_comm_alloc handed out. */
 typedef struct dtrain_nccl__memory {
     struct dtrain_nccl__memory *next;
     void *pointer, *handle;
@@ -135,14 +134,14 @@ typedef struct dtrain_nccl__memory {
     dtrain_nccl__comm *comm; /* registered with; NULL: not, or no longer */
 } dtrain_nccl__memory;
 
-/* A mark in a stream, put there again as soon as the stream has passed it: a stream that does not
- * pass its mark for as long as the deadline is stuck. */
-typedef struct dtrain_nccl__pulse {
+/* An event that is recorded in a stream again as soon as the stream has passed it. A stream that
+ * does not pass its mark for as long as the deadline is stuck. */
+typedef struct dtrain_nccl__stream_mark {
     dtrain_event *event;
     dtrain_stream *stream;
     bool recorded;
     double waited;
-} dtrain_nccl__pulse;
+} dtrain_nccl__stream_mark;
 
 struct dtrain_nccl__hub {
     dtrain_world *world;
@@ -154,16 +153,16 @@ struct dtrain_nccl__hub {
     dtrain_stream *stream; /* for communication */
     cudaStream_t native, compute;
     dtrain_event *ready;
-    dtrain_nccl__pulse pulses[2]; /* compute, communication */
+    dtrain_nccl__stream_mark marks[2]; /* compute, communication */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
     uint32_t group_count;
     dtrain_nccl__block *blocks; /* not in use */
     dtrain_nccl__memory *memory;
-    double watched;     /* when the watcher last looked */
-    bool apart;         /* re-created: the control plane only remembers the dead */
-    bool closing;       /* nobody is interested in failures any more */
-    bool stuck;         /* an abort has not returned: its thread still uses what it was given */
+    double last_watch;  /* time of the last watch */
+    bool recreated;     /* re-created: the control plane only remembers the dead */
+    bool closing;       /* being destroyed: failures are no longer reported */
+    bool stuck;         /* an abort has not returned: its thread still uses the structs */
     dtrain_result code; /* the failure that stands, DTRAIN_OK = none */
     char text[DTRAIN_NCCL_TEXT];
 };
@@ -176,7 +175,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result);
 /* comm/nccl/rank.c */
 DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes);
-DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text);
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub *hub,
+                                                         const char *text);
 DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__call_name(uint32_t kind);
 DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
@@ -184,27 +184,27 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 size_t room);
 
 /* comm/nccl/failure.c */
-DTRAIN_NCCL__PRIVATE void dtrain_nccl__nap(long microseconds);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__nth(dtrain_nccl__comm *comm,
-                                                           uint64_t operation);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__again(dtrain_nccl__hub *hub);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__gone(const dtrain_nccl__comm *comm);
+DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
+                                                                 uint64_t operation);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm);
 DTRAIN_NCCL_PRINTF(3, 4)
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail(dtrain_nccl__hub *hub, dtrain_result code,
                                                      const char *format, ...);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__refused(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                        ncclResult_t result, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                          ncclResult_t result, const char *call);
 
 /* comm/nccl/wait.c */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__look(dtrain_nccl__hub *hub, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__poll(dtrain_nccl__hub *hub, const char *call);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__watch(void *user);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__settle(dtrain_nccl__hub *hub, ncclComm_t nccl,
-                                                       ncclResult_t result, const char *call);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__land(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl__record *record,
-                                                     const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__complete(dtrain_nccl__hub *hub, ncclComm_t nccl,
+                                                         ncclResult_t result, const char *call);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__await_event(dtrain_nccl__hub *hub,
+                                                            const dtrain_nccl__record *record,
+                                                            const char *call);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub, bool *capturing);
 
 /* comm/nccl/operations.c */
@@ -234,7 +234,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *comm,
                                                           const ncclUniqueId *id);
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__meet(dtrain_nccl__hub *hub,
-                                                     const dtrain_nccl_group *group,
-                                                     dtrain_result prepared, int rank,
-                                                     ncclUniqueId *id);
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__rendezvous(dtrain_nccl__hub *hub,
+                                                           const dtrain_nccl_group *group,
+                                                           dtrain_result prepared, int rank,
+                                                           ncclUniqueId *id);

@@ -1,14 +1,15 @@
-/* Operations
+/* Starting and waiting for operations
  *
- * start:  the communication stream waits for the compute stream, host buffers are copied in, NCCL
- *         is called, results for the host are copied out, an event is recorded behind it all
- * wait:   the compute stream waits for that event; the host only if a host buffer is involved
+ *     start   the communication stream waits for the compute stream, host buffers are copied in,
+ *             NCCL is called, results for the host are copied out, an event is recorded
+ *     wait    the compute stream waits for that event; the host waits only for a host buffer
  *
- * A barrier and a count of 0 are the sum of one integer: NCCL does nothing for empty ones. */
+ * A barrier and a count of 0 become the sum of one integer: NCCL does nothing for an empty
+ * operation. */
 
 #include "comm/nccl/nccl_internal.h"
 
-/* Multiples of NCCL's favourite alignment. */
+/* Round up to the alignment that NCCL prefers. */
 static size_t dtrain_nccl__padded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 static size_t dtrain_nccl__send_bytes(const dtrain_nccl__comm *comm, const dtrain_collective *what)
@@ -37,8 +38,8 @@ static size_t dtrain_nccl__recv_bytes(const dtrain_nccl__comm *comm, const dtrai
 
 /* ---- Staging ----------------------------------------------------------------------------------*/
 
-/* Blocks are kept until the world ends and grow in powers of two: freeing device memory waits for
- * kernels, and those may wait for other ranks. */
+/* Take a block of at least `bytes`. Blocks are kept until the world ends and grow in powers of two:
+ * freeing device memory waits for kernels, and those may wait for other ranks. */
 static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes,
                                              dtrain_nccl__block **out)
 {
@@ -65,7 +66,7 @@ static dtrain_result dtrain_nccl__take_block(dtrain_nccl__hub *hub, size_t bytes
     return DTRAIN_OK;
 }
 
-/* Sorted by size: the smallest that fits is found first. */
+/* Give a block back. The list is sorted by size: take_block finds the smallest that fits first. */
 static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *block)
 {
     dtrain_nccl__block **link = &hub->blocks;
@@ -74,7 +75,8 @@ static void dtrain_nccl__give_block(dtrain_nccl__hub *hub, dtrain_nccl__block *b
     *link = block;
 }
 
-/* Decides what is staged, and copies in:  block | send | recv |, or both at once when in place. */
+/* Decide what is staged, and copy in. The block is | send | recv |, or both at one place when the
+ * operation is in place. */
 static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -109,13 +111,13 @@ static dtrain_result dtrain_nccl__stage_in(dtrain_nccl__comm *comm, dtrain_nccl_
     return DTRAIN_OK;
 }
 
-/* Where in the block the received bytes lie, on the device and on the host alike. */
+/* Give the place of the received bytes in the block, on the device and on the host alike. */
 static size_t dtrain_nccl__recv_at(const dtrain_nccl__work *work)
 {
     return (size_t)((char *)work->recv - (char *)work->block->device);
 }
 
-/* After NCCL's call has settled. */
+/* Copy out and record the event, after NCCL's call is complete. */
 static dtrain_result dtrain_nccl__close_work(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -148,16 +150,16 @@ static dtrain_nccl__work *dtrain_nccl__take_work(dtrain_nccl__comm *comm)
     return work;
 }
 
-static void dtrain_nccl__mark_landed(dtrain_nccl__work *work)
+static void dtrain_nccl__mark_done(dtrain_nccl__work *work)
 {
-    if (!work->landed) work->base.comm->in_flight--;
-    work->landed = true;
+    if (!work->done) work->base.comm->in_flight--;
+    work->done = true;
 }
 
 static void dtrain_nccl__give_work(dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)work->base.comm)->hub;
-    dtrain_nccl__mark_landed(work);
+    dtrain_nccl__mark_done(work);
     work->base.comm->outstanding--;
     if (work->block) dtrain_nccl__give_block(hub, work->block);
     work->next = hub->pool;
@@ -167,7 +169,7 @@ static void dtrain_nccl__give_work(dtrain_nccl__work *work)
 static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
                                       const dtrain_collective *what, bool captured)
 {
-    dtrain_nccl__record *record = dtrain_nccl__nth(comm, comm->operations++);
+    dtrain_nccl__record *record = dtrain_nccl__record_at(comm, comm->operations++);
     record->number =
         dtrain_nccl__is_point_to_point(what->kind) ? ++comm->point_to_point : ++comm->collectives;
     record->what = *what;
@@ -196,12 +198,12 @@ static ncclRedOp_t dtrain_nccl__op(uint32_t op)
     case DTRAIN_REDUCE_MIN: return ncclMin;
     case DTRAIN_REDUCE_MAX: return ncclMax;
     case DTRAIN_REDUCE_PROD: return ncclProd;
-    default: return ncclSum; /* of DTRAIN_REDUCE_MEAN too */
+    default: return ncclSum; /* DTRAIN_REDUCE_MEAN too: see dtrain_nccl__scale */
     }
 }
 
-/* A group of a send to and a receive from every rank. The own slice travels in it too: NCCL
- * makes it a copy on the device, in the order of the stream. */
+/* Call an all-to-all: a group of a send to and a receive from every rank. The rank's own slice
+ * travels in it too: NCCL makes it a copy on the device, in the order of the stream. */
 static ncclResult_t dtrain_nccl__all_to_all(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_nccl__library *nccl = &comm->hub->nccl;
@@ -254,7 +256,7 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
     }
 }
 
-/* Launches the sends and receives that were started and not launched yet, as one NCCL group. */
+/* Launch the sends and receives that were started and not launched yet, as one NCCL group. */
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
 {
     dtrain_nccl__work *first = hub->group;
@@ -275,10 +277,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
     const ncclResult_t end = hub->nccl.GroupEnd();
     if (failed == ncclSuccess && end != ncclInProgress) failed = end;
     if (failed != ncclSuccess)
-        return dtrain_nccl__refused(hub, culprit, failed, "a group of sends and receives");
+        return dtrain_nccl__fail_call(hub, culprit, failed, "a group of sends and receives");
     for (dtrain_nccl__work *work = first; work; work = work->next)
-        DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, ((dtrain_nccl__comm *)work->base.comm)->nccl, end,
-                                            "a group of sends and receives"));
+        DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, ((dtrain_nccl__comm *)work->base.comm)->nccl,
+                                              end, "a group of sends and receives"));
     for (dtrain_nccl__work *work = first; work; work = work->next)
         DTRAIN_NCCL_TRY(dtrain_nccl__close_work((dtrain_nccl__comm *)work->base.comm, work));
     return DTRAIN_OK;
@@ -293,8 +295,8 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
         hub->group_end = &work->next;
         return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
     }
-    DTRAIN_NCCL_TRY(dtrain_nccl__settle(hub, comm->nccl, dtrain_nccl__call(comm, work),
-                                        dtrain_nccl__call_name(work->what.kind)));
+    DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, comm->nccl, dtrain_nccl__call(comm, work),
+                                          dtrain_nccl__call_name(work->what.kind)));
     return dtrain_nccl__close_work(comm, work);
 }
 
@@ -313,21 +315,21 @@ static dtrain_result dtrain_nccl__check_start(dtrain_nccl__comm *comm,
     return DTRAIN_OK;
 }
 
-/* Without data: one integer that stands for it, in host memory. */
-static void dtrain_nccl__use_token(dtrain_nccl__work *work)
+/* Replace an operation without data by one on a single integer in host memory. */
+static void dtrain_nccl__use_placeholder(dtrain_nccl__work *work)
 {
-    work->token = 1;
+    work->placeholder = 1;
     work->what.count = 1;
     work->what.dtype = DTRAIN_DTYPE_I32;
-    work->what.send = &work->token;
-    work->what.recv = &work->token;
+    work->what.send = &work->placeholder;
+    work->what.recv = &work->placeholder;
     if (dtrain_nccl__is_point_to_point(work->what.kind)) return;
     work->what.kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
     work->what.op = DTRAIN_REDUCE_SUM;
     work->what.root = -1;
 }
 
-/* The steps of nccl/operations.c; the error of a step is made the communicator's by the caller. */
+/* Do the steps of a start; the caller turns the error of a step into the communicator's. */
 static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
                                               const dtrain_collective *what,
                                               dtrain_nccl__work *work, bool capturing)
@@ -337,7 +339,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     dtrain_nccl__write_record(comm, work, what, capturing);
     work->what = *what;
-    if (what->count == 0) dtrain_nccl__use_token(work);
+    if (what->count == 0) dtrain_nccl__use_placeholder(work);
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
     DTRAIN_NCCL_TRY(ops->event_wait(hub->device, hub->ready, hub->stream));
     DTRAIN_NCCL_TRY(dtrain_nccl__stage_in(comm, work));
@@ -357,10 +359,10 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     const char *call = dtrain_nccl__call_name(what->kind);
     bool capturing;
     *out = NULL;
-    if (comm->dead) return dtrain_nccl__gone(comm);
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
     DTRAIN_NCCL_TRY(dtrain_nccl__check_start(comm, what));
     DTRAIN_NCCL_TRY(dtrain_nccl__capturing(hub, &capturing));
-    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, call));
+    DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, call));
     dtrain_nccl__work *work = dtrain_nccl__take_work(comm);
     const dtrain_result result =
         work ? dtrain_nccl__start_steps(comm, what, work, capturing) : DTRAIN_ERROR_MEMORY;
@@ -370,7 +372,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__start(dtrain_comm *base,
     }
     if (work) dtrain_nccl__give_work(work);
     return dtrain_nccl__fail(hub, result, "%s: %s", call,
-                             dtrain_nccl__bare(hub, dtrain_last_error()));
+                             dtrain_nccl__strip_rank(hub, dtrain_last_error()));
 }
 
 /* ---- Ending -----------------------------------------------------------------------------------*/
@@ -387,7 +389,8 @@ static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
     }
 }
 
-/* The mean from the sum: on the compute stream, which has been made to wait for it, or here. */
+/* Make the mean from the sum: on the compute stream, which waits for the sum already, or on the
+ * host. */
 static dtrain_result dtrain_nccl__scale(dtrain_nccl__comm *comm, const dtrain_nccl__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -413,8 +416,8 @@ static dtrain_result dtrain_nccl__wait_steps(dtrain_nccl__comm *comm, dtrain_ncc
     dtrain_nccl__hub *hub = comm->hub;
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->block)
-        DTRAIN_NCCL_TRY(
-            dtrain_nccl__land(hub, work->record, dtrain_nccl__call_name(work->record->what.kind)));
+        DTRAIN_NCCL_TRY(dtrain_nccl__await_event(hub, work->record,
+                                                 dtrain_nccl__call_name(work->record->what.kind)));
     else DTRAIN_NCCL_TRY(hub->device->ops->event_wait(hub->device, work->record->done, NULL));
     if (work->host_recv)
         memcpy(work->host_recv, (char *)work->block->host + dtrain_nccl__recv_at(work),
@@ -432,11 +435,11 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__wait(dtrain_work *base)
         result = dtrain_nccl__wait_steps(comm, work);
         if (result != DTRAIN_OK)
             dtrain_nccl__fail(hub, result, "dtrain_work_wait: %s",
-                              dtrain_nccl__bare(hub, dtrain_last_error()));
+                              dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     }
     const bool dead = comm->dead;
     dtrain_nccl__give_work(work);
-    return dead ? dtrain_nccl__gone(comm) : DTRAIN_OK;
+    return dead ? dtrain_nccl__comm_error(comm) : DTRAIN_OK;
 }
 
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *done)
@@ -445,14 +448,14 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__test(dtrain_work *base, bool *do
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base->comm;
     dtrain_nccl__hub *hub = comm->hub;
     *done = true;
-    if (comm->dead) return dtrain_nccl__gone(comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__look(hub, "dtrain_work_test"));
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
+    DTRAIN_NCCL_TRY(dtrain_nccl__poll(hub, "dtrain_work_test"));
     DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
     if (work->captured) return DTRAIN_OK; /* waiting orders the streams */
     if (hub->device->ops->event_query(hub->device, work->record->done, done) != DTRAIN_OK)
         return dtrain_nccl__fail(hub, DTRAIN_ERROR_SYSTEM, "dtrain_work_test: %s",
-                                 dtrain_nccl__bare(hub, dtrain_last_error()));
-    if (*done) dtrain_nccl__mark_landed(work);
+                                 dtrain_nccl__strip_rank(hub, dtrain_last_error()));
+    if (*done) dtrain_nccl__mark_done(work);
     return DTRAIN_OK;
 }
 
@@ -460,8 +463,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
                                                            const char *text)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)base;
-    char copy[512]; /* text may be the last error, which the next one overwrites */
-    if (comm->dead) return dtrain_nccl__gone(comm);
-    snprintf(copy, sizeof copy, "%s", dtrain_nccl__bare(comm->hub, text));
+    char copy[512]; /* text may be the last error, which the next error overwrites */
+    if (comm->dead) return dtrain_nccl__comm_error(comm);
+    snprintf(copy, sizeof copy, "%s", dtrain_nccl__strip_rank(comm->hub, text));
     return dtrain_nccl__fail(comm->hub, code, "%s", copy);
 }

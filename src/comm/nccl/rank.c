@@ -1,6 +1,6 @@
-/* What a rank holds
+/* Objects of a rank, names of operations
  *
- *     hub                       one a rank: library, stream, staging, the failure
+ *     hub                       one a rank: library, stream, bounce buffers, the failure
  *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
  *      |-- comm  (a split)
  *      |-- comm  (re-created)
@@ -11,9 +11,10 @@
  *     compute   --- gradients --| ready |----- more backward -----| wait |-- optimizer --
  *     comm                          '-> all-reduce --| done |--------'
  *
- * Events are made with the communicator and used again and again. That needs no query: a stream
- * that has been told to wait for an event waits for what was recorded before, whatever is recorded
- * in it later. So the steady state neither allocates nor polls, and can be captured in a graph. */
+ * Events are created with the communicator and used again and again, without a query in between: a
+ * stream that has been told to wait for an event waits for what was recorded before, whatever is
+ * recorded in it later. So the steady state neither allocates nor polls, and can be captured in a
+ * graph. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -21,7 +22,8 @@ DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t byte
 {
     void *memory = hub->allocator->alloc(hub->allocator->user, bytes);
     if (memory) memset(memory, 0, bytes);
-    else dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of NCCL's books", bytes);
+    else
+        dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of the NCCL communicator", bytes);
     return memory;
 }
 
@@ -30,8 +32,10 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory,
     if (memory) hub->allocator->free(hub->allocator->user, memory, bytes);
 }
 
-/* An error sentence without the "rank 3: " that dtrain_fail will put in front of it again. */
-DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__bare(const dtrain_nccl__hub *hub, const char *text)
+/* Strip from an error sentence the "rank 3: " that dtrain_fail will put in front of it a second
+ * time. */
+DTRAIN_NCCL__PRIVATE const char *dtrain_nccl__strip_rank(const dtrain_nccl__hub *hub,
+                                                         const char *text)
 {
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain_world_rank(hub->world));
@@ -62,7 +66,8 @@ DTRAIN_NCCL__PRIVATE bool dtrain_nccl__is_point_to_point(uint32_t kind)
     return kind == DTRAIN_COLLECTIVE_SEND || kind == DTRAIN_COLLECTIVE_RECV;
 }
 
-/* "collective 17 on world [all-reduce sum f32 count 100]": what ranks compare. */
+/* Describe an operation in the words that ranks compare, such as "collective 17 on world
+ * [all-reduce sum f32 count 100]". */
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                                                 const dtrain_nccl__record *record, char *text,
                                                 size_t room)

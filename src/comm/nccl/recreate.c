@@ -1,7 +1,8 @@
-/* Going on with fewer ranks
+/* Going on with fewer ranks after a failure
  *
- * Abort and make anew is the one way back in every version of NCCL; shrinking or revoking in place
- * would be other paths to the same end, each with versions and deadlocks of its own. */
+ * Abort and create anew is the one recovery that works in every version of NCCL; shrinking or
+ * revoking in place would be other paths to the same end, each with versions and deadlocks of its
+ * own. */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -40,18 +41,19 @@ static dtrain_result dtrain_nccl__exchange_alone(void *user, const void *mine, s
     return DTRAIN_OK;
 }
 
-/* From here on an error is the hub's again, and stands until the next attempt. */
+/* Create the new communicator. From here on an error belongs to the hub again, and stands until the
+ * next attempt. */
 static dtrain_result dtrain_nccl__recreate_steps(dtrain_nccl__hub *hub,
                                                  const dtrain_nccl_group *group, int rank,
                                                  dtrain_nccl__comm **comm)
 {
     ncclUniqueId id;
-    /* Aborted kernels leave their streams: a device that does not come to rest cannot go on. */
+    /* Aborted kernels leave their streams: a device that does not become idle cannot go on. */
     dtrain_result result = hub->device->ops->synchronize(hub->device);
     if (result == DTRAIN_OK)
         result =
             dtrain_nccl__comm_make(hub, group->rank_count, rank, group->ranks, "survivors", comm);
-    DTRAIN_NCCL_TRY(dtrain_nccl__meet(hub, group, result, rank, &id));
+    DTRAIN_NCCL_TRY(dtrain_nccl__rendezvous(hub, group, result, rank, &id));
     DTRAIN_NCCL_TRY(dtrain_nccl__comm_init(*comm, &id));
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
         DTRAIN_NCCL_TRY(dtrain_nccl__register(*comm, m));
@@ -78,15 +80,15 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
     resolved = *group;
     if (!resolved.exchange) resolved.exchange = dtrain_nccl__exchange_alone;
     hub->code = DTRAIN_OK;
-    hub->apart = true;
-    hub->pulses[0].recorded = hub->pulses[1].recorded = false;
+    hub->recreated = true;
+    hub->marks[0].recorded = hub->marks[1].recorded = false;
     const dtrain_result result = dtrain_nccl__recreate_steps(hub, &resolved, rank, &comm);
     if (result == DTRAIN_OK) {
         *out = &comm->base;
         return DTRAIN_OK;
     }
     dtrain_nccl__fail(hub, result, "dtrain_nccl_recreate: %s",
-                      dtrain_nccl__bare(hub, dtrain_last_error()));
+                      dtrain_nccl__strip_rank(hub, dtrain_last_error()));
     if (comm) dtrain_nccl__comm_free(comm);
-    return dtrain_nccl__again(hub);
+    return dtrain_nccl__hub_error(hub);
 }

@@ -1,53 +1,58 @@
 /* Attention by batched GEMM and softmax
  *
- * For what the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes, unaligned memory. It is
- * their oracle as well. T = sequence, d = head size; `together` heads of one batch element at a time:
+ * The fallback for all that the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes,
+ * unaligned memory. It is the oracle of flash.cuh as well. With T = sequence and d = head size, for
+ * `together` heads of one batch element at a time:
  *
  *     forward    S = scale Q K'    P = softmax(S)                               Y = P V
  *     backward   S = scale Q K'    P = e^(S - lse)           G = dY V'
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv so: rows 3n
- * apart, heads d apart. Nothing is permuted.
+ * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv in the same
+ * layout: rows 3n apart, heads d apart. Nothing is permuted.
  *
- * Scratch holds S, and G in backward: (together,T,ld) fp32, ld = T rounded up to 8, within 32 MiB,
- * which the L2 cache of a large GPU holds too, unless a single head needs more. Scores are fp32 for
- * any dtype: their absolute error is the relative error of P. P and dS have the dtype of qkv, which the
- * next product needs, and take the place of S and G: row i of a half P fills the first half of the
- * fp32 row i, so its ld is 2 ld.
+ * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = T rounded up to 8, within 32
+ * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
+ * fp32 for any dtype, because their absolute error is the relative error of P. P and dS have the
+ * dtype of qkv, which the next product needs, and take the place of S and G: row i of a half P
+ * fills the first half of the fp32 row i, so its ld is 2 ld.
  *
- * Masked scores are neither read nor kept: P and dS are 0 there. (But 0 times a NaN of V is NaN: a
- * NaN reaches all rows of its head here, not only the later ones.) */
+ * Masked scores are neither read nor kept: P and dS are 0 there. But 0 times a NaN of V is NaN, so
+ * here a NaN reaches all rows of its head, not only the later ones. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
 #include "device/cuda/gemm_plan.cuh"
+
+#include <cublasLt.h>
+
+#include <math.h>
+#include <string.h>
 
 enum {
     DTRAIN_CUDA_SCORE_BYTES = 32 << 20,
     DTRAIN_CUDA_SOFTMAX_WARPS = 8,
-    DTRAIN_CUDA_SOFTMAX_STEP = 4 * DTRAIN_CUDA_WARP /* columns a warp takes at once */
+    DTRAIN_CUDA_SOFTMAX_STEP = 4 * DTRAIN_CUDA_WARP /* columns that a warp takes at once */
 };
 
-/* Some heads, [first, first + count), of batch element `batch`. */
+/* The heads [first, first + count) of batch element `batch`. */
 struct dtrain_cuda_heads {
     int64_t sequence, n, size, batch, first, count;
     dtrain_dtype dtype;
     float scale;
 };
 
-/* One matrix per head: rows ld, heads step elements apart. */
+/* One matrix for each head: its rows are ld elements apart, the heads `step` elements. */
 struct dtrain_cuda_head_matrix {
     void *data;
     int64_t ld, step;
 };
 
-/* The (T,d) that begin at column `column` of (batch*T,width). */
+/* Describe the matrices (T,d) that begin at column `column` of (batch*T,width). */
 static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads *x,
                                                         const void *data, int64_t width,
                                                         int64_t column)
@@ -58,7 +63,8 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads 
     return matrix;
 }
 
-/* Scores (T,T) as the products write them (fp32), and P or dS as the kernels leave them (dtype). */
+/* Describe scores (T,T) as the products write them (fp32), or P and dS as the kernels leave them
+ * (dtype). */
 static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_cuda_heads *x, float *scores,
                                                        int64_t ld, dtrain_dtype dtype)
 {
@@ -67,7 +73,7 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_cuda_heads *
     return matrix;
 }
 
-/* C (T,n) = alpha op(A) (T,k) op(B) (k,n) for each head. */
+/* Multiply: C (T,n) = alpha op(A) (T,k) op(B) (k,n), for each head. */
 static dtrain_result dtrain_cuda_head_multiply(dtrain_device *device, const dtrain_cuda_heads *x,
                                                uint32_t flags, float alpha,
                                                dtrain_cuda_head_matrix a, dtrain_cuda_head_matrix b,
@@ -89,11 +95,12 @@ static dtrain_result dtrain_cuda_head_multiply(dtrain_device *device, const dtra
 
 /* ---- Softmax: S (rows,T) -> P (rows,T) in place, lse (rows) -------------------------------------
  *
- * rows = heads * T; row r is query r % T. A warp a row, three walks over it: maximum, sum, P. The first reads 4
- * bytes a score from memory (2 with a causal mask), the others find them in cache; the third writes P's T elements.
+ * rows = heads * T; row r is query r % T. A warp walks over its row three times: maximum, sum, P.
+ * The first walk reads 4 bytes a score from memory (2 with a causal mask), the others find them in
+ * cache; the third writes the T elements of P.
  *
- * In place although P may be narrower: a walk takes 128 scores at a time, all lanes read theirs before one writes, and
- * what is written lies at or before what was read. */
+ * P may be narrower than S and still take its place: a walk takes 128 scores at a time, all lanes
+ * read theirs before one writes, and what is written lies at or before what was read. */
 
 struct dtrain_cuda_head_softmax {
     int64_t rows, sequence, ld;
@@ -106,7 +113,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_max(const float *r
 {
     float most = -INFINITY;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) most = fmaxf(most, x.at[i]);
@@ -119,7 +126,7 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const float *r
 {
     float sum = 0;
     for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load(row + j);
+        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             if (j + i < limit) sum += expf(x.at[i] - most);
@@ -144,20 +151,20 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
-        dtrain_cuda_group<T, 4> p;
-        if (j < limit) x = dtrain_cuda_load(row + j);
+        dtrain_cuda_pack<T, 4> p;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
             dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
-        if (j < args.sequence) dtrain_cuda_put(out + j, p);
+        if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
 
-/* ---- Slope: S, G (rows,T), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------------------
+/* ---- Softmax backward: S, G (rows,T), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------
  *
- * Head r / T owns columns [r / T * size, ...) of Y and dY. Reads 8 bytes a score (half of them with a causal mask) and
- * writes P and dS. */
+ * Head r / T owns columns [r / T * size, ...) of Y and dY. Reads 8 bytes a score (half of them with
+ * a causal mask) and writes P and dS. */
 
 struct dtrain_cuda_head_softmax_backward {
     int64_t rows, sequence, ld, n, size;
@@ -196,8 +203,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {}, g = {};
-        dtrain_cuda_group<T, 4> p, d;
-        if (j < limit) x = dtrain_cuda_load(row + j), g = dtrain_cuda_load(grads + j);
+        dtrain_cuda_pack<T, 4> p, d;
+        if (j < limit) x = dtrain_cuda_load<4>(row + j), g = dtrain_cuda_load<4>(grads + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -207,8 +214,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
             dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
         }
         if (j >= args.sequence) continue;
-        dtrain_cuda_put(p_out + j, p);
-        dtrain_cuda_put(d_out + j, d);
+        dtrain_cuda_store(p_out + j, p);
+        dtrain_cuda_store(d_out + j, d);
     }
 }
 
@@ -286,7 +293,7 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
     return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
 }
 
-/* Fills in what all passes share; Args is that of forward or backward. */
+/* Fill in what all passes share; Args is the argument struct of forward or backward. */
 template <typename Args>
 static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x)
 {
@@ -304,8 +311,8 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
     return DTRAIN_OK;
 }
 
-/* How many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each, evened out over
- * the passes. */
+/* Choose how many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each,
+ * evened out over the passes. */
 static int64_t dtrain_cuda_heads_together(int64_t heads, int64_t sequence, int64_t ld,
                                           int64_t matrices)
 {

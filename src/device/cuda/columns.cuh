@@ -1,21 +1,24 @@
-/* Orthonormal columns
+/* Orthonormal columns, for PowerSGD
  *
- * x (rows, columns <= 64). Twice, as on the CPU: G = X^T X in double, G = R^T R, X = X R^-1.
+ * x (rows, columns <= 64) becomes orthonormal in two rounds, as on the CPU, each of three kernels.
+ * A round computes G = X^T X in double, factors G = R^T R, and replaces X by X R^-1.
  *
- *   gram      a block sums G over a share of the rows that depends on rows and columns alone
- *   factor    one block adds up the shares in order, then Cholesky and the inverse
- *   recombine X = X R^-1, row by row
+ *     gram       each block sums G over a share of the rows
+ *     factor     one block adds the shares in order, then Cholesky and the inverse
+ *     recombine  X = X R^-1, row by row
  *
- * A thread of gram has 4 by 4 elements of G, and a part of the block's rows when the elements are few.
- * Bytes: 12 rows columns, twice. Work: rows columns^2 multiply-adds in double for gram, half of it for
- * recombine: bound by memory up to some 16 columns. */
+ * The shares depend on rows and columns alone, and so do the bits. A thread of gram has 4 by 4
+ * elements of G, and a part of the block's rows where the elements are few. Bytes: 12 rows columns,
+ * twice. Work: rows columns^2 multiply-adds in double for gram, half of it for recombine; memory is
+ * the limit up to some 16 columns. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
+
+#include <math.h>
 
 enum {
     DTRAIN_CUDA_BASIS_THREADS = 256,
@@ -34,7 +37,7 @@ struct dtrain_cuda_basis {
     double *factor; /* (columns, columns) */
 };
 
-/* Rows [row, row + count) as they are, zeros behind the last column. */
+/* Copy rows [row, row + count) to shared memory, with zeros behind the last column. */
 static __device__ __forceinline__ void dtrain_cuda_basis_load(const dtrain_cuda_basis &basis,
                                                               int64_t row, int count, float *tile)
 {
@@ -87,9 +90,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_THREADS)
     }
 }
 
-/* Row j of R from the rows before; a thread has a column. A column of which less than 1e-6 is left, in
- * length, is one that those before it span: its inverse is 0. Of a matrix that is not finite all
- * becomes NaN. */
+/* Factor G and invert the factor. A thread has a column; row j of R follows from the rows before
+ * it. A column that has less than 1e-6 of its length left is spanned by the columns before it and
+ * gets an inverse of 0. A G that is not finite makes everything NaN. */
 static __global__ void __launch_bounds__(DTRAIN_CUDA_BASIS_SIDE)
     dtrain_cuda_basis_factor_kernel(dtrain_cuda_basis basis)
 {

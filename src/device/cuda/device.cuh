@@ -1,15 +1,23 @@
-/* Device
+/* Device: state, errors, waiting, creation
  *
  * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
  * Streams are kept in a list besides, because synchronize waits for all of them.
  *
- * No call here blocks without bound. What would wait inside the driver (copies of pageable memory,
- * and cudaFree, which waits for running kernels) is called only after the streams were polled until
- * they were idle; while polling, device->while_waiting can give up. */
+ * Invariant: no call here blocks without a limit. A call that would wait inside the driver (a copy
+ * of pageable memory, and cudaFree, which waits for running kernels) is made only after the streams
+ * have been polled until they were idle, and device->while_waiting can end every polling loop with
+ * an error. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
+
+#include <cublasLt.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
 
 struct dtrain_stream {
     cudaStream_t native;
@@ -17,18 +25,18 @@ struct dtrain_stream {
 };
 
 enum {
-    DTRAIN_CUDA_SPINS = 200,              /* looks before the first nap: some 200 us */
-    DTRAIN_CUDA_NAP_NS = 50000,           /* between later looks */
-    DTRAIN_CUDA_GRACE_S = 1,              /* to end what is queued, when a wait was given up */
-    DTRAIN_CUDA_PATIENCE_S = 3600,        /* the launch queue holds far less work than that */
-    DTRAIN_CUDA_STRIDE = 128,             /* kernels between two marks in the compute stream */
+    DTRAIN_CUDA_SPINS = 200,              /* polls before the first pause: some 200 us */
+    DTRAIN_CUDA_PAUSE_NS = 50000,         /* between later polls */
+    DTRAIN_CUDA_GRACE_S = 1,              /* for queued work to end after a wait was given up */
+    DTRAIN_CUDA_TIMEOUT_S = 3600,         /* the launch queue holds far less work than that */
+    DTRAIN_CUDA_MARK_EVERY = 128,         /* kernels between two marks in the compute stream */
     DTRAIN_CUDA_RETIRED_BLOCKS = 64,      /* each at least twice the one before: never full */
     DTRAIN_CUDA_LT_BYTES_SM90 = 32 << 20, /* workspace that cublasLt's best kernels ask for */
     DTRAIN_CUDA_LT_BYTES = 4 << 20
 };
 
-/* What a kernel that meets bad data leaves behind; the first one wins. Read at the next point where
- * the host waits for the device. */
+/* A kernel that meets bad data writes a fault record; the first fault is kept. The host reads the
+ * record when it next waits for the device. */
 enum dtrain_cuda_fault_kind {
     DTRAIN_CUDA_NO_FAULT = 0,
     DTRAIN_CUDA_BAD_TOKEN = 1,
@@ -50,7 +58,7 @@ struct dtrain_cuda_state {
     size_t shared_limit;           /* dynamic shared memory a block may ask for */
     uint32_t math;                 /* dtrain_math */
     bool tune;                     /* time GEMM algorithms at their first use */
-    int spins;                     /* looks at a stream before the first nap */
+    int spins;                     /* polls of a stream before the first pause */
     cudaStream_t stream;           /* compute */
     dtrain_stream *streams;        /* all others */
     dtrain_cuda_fault *fault;      /* device memory */
@@ -59,15 +67,15 @@ struct dtrain_cuda_state {
     size_t workspace_bytes;
     cublasLtHandle_t lt;
     dtrain_cuda_gemm_cache *gemm_cache;
-    void *scratch; /* of kernels: grows in the first step, is stable afterwards */
+    void *scratch; /* of kernels: grows in the first step, then stays as it is */
     size_t scratch_bytes;
     void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
     int retired_count;
     int64_t graph_count;  /* alive */
-    cudaEvent_t marks[2]; /* device.cuh Room */
+    cudaEvent_t marks[2]; /* in the compute stream: see dtrain_cuda_await_mark */
     int64_t launches;
-    dtrain_result room;
-    bool stuck; /* it has not come to rest within the grace: it is not given one again */
+    dtrain_result queue_error;
+    bool stuck; /* a kernel did not end within the grace: no further grace is given */
     bool capturing;
 };
 
@@ -77,18 +85,19 @@ static inline dtrain_cuda_state *dtrain_cuda_state_of(dtrain_device *device)
 }
 
 static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what);
-static bool dtrain_cuda_make_room(dtrain_device *device);
+static bool dtrain_cuda_limit_queue(dtrain_device *device);
 
-/* Launches on the compute stream; an error names the operation. */
+/* Launch a kernel on the compute stream; an error names the operation. */
 #define DTRAIN_CUDA_RUN(device, name, kernel, blocks, threads, shared_bytes, ...)      \
-    (!dtrain_cuda_make_room(device)                                                    \
-         ? dtrain_cuda_state_of(device)->room                                          \
+    (!dtrain_cuda_limit_queue(device)                                                  \
+         ? dtrain_cuda_state_of(device)->queue_error                                   \
          : dtrain_cuda_check(dtrain_cuda_launch(kernel, blocks, threads, shared_bytes, \
                                                 dtrain_cuda_state_of(device)->stream,  \
                                                 __VA_ARGS__),                          \
                              name))
 
-/* Blocks for a grid-stride loop over `items` work items of one thread each: at most a few waves. */
+/* Choose the number of blocks of a grid-stride loop over `items` work items, one for each thread:
+ * at most 16 blocks a multiprocessor. */
 static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t items, int threads)
 {
     const int64_t needed = (items + threads - 1) / threads,
@@ -115,8 +124,8 @@ static void dtrain_cuda_host_give(const dtrain_allocator *allocator, void *memor
 
 /* ---- Errors -----------------------------------------------------------------------------------*/
 
-/* The context is gone for good: every call repeats the error. Asking is surer than a list of codes,
- * which grows with each toolkit. */
+/* Ask whether the CUDA context is lost, after which every call repeats the error. A trial call is
+ * surer than a list of error codes, which grows with each toolkit. */
 static bool dtrain_cuda_is_lost(void)
 {
     size_t free_bytes, memory_bytes;
@@ -125,7 +134,8 @@ static bool dtrain_cuda_is_lost(void)
     return error != cudaSuccess && error != cudaErrorMemoryAllocation;
 }
 
-/* Turns a CUDA error into a sentence and clears it where it can be cleared. `what` names the call. */
+/* Turn a CUDA error into a sentence, and clear it where it can be cleared. `what` names the
+ * call. */
 static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return DTRAIN_OK;
@@ -155,8 +165,8 @@ static dtrain_result dtrain_cuda_check(cudaError_t error, const char *what)
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s (%s)", what, name, text);
 }
 
-/* Nothing that waits or allocates can be recorded: refused here, because the driver would
- * invalidate the whole capture. */
+/* Refuse a call that waits or allocates while a graph is captured: the driver would invalidate the
+ * whole capture. */
 static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char *what)
 {
     if (!dtrain_cuda_state_of(device)->capturing) return DTRAIN_OK;
@@ -166,15 +176,26 @@ static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char 
                        what);
 }
 
+/* Refuse a data type other than F32, BF16, F16 and 0, which means F32. */
+static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
+{
+    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
+        dtype == DTRAIN_DTYPE_F16)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
+                       dtrain_dtype_name(dtype));
+}
+
 /* ---- Waiting ----------------------------------------------------------------------------------*/
 
-/* Polls until the stream is idle. A kernel of this file always ends; one that waits for other ranks
- * is a communicator's, which keeps its deadline in while_waiting. */
+/* Poll until the stream is idle. A kernel of this file always ends; a kernel that waits for other
+ * ranks belongs to a communicator, which keeps its own deadline in while_waiting. */
 static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream)
 {
     const int spins = dtrain_cuda_state_of(device)->spins;
-    const double deadline = dtrain_seconds() + DTRAIN_CUDA_PATIENCE_S;
-    for (int look = 0;; look++) {
+    const double deadline = dtrain_seconds() + DTRAIN_CUDA_TIMEOUT_S;
+    for (int polls = 0;; polls++) {
         const cudaError_t error = cudaStreamQuery(stream);
         if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
         cudaGetLastError();
@@ -182,18 +203,21 @@ static dtrain_result dtrain_cuda_poll(dtrain_device *device, cudaStream_t stream
         if (dtrain_seconds() > deadline)
             return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                                "the GPU did not finish its work within %d seconds",
-                               (int)DTRAIN_CUDA_PATIENCE_S);
-        if (look >= spins) {
-            const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
-            nanosleep(&nap, NULL);
+                               (int)DTRAIN_CUDA_TIMEOUT_S);
+        if (polls >= spins) {
+            const struct timespec pause = {0, DTRAIN_CUDA_PAUSE_NS};
+            nanosleep(&pause, NULL);
         }
     }
 }
 
-/* The driver's queue holds about a thousand launches, and a launch that finds it full waits inside the
- * driver: behind a collective that waits for a dead rank that is for ever. So every 128 kernels a mark goes
- * into the stream, and there are never more than two marks ahead of the device. */
-static dtrain_result dtrain_cuda_mark(dtrain_device *device, cudaEvent_t mark)
+/* Wait until the device has passed `mark`, then record it anew in the compute stream.
+ *
+ * The driver's queue holds about a thousand launches, and a launch that finds it full waits inside
+ * the driver; behind a collective that waits for a dead rank that would be for ever. So every 128th
+ * kernel records a mark. There are two marks, and a mark is recorded only after it has been passed:
+ * at most 3 * 128 kernels are queued. */
+static dtrain_result dtrain_cuda_await_mark(dtrain_device *device, cudaEvent_t mark)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     for (;;) {
@@ -202,24 +226,25 @@ static dtrain_result dtrain_cuda_mark(dtrain_device *device, cudaEvent_t mark)
         if (error != cudaErrorNotReady) return dtrain_cuda_check(error, "waiting for the GPU");
         cudaGetLastError();
         if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
-        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
-        nanosleep(&nap, NULL);
+        const struct timespec pause = {0, DTRAIN_CUDA_PAUSE_NS};
+        nanosleep(&pause, NULL);
     }
     return dtrain_cuda_check(cudaEventRecord(mark, state->stream), "waiting for the GPU");
 }
 
-/* False: the reason is in state->room. What is captured is not queued. */
-static bool dtrain_cuda_make_room(dtrain_device *device)
+/* Keep the launch queue short; call it before every launch. False means an error, which is in
+ * state->queue_error. Kernels that a graph captures are not queued and do not count. */
+static bool dtrain_cuda_limit_queue(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    if (state->capturing || ++state->launches % DTRAIN_CUDA_STRIDE) return true;
-    cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_STRIDE % 2];
-    state->room = dtrain_cuda_mark(device, mark);
-    return state->room == DTRAIN_OK;
+    if (state->capturing || ++state->launches % DTRAIN_CUDA_MARK_EVERY) return true;
+    cudaEvent_t mark = state->marks[state->launches / DTRAIN_CUDA_MARK_EVERY % 2];
+    state->queue_error = dtrain_cuda_await_mark(device, mark);
+    return state->queue_error == DTRAIN_OK;
 }
 
-/* One block, one thread. It is also the first kernel to run on a device: if the program has no code
- * for its architecture, that shows here. */
+/* Clear the fault record, with one thread. This is also the first kernel to run on a device: a
+ * program without code for the GPU's architecture fails here. */
 static __global__ void dtrain_cuda_clear_fault_kernel(dtrain_cuda_fault *fault)
 {
     fault->kind = DTRAIN_CUDA_NO_FAULT;
@@ -253,8 +278,8 @@ static dtrain_result dtrain_cuda_report(const dtrain_cuda_fault *fault)
     }
 }
 
-/* Waits for the compute stream and reports what its kernels found wrong, once. The record's copy is
- * queued before the wait: one wait serves both. */
+/* Wait for the compute stream and report the fault that its kernels recorded, once. The copy of the
+ * record is queued before the wait, so that one wait serves both. */
 static dtrain_result dtrain_cuda_await(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -268,7 +293,7 @@ static dtrain_result dtrain_cuda_await(dtrain_device *device)
     return dtrain_cuda_report(state->host_fault);
 }
 
-/* Waits for all streams; faults stay recorded. */
+/* Wait for all streams; a recorded fault stays recorded. */
 static dtrain_result dtrain_cuda_drain(dtrain_device *device)
 {
     for (dtrain_stream *stream = dtrain_cuda_state_of(device)->streams; stream;
@@ -296,9 +321,10 @@ static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
     return running;
 }
 
-/* Whether memory can be given back: cudaFree waits for kernels, and one that is stuck never ends.
- * Then memory is left to the end of the process. A lost device runs nothing. Who frees in the
- * middle of a capture cleans up after an error: the capture ends there, and graph_end says so. */
+/* Decide whether memory can be freed. cudaFree waits for kernels, and a stuck kernel never ends:
+ * then its memory is left to the end of the process. A lost device runs nothing, so it may free. A
+ * caller that frees in the middle of a capture is cleaning up after an error: the capture ends
+ * here, and graph_end reports it. */
 static bool dtrain_cuda_may_free(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -307,10 +333,10 @@ static bool dtrain_cuda_may_free(dtrain_device *device)
     if (dtrain_cuda_drain(device) == DTRAIN_OK) return true;
     const double deadline = dtrain_seconds() + (state->stuck ? 0 : DTRAIN_CUDA_GRACE_S);
     while (dtrain_cuda_is_running(state)) {
-        const struct timespec nap = {0, DTRAIN_CUDA_NAP_NS};
+        const struct timespec pause = {0, DTRAIN_CUDA_PAUSE_NS};
         state->stuck = dtrain_seconds() >= deadline;
         if (state->stuck) return false;
-        nanosleep(&nap, NULL);
+        nanosleep(&pause, NULL);
     }
     state->stuck = false;
     return true;
@@ -325,7 +351,8 @@ static dtrain_result dtrain_cuda_synchronize(dtrain_device *device)
 
 /* ---- Create, destroy, query -------------------------------------------------------------------*/
 
-/* No driver at all is reported by CUDA as a driver that is too old; its version tells. */
+/* Explain why no GPU could be opened. CUDA reports a missing driver as a driver that is too old;
+ * the driver's version tells them apart. */
 static dtrain_result dtrain_cuda_explain_opening(cudaError_t error)
 {
     int driver = 0, runtime = 0;
@@ -358,7 +385,7 @@ static dtrain_result dtrain_cuda_attribute(int *value, cudaDeviceAttr attribute,
                              "asking for a property of the GPU");
 }
 
-/* A thread has one current device: that of its rank, from here on. */
+/* Make the rank's GPU the current device of this thread, from here on, and read its properties. */
 static dtrain_result dtrain_cuda_select(const dtrain_device_desc *desc, dtrain_cuda_state *state)
 {
     int count = 0, shared_limit = 0;
@@ -429,8 +456,8 @@ static void dtrain_cuda_free_retired(dtrain_cuda_state *state)
     while (state->retired_count > 0) cudaFree(state->retired[--state->retired_count]);
 }
 
-/* Works on half-made and on lost devices too: what was not made is NULL, and errors no longer
- * matter. */
+/* Destroy the device. It may be half made or lost: a part that was not made is NULL, and errors no
+ * longer matter. */
 static void dtrain_cuda_destroy(dtrain_device *device)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -479,7 +506,7 @@ static dtrain_result dtrain_cuda_create(const dtrain_device_desc *desc, dtrain_d
     return result;
 }
 
-/* The id is the UUID: slices of one GPU (MIG) share the PCI address, but not that. */
+/* Describe the GPU. The id is the UUID, because slices of one GPU (MIG) share its PCI address. */
 static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info *info)
 {
     const dtrain_cuda_state *state = dtrain_cuda_state_of(device);

@@ -1,46 +1,18 @@
-/* Elementwise
+/* Elementwise: the loop of all such kernels
  *
- * Bandwidth is the limit. A thread takes groups of W neighbouring elements, W such that the widest
- * type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two groups are loaded
- * before the first is stored, because memory may be updated in place and the compiler would not
- * move a load above a store. Where a pointer is not 16-byte aligned, and for the last elements, a
- * group is one element; neighbouring threads still take neighbours.
+ * Memory bandwidth is the limit. A thread takes packs of W neighbouring elements, with W such that
+ * the widest type of the operation fills 16 bytes: 4 where a float takes part, else 8. Two packs
+ * are loaded before the first is stored, because memory may be updated in place and the compiler
+ * would not move a load above a store. Pointers that are not 16-byte aligned, and the last
+ * elements, are taken one element at a time, so that neighbouring threads still read neighbouring
+ * elements.
  *
- * An operation is a struct with load (i, group) and store (i, group). What load leaves out is 0. */
+ * An operation is a struct with `load(i, group)` and `store(i, group)`, where `group` holds one
+ * pack of each operand. A group is zeroed before load, so an operand that load skips reads as 0. */
 
 #pragma once
 
-#include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
-
-#ifndef DTRAIN_CUDA_UNROLL
-#ifdef DTRAIN_CUDA_EMULATION
-#define DTRAIN_CUDA_UNROLL
-#else
-#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
-#endif
-#endif
-
-template <typename T, int W> struct alignas(W * sizeof(T)) dtrain_cuda_group {
-    T at[W];
-};
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_get(const T *from, dtrain_cuda_group<T, W> &to)
-{
-    to = *reinterpret_cast<const dtrain_cuda_group<T, W> *>(from);
-}
-
-template <typename T, int W>
-static __device__ __forceinline__ void dtrain_cuda_put(T *to, const dtrain_cuda_group<T, W> &from)
-{
-    *reinterpret_cast<dtrain_cuda_group<T, W> *>(to) = from;
-}
-
-template <typename X, typename Y> static constexpr int dtrain_cuda_width()
-{
-    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
-}
 
 enum { DTRAIN_CUDA_EACH_THREADS = 256 };
 
@@ -82,15 +54,4 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
         dtrain_cuda_blocks(dtrain_cuda_state_of(device), items, DTRAIN_CUDA_EACH_THREADS);
     return DTRAIN_CUDA_RUN(device, name, dtrain_cuda_each_kernel<Op>, blocks,
                            DTRAIN_CUDA_EACH_THREADS, 0, op, groups, count);
-}
-
-/* F32, BF16, F16, or 0 for F32. */
-static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
-{
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
-        dtype == DTRAIN_DTYPE_F16)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,
-                       dtrain_dtype_name(dtype));
 }

@@ -1,5 +1,6 @@
-/* add: x (count), y (count)
-> out (count); two reads, one write ---------------------------*/
+/* Add, axpby, dropout, convert, activation
+ *
+ * Each is a struct for the loop of elements.cuh, and a launcher that picks the types. */
 
 #pragma once
 
@@ -8,6 +9,12 @@
 #include "device/cuda/memory.cuh"
 #include "device/cuda/elements.cuh"
 
+#include <math.h>
+
+/* ---- add: x (count), y (count) -> out (count) ---------------------------------------------------
+ *
+ * Two reads, one write; x and out have one type, y may have another. */
+
 template <typename X, typename Y> struct dtrain_cuda_add_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
     const X *x;
@@ -15,22 +22,22 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     X *out;
 
     template <int W> struct group {
-        dtrain_cuda_group<X, W> x;
-        dtrain_cuda_group<Y, W> y;
+        dtrain_cuda_pack<X, W> x;
+        dtrain_cuda_pack<Y, W> y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_group<X, W> sum;
+        dtrain_cuda_pack<X, W> sum;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
             dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
                                sum.at[j]);
-        dtrain_cuda_put(out + i, sum);
+        dtrain_cuda_store(out + i, sum);
     }
 };
 
@@ -60,27 +67,29 @@ static dtrain_result dtrain_cuda_add(dtrain_device *device, const dtrain_add_arg
     return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_add_to)(device, args);
 }
 
-/* ---- axpby: x (count), (1) or none, y (count); y is read only to be accumulated into ----------*/
+/* ---- axpby: x (count), (1) or NULL, y (count) ---------------------------------------------------
+ *
+ * One read and one write; y is read only to be accumulated into. x NULL stands for 1. */
 
 template <typename T> struct dtrain_cuda_axpby_op {
     static constexpr int width = dtrain_cuda_width<T, T>();
     const T *x;
     T *y;
     float a, b;
-    bool same, accumulate; /* same: one x for all */
+    bool same, accumulate; /* same: one x for all elements */
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (!same) dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        if (!same) g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
@@ -88,7 +97,7 @@ template <typename T> struct dtrain_cuda_axpby_op {
                                           : a * from,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -108,12 +117,13 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 
-/* ---- dropout: x (count) -> y (count); one read (two to accumulate), one write ------------------
+/* ---- dropout: x (count) -> y (count) ------------------------------------------------------------
  *
- * The random word of element i is word i % 4 of Philox block i / 4, and its upper 24 bits are
- * compared as integers: the bits of dtrain_random_uniform, and the mask of the CPU device. */
+ * One read (two to accumulate) and one write. Element i takes word i % 4 of Philox block i / 4, of
+ * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
+ * is the one of the CPU device. */
 
-/* dtrain_philox, see core/random.c. */
+/* Compute dtrain_philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
                                                           uint64_t counter, uint32_t out[4])
 {
@@ -136,7 +146,7 @@ static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_
     out[3] = c3;
 }
 
-/* The words of elements i .. i + W; i is a multiple of W, and W is 1, 4 or 8. */
+/* Give the random words of elements i .. i + W; i must be a multiple of W, and W 1, 4 or 8. */
 template <int W>
 static __device__ __forceinline__ void dtrain_cuda_random(uint64_t seed, uint64_t stream, int64_t i,
                                                           uint32_t words[W])
@@ -166,17 +176,17 @@ template <typename T> struct dtrain_cuda_dropout_op {
     bool accumulate;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, y;
+        dtrain_cuda_pack<T, W> x, y;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        dtrain_cuda_get(x + i, g.x);
-        if (accumulate) dtrain_cuda_get(y + i, g.y);
+        g.x = dtrain_cuda_load<W>(x + i);
+        if (accumulate) g.y = dtrain_cuda_load<W>(y + i);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
@@ -185,7 +195,7 @@ template <typename T> struct dtrain_cuda_dropout_op {
             dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
                                out.at[j]);
         }
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -214,24 +224,26 @@ static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dro
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_dropout_as)(device, args);
 }
 
-/* ---- convert: x (count) -> y (count), rounded to nearest --------------------------------------*/
+/* ---- convert: x (count) -> y (count) ------------------------------------------------------------
+ *
+ * One read and one write, rounded to nearest. */
 
 template <typename X, typename Y> struct dtrain_cuda_convert_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
     const X *x;
     Y *y;
 
-    template <int W> using group = dtrain_cuda_group<X, W>;
-    template <int W> __device__ void load(int64_t i, dtrain_cuda_group<X, W> &g) const
+    template <int W> using group = dtrain_cuda_pack<X, W>;
+    template <int W> __device__ void load(int64_t i, dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_get(x + i, g);
+        g = dtrain_cuda_load<W>(x + i);
     }
-    template <int W> __device__ void store(int64_t i, const dtrain_cuda_group<X, W> &g) const
+    template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
-        dtrain_cuda_group<Y, W> out;
+        dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
-        dtrain_cuda_put(y + i, out);
+        dtrain_cuda_store(y + i, out);
     }
 };
 
@@ -243,7 +255,7 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
     return dtrain_cuda_each(device, "convert", op, args->count, aligned);
 }
 
-/* Equal types are a copy of the bits: NaNs keep theirs. */
+/* Convert by a copy where both types are equal, so that a NaN keeps its bits. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
     const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_DTYPE_F32;
@@ -269,21 +281,24 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
                : dtrain_cuda_convert_as<dtrain_cuda_f16, dtrain_cuda_bf16>(device, args);
 }
 
-/* ---- activation backward: x, d_out (rows,n) -> d_in (rows,n) and d_bias (n) --------------------
+/* ---- activation backward: x, d_out (rows,n) -> d_in (rows,n), d_bias (n) ------------------------
  *
  * Two reads, one write. Without d_bias it is elementwise. With d_bias a block takes CHUNK rows of a
- * strip of 32 groups of columns; each warp walks every 8th row with the sums in registers:
+ * strip of 32 packs of columns; each warp walks every 8th row with the sums in registers:
  *
  *          n columns                 1. warps: d_in, and the sums of their rows
  *        +------+------+------+      2. block: the 8 warps' sums in order -> partial (chunks,n)
  *  CHUNK |block0|block1|block2|      3. second kernel: the chunks' sums in order -> d_bias
  *        +------+------+------+
- *        |block3| ...                The cuts depend on the shape alone, and so do the bits. */
+ *        |block3| ...
+ *
+ * Blocks are cut by the shape alone, so the bits depend on nothing but the inputs. */
 
 enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
 
-/* With q = e^-2u and w = 1 / (1 + q), u = A (x + B x^3): dy/dx = w (1 + x q w 2u'). Outside +-10 it
- * is 0 or 1; NaN passes the comparisons. */
+/* Compute the derivative of GELU. With u = A (x + B x^3), q = e^-2u and w = 1 / (1 + q), it is
+ * dy/dx = w (1 + x q w 2u'). x is clamped to +-10, where the derivative is 0 or 1 already; a NaN
+ * fails both comparisons and stays. */
 static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
 {
     const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
@@ -293,7 +308,7 @@ static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
     return w * (1 + x * (2 * a + 6 * a * b * (x * x)) * (q * w));
 }
 
-/* The slope of relu at 0 is 0. */
+/* Turn d_out into d_in. The slope of relu at 0 is 0. */
 static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
                                                                float d_out)
 {
@@ -308,17 +323,17 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     uint32_t activation;
 
     template <int W> struct group {
-        dtrain_cuda_group<T, W> x, d;
+        dtrain_cuda_pack<T, W> x, d;
     };
     template <int W> __device__ void load(int64_t i, group<W> &g) const
     {
-        if (activation != DTRAIN_ACTIVATION_NONE) dtrain_cuda_get(x + i, g.x);
-        dtrain_cuda_get(d_out + i, g.d);
+        if (activation != DTRAIN_ACTIVATION_NONE) g.x = dtrain_cuda_load<W>(x + i);
+        g.d = dtrain_cuda_load<W>(d_out + i);
     }
-    /* Leaves what it stored in `d`, in fp32. */
+    /* Store d_in, and leave its values in `d`, in fp32. */
     template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
     {
-        dtrain_cuda_group<T, W> out;
+        dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from =
@@ -326,7 +341,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
             dtrain_cuda_narrow(d[j], out.at[j]);
         }
-        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_put(d_in + i, out);
+        if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
@@ -335,7 +350,8 @@ template <typename T> struct dtrain_cuda_deactivate_op {
     }
 };
 
-/* One block: chunk blockIdx / strips of the rows, strip blockIdx % strips of the columns. */
+/* Store d_in and the column sums of one block: chunk blockIdx / strips of the rows, strip blockIdx
+ * % strips of the columns. */
 template <typename T, int W>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_WARPS *DTRAIN_CUDA_WARP)
     dtrain_cuda_deactivate_columns_kernel(const dtrain_cuda_deactivate_op<T> op, int64_t rows,
@@ -375,8 +391,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_COLUMN_WARPS *DTRAIN_CUDA_W
     }
 }
 
-/* out (n) = column sums of partial (chunks,n), a block for 32 columns: warp w adds chunks w,
- * w + 32, ... and the warps' sums are added in order. */
+/* Compute out (n) = column sums of partial (chunks,n). A block takes 32 columns: warp w adds chunks
+ * w, w + 32, ..., and the warps' sums are added in order. */
 static __global__ void __launch_bounds__(1024)
     dtrain_cuda_finish_columns_kernel(const float *partial, int64_t chunks, int64_t n, float *out,
                                       bool accumulate)
@@ -398,7 +414,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* The rows of x, d_out and d_in are ld elements apart. */
+/* Run the backward pass with column sums; the rows of x, d_out and d_in are ld elements apart. */
 template <typename T>
 static dtrain_result dtrain_cuda_deactivate_columns(dtrain_device *device, const char *name,
                                                     const dtrain_cuda_deactivate_op<T> &op,

@@ -1,44 +1,51 @@
-/* Flash attention
+/* Flash attention on tensor cores
  *
  * softmax(Q K^T / sqrt(head)) V without a matrix of sequence x sequence in memory (Dao,
- * FlashAttention-2, 2023), on tensor cores, for head sizes 32, 64, 80, 96 and 128. Per (batch, head)
- * and T = sequence: forward 2 products of 2 T T head flops each, backward 7; half of it when causal.
- * Bytes moved: each of q, k, v, y once from memory, and once per tile from the L2 cache.
+ * FlashAttention-2, 2023), for head sizes 32, 64, 80, 96 and 128. For each (batch, head) and with T
+ * = sequence: forward 2 products of 2 T T head flops each, backward 7; half of it when causal.
+ * Bytes moved: each of q, k, v, y once from memory, and once for each tile from the L2 cache.
  *
- * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them per warp, and streams
- * tiles of the other side past them. Everything of sequence x sequence stays in registers: the
- * accumulators of a product have just the layout that the A operand of the next one needs.
+ * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them for each warp, and
+ * streams tiles of the other side past them. Everything of sequence x sequence stays in registers:
+ * the accumulators of a product have just the layout that the A operand of the next one needs.
  *
  *                    own rows     streamed       in registers, per warp
  *     forward        Q            K, V           S = Q K^T       y  += P V
  *     backward, 1    K, V         Q, dY          S^T = K Q^T     dV += P^T dY,   dK += dS^T Q
  *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
  *
- * with P = softmax(S) and dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels are
- * one template, read by columns and by rows. S and dP are computed in both: 7 products where a single
- * kernel would need 5, but that one has to add up dQ across blocks, by floating-point atomics whose
- * order changes from run to run, or through T / 64 partial sums of dQ in memory. Determinism costs at
- * most 7/5 of the backward arithmetic.
+ * with P = softmax(S), dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels
+ * are one template, read by columns and by rows. Both compute S and dP: 7 products where a single
+ * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
+ * atomics, whose order changes from run to run, or through T / 64 partial sums of dQ in memory.
+ * Determinism costs at most 7/5 of the backward arithmetic.
  *
- * Why 32 rows per warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds two mma
- * per 16 rows, which take 3.2 cycles of a Hopper SM's four tensor cores. With 16 rows the loads are the
- * limit; with 32 they are half of it. Registers of a thread (limit 255, two blocks per SM):
+ * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
+ * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
+ * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
+ * blocks per SM):
  *
  *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
  *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
- *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows per warp: 32 would need 256 sums
+ *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows a warp: 32 would need 256 sums
  *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
  *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
  *
- * Shared memory of a block at head 128: forward 64 KiB, backward 97 KiB: two blocks per SM on Hopper. */
+ * Shared memory of a block is 64 KiB forward and 97 KiB backward at head 128, 73 KiB backward at
+ * head 96, 49 KiB backward at head 64. Blocks per SM at head 128, from the shared memory of an SM:
+ *
+ *     Hopper (sm_90)         228 KiB    two forward, two backward
+ *     A100 (sm_80)           164 KiB    two forward, one backward; two backward up to head 96
+ *     sm_86, sm_89           100 KiB    one forward, one backward */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
 #include "device/cuda/attention_gemm.cuh"
+
+#include <math.h>
 
 #define DTRAIN_CUDA_FLASH_WARPS 4
 #define DTRAIN_CUDA_FLASH_THREADS (DTRAIN_CUDA_FLASH_WARPS * DTRAIN_CUDA_WARP)
@@ -47,14 +54,14 @@
 
 /* ---- PTX ----------------------------------------------------------------------------------------
  *
- * With g = lane / 4 and t = lane % 4, a register holding two neighbours of a row:
+ * With g = lane / 4 and t = lane % 4, each register holds two neighbours of a row:
  *
  *     A (16,16)   a[0] row g, columns 2t   a[1] row g+8, 2t   a[2] row g, 2t+8   a[3] row g+8, 2t+8
  *     B (16,8)    b[0] column g, rows 2t   b[1] column g, rows 2t+8
  *     D (16,8)    d[0..1] row g, columns 2t and 2t+1   d[2..3] row g+8
  *
- * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and gets
- * row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1. */
+ * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
+ * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1. */
 
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
@@ -82,7 +89,8 @@ static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_
 #endif
 }
 
-/* volatile: what they read is changed by copies that the compiler does not see. */
+/* Load four 8 x 8 matrices. volatile, because asynchronous copies that the compiler does not see
+ * change the memory. */
 static __device__ __forceinline__ void dtrain_cuda_ldmatrix(uint32_t to[4], const void *row)
 {
 #ifdef DTRAIN_CUDA_EMULATION
@@ -108,7 +116,7 @@ static __device__ __forceinline__ void dtrain_cuda_ldmatrix_transposed(uint32_t 
 #endif
 }
 
-/* Copies 16 bytes, or writes 16 zero bytes and does not read. */
+/* Copy 16 bytes, or write 16 zero bytes and read nothing. */
 static __device__ __forceinline__ void dtrain_cuda_copy_async(void *shared, const void *global,
                                                               bool read)
 {
@@ -122,7 +130,8 @@ static __device__ __forceinline__ void dtrain_cuda_copy_async(void *shared, cons
 #endif
 }
 
-/* All copies of this thread so far; a barrier must follow before other threads read them. */
+/* Wait for all copies of this thread so far; a barrier must follow before other threads read
+ * them. */
 static __device__ __forceinline__ void dtrain_cuda_copy_wait(void)
 {
 #ifdef DTRAIN_CUDA_EMULATION
@@ -144,7 +153,8 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
 #endif
 }
 
-/* Two halves in a register, `low` in the lower bits: the neighbour with the smaller index. */
+/* Pack two halves into a register; `low`, the neighbour with the smaller index, takes the lower
+ * bits. */
 static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
                                                                    dtrain_cuda_bf16 kind)
 {
@@ -177,8 +187,9 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 #endif
 }
 
-/* x, of which the compiler knows nothing: what is computed from it stays inside a loop. Addresses in swizzled tiles
- * take two instructions to compute, and hoisted out of the loop they take the registers of the accumulators. */
+/* Return x as a value that the compiler knows nothing about, so that what is computed from it stays
+ * inside a loop. Addresses in swizzled tiles take two instructions to compute; hoisted out of the
+ * loop they would take the registers of the accumulators. */
 static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 {
 #ifndef DTRAIN_CUDA_EMULATION
@@ -189,10 +200,11 @@ static __device__ __forceinline__ int dtrain_cuda_not_hoisted(int x)
 
 /* ---- Tiles --------------------------------------------------------------------------------------
  *
- * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of 8
- * consecutive rows at a time: they have to lie in 8 different groups of 4 banks, that is, differ modulo
- * 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8) rows; exchanging chunks by XOR with
- * the number of the repetition makes them differ, for every even number of chunks. */
+ * A tile (rows,HEAD) of halves is stored in chunks of 16 bytes. ldmatrix reads one chunk of each of
+ * 8 consecutive rows at a time: these chunks have to lie in 8 different groups of 4 banks, that is,
+ * their numbers must differ modulo 8. Rows of `chunks` chunks alone repeat after 8 / gcd(chunks, 8)
+ * rows; exchanging chunks by XOR with the number of the repetition makes them differ, for every
+ * even number of chunks. A static_assert checks it for each head size. */
 
 template <int HEAD> static constexpr __host__ __device__ int dtrain_cuda_flash_swizzle(int row)
 {
@@ -219,15 +231,15 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
     dtrain_cuda_copy_async(to, from, read);
 }
 
-/* fp32 in memory, halves in the tile: rounded on the way, not asynchronous. */
+/* Copy fp32 memory to halves in the tile: rounded on the way, not asynchronous. */
 template <typename Half>
 static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<Half> *to,
                                                               const float *from, bool read)
 {
     uint4 narrow = make_uint4(0, 0, 0, 0);
     if (read) {
-        const dtrain_cuda_pack<float> low = dtrain_cuda_load(from),
-                                      high = dtrain_cuda_load(from + 4);
+        const dtrain_cuda_pack<float> low = dtrain_cuda_load<4>(from),
+                                      high = dtrain_cuda_load<4>(from + 4);
         narrow = make_uint4(dtrain_cuda_narrow_pair(low.at[0], low.at[1], Half()),
                             dtrain_cuda_narrow_pair(low.at[2], low.at[3], Half()),
                             dtrain_cuda_narrow_pair(high.at[0], high.at[1], Half()),
@@ -236,10 +248,11 @@ static __device__ __forceinline__ void dtrain_cuda_flash_copy(dtrain_cuda_pack<H
     *reinterpret_cast<uint4 *>(to) = narrow;
 }
 
-/* tile (ROWS,HEAD) = rows first.. of matrix (rows,HEAD), `stride` elements from row to row; zeros below its end. All
- * threads take part; the tile is complete after dtrain_cuda_copy_wait and a barrier. A thread copies the same column in
- * steps of 8, 16 or 32 rows, which leave the swizzle alone: one address each, the rest are constants. Head sizes 80 and
- * 96 leave a third of the threads idle for that. */
+/* Load tile (ROWS,HEAD) = rows `first` and following of matrix (rows,HEAD), whose rows are `stride`
+ * elements apart; rows behind its end become zeros. All threads take part; the tile is complete
+ * after dtrain_cuda_copy_wait and a barrier. A thread copies one column in steps of 8, 16 or 32
+ * rows, which leave the swizzle alone: one address is computed, the rest are constants. Head sizes
+ * 80 and 96 leave a third of the threads idle for that. */
 template <int HEAD, int ROWS, typename Storage, typename Half>
 static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<Half> *tile,
                                                               const Storage *matrix, int stride,
@@ -259,8 +272,9 @@ static __device__ __forceinline__ void dtrain_cuda_flash_load(dtrain_cuda_pack<H
         dtrain_cuda_flash_copy(tile + down * chunks, matrix, first + row + down < rows);
 }
 
-/* The chunk whose address this lane gives to load the 16 x 16 at row 0, column 16 * step of a tile: as A of an mma;
- * or, transposed, as two B side by side, whose rows are the tile's rows. */
+/* Give the chunk whose address this lane passes to ldmatrix to load the 16 x 16 at row 0, column 16
+ * * step of a tile: as A of an mma; or, transposed, as two B side by side, whose rows are the
+ * tile's rows. */
 template <int HEAD>
 static __device__ __forceinline__ int dtrain_cuda_flash_lane_rows(int lane, int step)
 {
@@ -268,7 +282,7 @@ static __device__ __forceinline__ int dtrain_cuda_flash_lane_rows(int lane, int 
     return row * (HEAD / 8) + (2 * step ^ chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
 }
 
-/* The same, as two B whose columns are the tile's rows. */
+/* Give the same chunk for a load as two B whose columns are the tile's rows. */
 template <int HEAD>
 static __device__ __forceinline__ int dtrain_cuda_flash_lane_columns(int lane, int step)
 {
@@ -276,8 +290,8 @@ static __device__ __forceinline__ int dtrain_cuda_flash_lane_columns(int lane, i
     return row * (HEAD / 8) + (2 * step ^ chunk ^ dtrain_cuda_flash_swizzle<HEAD>(row));
 }
 
-/* s (16 M, 8 N) = own B^T over HEAD, own being this warp's rows of a tile, B all 8 N rows of `streamed`. With RESIDENT
- * the fragments of own come from `kept`. */
+/* Compute s (16 M, 8 N) = own B^T over HEAD, where own is this warp's rows of a tile and B all 8 N
+ * rows of `streamed`. With RESIDENT the fragments of own come from `kept`. */
 template <int HEAD, bool RESIDENT, int M, int N, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_scores(float (&s)[M][N][4], const dtrain_cuda_pack<Half> *own,
@@ -310,7 +324,8 @@ dtrain_cuda_flash_scores(float (&s)[M][N][4], const dtrain_cuda_pack<Half> *own,
     }
 }
 
-/* sums (16 M, HEAD) += A (16 M, 16 STEPS) B, where B is the streamed tile (16 STEPS, HEAD). */
+/* Add to sums (16 M, HEAD) the product A (16 M, 16 STEPS) B, where B is the streamed tile (16
+ * STEPS, HEAD). */
 template <int HEAD, int STEPS, int M, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_accumulate(float (&sums)[M][HEAD / 8][4], const uint32_t (&a)[STEPS][M][4],
@@ -343,7 +358,7 @@ static __device__ __forceinline__ void dtrain_cuda_flash_store_pair(Half *to, fl
     *reinterpret_cast<uint32_t *>(to) = dtrain_cuda_narrow_pair(low, high, Half());
 }
 
-/* Rows `row` and below of matrix (rows,HEAD) = factor * sums (16 M, HEAD). */
+/* Store factor * sums (16 M, HEAD) as rows `row` and following of matrix (rows,HEAD). */
 template <int HEAD, int M, typename Storage>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
@@ -363,8 +378,9 @@ dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
     }
 }
 
-/* s = -infinity where the query may not see the key. The warp's first query and key are given; QUERY_ROWS: rows of s
- * are queries, columns keys; else the other way round. Most tiles need nothing of it. */
+/* Set s to -infinity where the query may not see the key. The warp's first query and key are given.
+ * With QUERY_ROWS the rows of s are queries and its columns keys, else the other way round. Most
+ * tiles need no mask and return at once. */
 template <bool QUERY_ROWS, int M, int N>
 static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4], int query,
                                                               int key, bool causal, int sequence)
@@ -384,8 +400,9 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
 
 /* ---- Order of the blocks ------------------------------------------------------------------------
  *
- * The (batch, head) pairs are taken in groups whose streamed rows fit in the L2 cache together; in a
- * group the heaviest tiles of all pairs come first, so that the last ones to run are light. */
+ * The (batch, head) pairs are taken in groups whose streamed rows fit in the L2 cache together.
+ * Within a group the heaviest tiles of all pairs come first, so that the last ones to run are
+ * light. */
 
 #define DTRAIN_CUDA_FLASH_CACHE_BYTES (16 << 20)
 
@@ -395,7 +412,7 @@ struct dtrain_cuda_flash_order {
 
 struct dtrain_cuda_flash_work {
     unsigned pair, tile;
-    unsigned column; /* of the head in (tokens,n) */
+    unsigned column; /* of the head, in (tokens,n) */
     int64_t token;   /* the first of the batch element */
 };
 
@@ -427,14 +444,15 @@ static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_
 
 /* ---- Forward ------------------------------------------------------------------------------------
  *
- * K and V are each other's second buffer: while one of them is multiplied the other one is on its way.
+ * K and V are each other's second buffer: while one of them is multiplied the other one is copied.
  *
  *     copies      K0   V0 ......  K1 ............  V1 ......
  *     products         S = Q K0   softmax, y += P V0   S = Q K1 ...
  *     barriers      |           |                    |          |
  *
- * Rows below the end of the sequence are zeros in the tiles and are not stored. Keys go upwards from 0,
- * which every query may see: the running maximum is finite after the first tile if the scores are. */
+ * Rows behind the end of the sequence are zeros in the tiles and are not stored. Keys go upwards
+ * from 0, which every query may see: the running maximum is finite after the first tile if the
+ * scores are. */
 
 template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr int m = 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -442,9 +460,9 @@ template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr size_t shared_bytes = (size_t)(rows + 2 * DTRAIN_CUDA_FLASH_KEYS) * HEAD * 2;
 };
 
-/* One tile of the online softmax (Milakov and Gimelshein, 2018), in powers of 2: p = P of the scores s, as the next A.
- * top is the running maximum of the unscaled scores, sum this lane's part of the running sum; y and sum are rescaled to
- * the new maximum. */
+/* Take one tile of the online softmax (Milakov and Gimelshein, 2018), in powers of 2: p = P of the
+ * scores s, as the A of the next product. `top` is the running maximum of the unscaled scores,
+ * `sum` this lane's part of the running sum; y and sum are rescaled to the new maximum. */
 template <int M, int N, int COLUMNS, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
@@ -475,7 +493,8 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
     }
 }
 
-/* y /= sum; lse (sequence) = log of the sum of exponentials, by the first lane of each row. */
+/* Finish: divide y by the sum; the first lane of each row stores lse, the log of the sum of
+ * exponentials. */
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
@@ -537,7 +556,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
             row < sequence && (!args.causal || key < row + 16 * M); /* by any row of this warp */
         uint32_t p[keys / 16][M][4];
         dtrain_cuda_copy_wait();
-        __syncthreads(); /* K is here, and nobody reads the V before it any more */
+        __syncthreads(); /* K is complete, and no warp reads the previous V any more */
         dtrain_cuda_flash_load<HEAD, keys>(v_tile, v, stride, key, sequence);
         if (seen) {
             float s[M][keys / 8][4];
@@ -546,7 +565,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
             dtrain_cuda_flash_softmax(p, s, sums, top, sum, scale * DTRAIN_CUDA_LOG2_E, Half());
         }
         dtrain_cuda_copy_wait();
-        __syncthreads(); /* V is here, and nobody reads K any more */
+        __syncthreads(); /* V is complete, and no warp reads K any more */
         if (key + keys < end)
             dtrain_cuda_flash_load<HEAD, keys>(k_tile, k, stride, key + keys, sequence);
         if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
@@ -559,8 +578,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
 
 /* ---- Backward: statistics of the queries --------------------------------------------------------
  *
- * statistics (batch*heads, 2, sequence): lse * log2(e), and D = sum of dY * y over the head. 8 lanes per query, so that
- * a warp reads whole lines. Moves 2 * rows * n elements. */
+ * statistics (batch*heads, 2, sequence): lse * log2(e), and D = sum of dY * y over the head. 8
+ * lanes take a query, so that a warp reads whole lines. Moves 2 * rows * n elements. */
 
 template <typename Storage>
 static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_args args,
@@ -574,9 +593,9 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_ar
     float dot = 0;
     for (int64_t i = threadIdx.x % 8 * width; i < head && inside; i += 8 * width) {
         const dtrain_cuda_pack<Storage> y =
-            dtrain_cuda_load((const Storage *)args.y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.y + item * head + i);
         const dtrain_cuda_pack<Storage> d_y =
-            dtrain_cuda_load((const Storage *)args.d_y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.d_y + item * head + i);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < width; j++)
             dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(d_y.at[j]);
@@ -593,11 +612,13 @@ static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_ar
 
 /* ---- Backward -----------------------------------------------------------------------------------
  *
- * KEYS: the block owns keys and gives dK and dV; else it owns queries and gives dQ. The pair streamed
- * has two buffers: one barrier per tile, after which the new one is complete and the old one is free.
+ * With KEYS the block owns keys and gives dK and dV; else it owns queries and gives dQ. The
+ * streamed pair of tiles has two buffers: one barrier for each tile, after which the new buffer is
+ * complete and the old one is free.
  *
- * The statistics of a tile of queries lie in shared memory beside it: with KEYS two buffers, fetched one
- * tile ahead, one number a thread. Below the end of the sequence they are infinity and 0: no P, no dS. */
+ * The statistics of a tile of queries lie in shared memory beside it: with KEYS in two buffers,
+ * fetched one tile ahead, one number for each thread. Behind the end of the sequence they are
+ * infinity and 0, which make P and dS zero. */
 
 template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
     static constexpr int m = KEYS && HEAD > 64 ? 1 : 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -608,8 +629,8 @@ template <int HEAD, bool KEYS> struct dtrain_cuda_flash_backward_shape {
         (size_t)(2 * own_chunks + 4 * streamed_chunks) * 16 + statistics * sizeof(float);
 };
 
-/* p = P = exp(S - lse) and ds = dS = P (dP - D), as A of the next products. lse2 and dot, in shared
- * memory, are those of the columns of s with KEYS, else those of this warp's rows. */
+/* Compute p = P = exp(S - lse) and ds = dS = P (dP - D), as A of the next products. lse2 and dot,
+ * in shared memory, belong to the columns of s with KEYS, else to this warp's rows. */
 template <bool KEYS, int M, int N, typename Half>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_gradients(uint32_t (&p)[N / 2][M][4], uint32_t (&ds)[N / 2][M][4],
@@ -633,7 +654,7 @@ dtrain_cuda_flash_gradients(uint32_t (&p)[N / 2][M][4], uint32_t (&ds)[N / 2][M]
     }
 }
 
-/* Number i of the statistics (2,count) of queries first.. */
+/* Give number i of the statistics (2,count) of queries `first` and following. */
 static __device__ __forceinline__ float
 dtrain_cuda_flash_statistic(const float *statistics, int sequence, int i, int count, int first)
 {
@@ -661,10 +682,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
-    /* causal: a key is seen from itself on, a query sees up to itself */
+    /* In a causal mask a key is seen from its own query on, a query sees up to its own key. */
     const int begin = args.causal && KEYS ? first : 0;
     const int end = args.causal && !KEYS ? min(sequence, first + shape::rows) : sequence;
-    /* of the tiles this warp sees: with KEYS those from here on, else those before */
+    /* Tiles that this warp sees: with KEYS those from `seen` on, else those before it. */
     const int seen = KEYS ? (args.causal ? row - width + 1 : 0) : args.causal ? row + 16 * M : end;
     const int number = threadIdx.x % (2 * width); /* of a statistic; some threads fetch the same */
     statistics += 2 * work.pair * args.sequence;
@@ -720,9 +741,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_store<HEAD>(d_q + 2 * n, stride, row, sequence, sums[KEYS ? 1 : 0], 1.0f);
 }
 
-/* ---- Launchers ----------------------------------------------------------------------------------*/
+/* ---- Launchers --------------------------------------------------------------------------------*/
 
-/* More than 48 KiB of dynamic shared memory has to be asked for. */
+/* Ask for more than the 48 KiB of dynamic shared memory that a kernel has without asking. */
 template <typename Kernel>
 static dtrain_result dtrain_cuda_flash_allow(Kernel kernel, size_t shared_bytes)
 {
@@ -799,9 +820,10 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
     return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
 }
 
-/* Whether these kernels can do it; attention_gemm.cuh does the rest: other head sizes, fp32 arithmetic, pointers
- * that are not 16-byte aligned, GPUs before Ampere or with little shared memory, and numbers of rows or
- * columns that do not leave 32 bits of room inside a tile. */
+/* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
+ * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or with little
+ * shared memory, and numbers of rows or columns whose products inside a tile may not fit 32
+ * bits. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {

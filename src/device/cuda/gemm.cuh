@@ -1,20 +1,59 @@
-/* Epilogue kernel: product (rows,n)
-> C, aux ------------------------------------------------
+/* GEMM 2: epilogues and fallbacks
  *
- * What cublasLt did not do: x = product + beta C + bias; forward aux = x, C = act(x); backward C = x act'(aux). C is
- * rounded once, because the product is fp32. Reads 4 bytes an element and, where asked, C and aux; writes C, aux.
+ * A product may come with a bias, an activation and a bias gradient. Three ways are tried in this
+ * order; each does all that is asked, or nothing:
  *
- * A thread keeps its columns, so it loads their bias once, and walks down the rows. */
+ *     fused      one call of cublasLt, whose epilogue does all that is asked of C
+ *     in steps   cublasLt's bare product, then the epilogue kernel below
+ *     widened    in steps, with fp32 copies of A and B; its failure is an error
+ *
+ *     asked                               epilogue of cublasLt    fallback
+ *     C alone                             DEFAULT                 widened
+ *     bias                                BIAS                    in steps
+ *     GELU                                GELU                    in steps
+ *     GELU, bias                          GELU_BIAS               in steps
+ *     GELU, aux                           GELU_AUX                in steps
+ *     GELU, aux, bias                     GELU_AUX_BIAS           in steps
+ *     GELU backward                       DGELU                   in steps
+ *     GELU backward, bias gradient of C   DGELU_BGRAD             DGELU, then column sums of C
+ *     C alone, bias gradient of A         BGRADB                  DEFAULT, then sums of A
+ *     a bias gradient with anything else  as without it, then the sums
+ *     RELU, forward or backward           none                    in steps
+ *     aux without an activation           none                    in steps
+ *     C neither of A's type nor fp32      none                    in steps
+ *     A and B of two types                none                    widened
+ *     alpha or k is 0                     none                    the epilogue kernel alone
+ *
+ * Why some epilogues are used in part or not at all:
+ *
+ *     RELU    whether cublasLt's RELU keeps NaN is not documented, and its backward pass wants a
+ *             bit mask in aux where dtrain has values
+ *     GELU    not fused in exact fp32 (the error of cublasLt's tanh is not documented), nor where
+ *             aux is C, is not 16-byte aligned, or has an ld that is not a multiple of 8
+ *     BIAS    asked for with the fp32 bias first; where cublasLt refuses that, with a copy in C's
+ *             type, which is rounded a little earlier than C itself would be
+ *     BGRAD   its gradient is fp32, which cublasLt may refuse where C is not */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
 #include "device/cuda/elementwise.cuh"
 #include "device/cuda/reductions.cuh"
 #include "device/cuda/gemm_plan.cuh"
+
+#include <cublasLt.h>
+
+#include <math.h>
+#include <string.h>
+
+/* ---- Epilogue kernel: product (rows,n) -> C, aux ------------------------------------------------
+ *
+ * Does what cublasLt did not: x = product + beta C + bias; forward aux = x, C = act(x); backward
+ * C = x act'(aux). C is rounded once, because the product is fp32. Reads 4 bytes for each element
+ * and, where asked, C and aux; writes C and aux. A thread keeps its columns, so it loads their bias
+ * once, and walks down the rows. */
 
 template <typename T> struct dtrain_cuda_epilogue {
     int64_t rows, n, ld, ldc; /* ld of the product; ldc of C and aux */
@@ -26,8 +65,8 @@ template <typename T> struct dtrain_cuda_epilogue {
     bool backward;
 };
 
-/* GELU is x / (1 + e^-2u), u = A (x + B x^3): no cancellation for negative x. Beyond +-9 the divisor is settled (1, or
- * so large that 0 remains), and e^-2u is still finite there. */
+/* Apply an activation. GELU is x / (1 + e^-2u) with u = A (x + B x^3): no cancellation for negative
+ * x. Beyond +-9 the divisor is 1, or so large that 0 remains, and e^-2u is still finite at 9. */
 static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
 {
     if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
@@ -45,16 +84,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
     const int64_t column = (blockIdx.x % strips * blockDim.x + threadIdx.x) * W;
     const bool reads_aux = args.backward && args.activation != DTRAIN_ACTIVATION_NONE;
     const bool writes_aux = args.aux && !args.backward;
-    dtrain_cuda_group<float, W> bias = {};
+    dtrain_cuda_pack<float, W> bias = {};
     if (column >= args.n) return;
-    if (args.bias) dtrain_cuda_get(args.bias + column, bias);
+    if (args.bias) bias = dtrain_cuda_load<W>(args.bias + column);
     for (int64_t row = blockIdx.x / strips; row < args.rows; row += gridDim.x / strips) {
         const int64_t at = row * args.ldc + column;
-        dtrain_cuda_group<float, W> x = {};
-        dtrain_cuda_group<T, W> c = {}, aux = {};
-        if (args.product) dtrain_cuda_get(args.product + row * args.ld + column, x);
-        if (args.beta != 0) dtrain_cuda_get(args.c + at, c);
-        if (reads_aux) dtrain_cuda_get(args.aux + at, aux);
+        dtrain_cuda_pack<float, W> x = {};
+        dtrain_cuda_pack<T, W> c = {}, aux = {};
+        if (args.product) x = dtrain_cuda_load<W>(args.product + row * args.ld + column);
+        if (args.beta != 0) c = dtrain_cuda_load<W>(args.c + at);
+        if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
             float value = x.at[i] + bias.at[i];
@@ -66,12 +105,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
             dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
                                c.at[i]);
         }
-        if (writes_aux) dtrain_cuda_put(args.aux + at, aux);
-        dtrain_cuda_put(args.c + at, c);
+        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        dtrain_cuda_store(args.c + at, c);
     }
 }
 
-/* Rows [row, row + rows) of C. */
+/* Run the epilogue kernel on rows [row, row + rows) of C. */
 template <typename T>
 static dtrain_result dtrain_cuda_epilogue_as(dtrain_device *device, const dtrain_gemm_args *args,
                                              int64_t row, int64_t rows, const float *product,
@@ -132,7 +171,8 @@ static dtrain_result dtrain_cuda_widen_as(dtrain_device *device, const void *x, 
 
 /* ---- Bias gradient: column sums of C (m,n), or row sums of op(A) (m,k) --------------------------
  *
- * The usual one is d_y' (m,k), that is, the column sums of what is stored. Row sums proper: a warp a row. */
+ * The usual op(A) is d_y', so its row sums are column sums of the memory of A. Row sums of the
+ * memory take one warp a row. */
 
 enum { DTRAIN_CUDA_ROW_SUM_WARPS = 8 };
 
@@ -192,16 +232,18 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Bytes of C if its product has to be timed aside and that is small enough; else 0. */
-static size_t dtrain_cuda_gemm_room(const dtrain_cuda_state *state, const dtrain_gemm_args *args)
+/* Give the bytes of C if the product has to be timed outside C and C is small enough; else 0. */
+static size_t dtrain_cuda_gemm_timing_bytes(const dtrain_cuda_state *state,
+                                            const dtrain_gemm_args *args)
 {
     const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
     const size_t element = dtrain_dtype_bytes(args->c_dtype);
-    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_ROOM / element) return 0;
+    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_TIMING / element) return 0;
     return (size_t)count * element;
 }
 
-/* The epilogue that does all that is asked of C (bias gradients apart); false: there is none. */
+/* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
+ * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
                                       cublasLtEpilogue_t *out)
 {
@@ -219,9 +261,8 @@ static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtra
            !(args->a_dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_FP32);
 }
 
-/* The ways to spend one call, best first; returns how many. `vector` is scratch for a bias in C's type or for a bias
- * gradient that is added to. Bias gradients are fp32, which cublasLt may refuse where C is not; then column sums are
- * made of C. A bias in C's type is rounded a little earlier than C itself would be. */
+/* List the calls of cublasLt that would do, best first, and return how many. `vector` is scratch
+ * for a bias in C's type or for a bias gradient that is added to. */
 static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilogue_t epilogue,
                                      void *vector, dtrain_cuda_product variants[3])
 {
@@ -254,7 +295,7 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* The chosen call, and what belongs to it before and after. */
+/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
@@ -286,13 +327,14 @@ static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_
     const int64_t longest = args->m > args->n ? args->m : args->n;
     const size_t vector_bytes =
         args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
-    const size_t room_bytes = dtrain_cuda_gemm_room(state, args);
-    if (vector_bytes + room_bytes > 0)
-        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, vector_bytes + room_bytes, (void **)&scratch));
+    const size_t timing_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
+    if (vector_bytes + timing_bytes > 0)
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_scratch(device, vector_bytes + timing_bytes, (void **)&scratch));
     const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
     for (int i = 0; i < count && !*done; i++) {
         dtrain_cuda_gemm_entry *entry = NULL;
-        variants[i].room = room_bytes ? scratch + vector_bytes : NULL;
+        variants[i].timing = timing_bytes ? scratch + vector_bytes : NULL;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
         if (!entry) continue;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
@@ -303,11 +345,11 @@ static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_
 
 /* ---- In steps ---------------------------------------------------------------------------------*/
 
-/* Where the pieces of a product in steps lie. */
+/* The plan of a product in steps: which buffers exist and where the product is made. */
 struct dtrain_cuda_gemm_steps {
     bool empty;                   /* no product at all: alpha or k is 0 */
     bool widen;                   /* A and B are copied as fp32 */
-    bool aside;                   /* the product is made in scratch, `rows` rows of C at a time */
+    bool in_scratch;              /* the product is made in scratch, `rows` rows of C at a time */
     bool finish;                  /* the epilogue kernel has something to do */
     int64_t rows, ld, a_ld, b_ld; /* ld: of the product */
     size_t a_bytes, b_bytes, c_bytes; /* of scratch */
@@ -325,10 +367,10 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
     dtrain_cuda_gemm_steps steps = {};
     steps.empty = args->alpha == 0 || args->k == 0;
     steps.widen = widen && !steps.empty;
-    steps.aside = !steps.empty &&
-                  ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
-                   (touches && args->aux == args->c));
-    steps.finish = touches || steps.aside || steps.empty;
+    steps.in_scratch = !steps.empty &&
+                       ((args->c_dtype != DTRAIN_DTYPE_F32 && (touches || args->c_dtype != type)) ||
+                        (touches && args->aux == args->c));
+    steps.finish = touches || steps.in_scratch || steps.empty;
     steps.rows = args->m;
     steps.ld = args->ldc;
     if (steps.widen) {
@@ -339,18 +381,19 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
         steps.b_bytes =
             dtrain_cuda_round_256((size_t)steps.b_ld * (size_t)(trans_b ? args->n : args->k) * 4);
     }
-    if (steps.aside) {
+    if (steps.in_scratch) {
         steps.ld = (args->n + 3) / 4 * 4;
-        const int64_t most = DTRAIN_CUDA_GEMM_ASIDE / (steps.ld * 4);
+        const int64_t most = DTRAIN_CUDA_GEMM_SCRATCH / (steps.ld * 4);
         steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
         steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
     } else if (!steps.empty) {
-        steps.c_bytes = dtrain_cuda_gemm_room(state, args);
+        steps.c_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
     }
     return steps;
 }
 
-/* The bare product of all rows, with A and B where they will be read. */
+/* Describe the bare product of all rows, and make the fp32 copies of A and B where they are
+ * wanted. */
 static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtrain_gemm_args *args,
                                                const dtrain_cuda_gemm_steps *steps, char *scratch,
                                                dtrain_cuda_product *product)
@@ -372,14 +415,14 @@ static dtrain_result dtrain_cuda_gemm_operands(dtrain_device *device, const dtra
         steps->b_ld);
 }
 
-/* Rows [row, row + product->m) of C. */
+/* Run the epilogue kernel, if there is anything to do, on rows [row, row + product->m) of C. */
 static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain_gemm_args *args,
                                              const dtrain_cuda_gemm_steps *steps,
                                              const dtrain_cuda_product *product, int64_t row)
 {
     if (!steps->finish) return DTRAIN_OK;
     const float *const made = steps->empty ? NULL : (const float *)product->c;
-    const float beta = steps->aside || steps->empty ? args->beta : 0;
+    const float beta = steps->in_scratch || steps->empty ? args->beta : 0;
     return DTRAIN_CUDA_BY_DTYPE(args->c_dtype, dtrain_cuda_epilogue_as)(
         device, args, row, product->m, made, steps->ld, beta);
 }
@@ -402,14 +445,15 @@ static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtra
         dtrain_cuda_gemm_entry *entry = NULL;
         product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
-        product.room = spare;
-        if (steps.aside) {
+        product.timing = spare;
+        if (steps.in_scratch) {
             product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
             product.beta = 0;
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry) return widen ? dtrain_cuda_gemm_refused(&product) : DTRAIN_OK;
+            if (!entry && !widen && row == 0) return DTRAIN_OK;
+            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));

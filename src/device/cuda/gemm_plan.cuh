@@ -1,47 +1,48 @@
-/* GEMM
+/* GEMM 1: cublasLt and the algorithm cache
  *
  * C (m,n) row by row in memory is C' (n,m) column by column, and C' = op(B)' op(A)'. So cublasLt,
- * which is column-major, gets our B as its first operand and our A as its second; every matrix keeps
- * its address and its ld, and no transposition changes:
+ * which is column-major, gets our B as its first operand and our A as its second; every matrix
+ * keeps its address and its ld, and no transposition changes:
  *
  *     here, row-major                     cublasLt, column-major
  *     B (k,n), or (n,k) with TRANS_B      A (n,k) OP_N, or (k,n) OP_T
  *     A (m,k), or (k,m) with TRANS_A      B (k,m) OP_N, or (m,k) OP_T
- *     C (m,n)                             D (n,m): its bias, a number for each of its rows, is ours,
- *                                         and its BGRADB is our row sums of op(A)
+ *     C (m,n)                             D (n,m)
+ *     bias (n), one for each column       BIAS, one for each row of D
+ *     row sums of op(A)                   BGRADB
  *
- * Three ways, tried in this order:
- *   fused     one call of cublasLt whose epilogue does all that is asked of C
- *   in steps  cublasLt's bare product, then the epilogue kernel below
- *   widened   the same with fp32 copies of A and B: operands of two types, or that cublasLt refuses
+ * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
+ * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
+ * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
+ * and so can the last bit of a result.
  *
- * RELU is never fused: whether cublasLt's keeps NaN is not documented, and what its backward pass
- * wants in aux is a bit mask, not our values. GELU is not fused in exact fp32: the error of cublasLt's
- * tanh is not documented.
- *
- * For each kind of product cublasLt proposes algorithms once. The first is taken, and every run
- * computes the same; with desc->tune the first use times them and keeps the fastest: which one wins
- * can depend on the run, and so can the last bit of a result. */
+ * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
+ * launch. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 
+#include <cublasLt.h>
+
+#include <math.h>
+#include <string.h>
+
 #define DTRAIN_CUDA_GEMM_CANDIDATES 8
 
 enum {
-    DTRAIN_CUDA_GEMM_TRIALS = 3,       /* timings of each candidate: the best counts */
-    DTRAIN_CUDA_GEMM_SLOTS = 512,      /* kinds of products remembered */
-    DTRAIN_CUDA_GEMM_PROBES = 8,       /* slots looked at for one kind */
-    DTRAIN_CUDA_GEMM_ASIDE = 64 << 20, /* bytes of scratch for a product that is not made in C */
-    DTRAIN_CUDA_GEMM_ROOM = 256 << 20, /* and at most for timing one with beta != 0 */
-    DTRAIN_CUDA_EPILOGUE_WIDTH = 4,    /* columns a thread takes */
+    DTRAIN_CUDA_GEMM_TRIALS = 3,         /* timings of each candidate: the best counts */
+    DTRAIN_CUDA_GEMM_SLOTS = 512,        /* kinds of products remembered */
+    DTRAIN_CUDA_GEMM_PROBES = 8,         /* slots that one kind may occupy */
+    DTRAIN_CUDA_GEMM_SCRATCH = 64 << 20, /* bytes of scratch for a product made outside C */
+    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes to time a product with beta != 0, at most */
+    DTRAIN_CUDA_EPILOGUE_WIDTH = 4,      /* columns a thread takes */
     DTRAIN_CUDA_EPILOGUE_THREADS = 128
 };
 
-/* What one call of cublasLt does, in row-major words: for i < batch,
- * C_i = epilogue(alpha op(A_i) op(B_i) + beta C_i). */
+/* One call of cublasLt, in row-major words: for i < batch, C_i = epilogue(alpha op(A_i) op(B_i) +
+ * beta C_i). */
 struct dtrain_cuda_product {
     uint32_t flags; /* DTRAIN_GEMM_TRANS_A, _B */
     int64_t m, n, k, batch;
@@ -53,13 +54,13 @@ struct dtrain_cuda_product {
     dtrain_dtype type, c_type;      /* of A and B, of C */
     bool widened;                   /* A and B are fp32 copies of something narrower */
     cublasLtEpilogue_t epilogue;
-    void *vector; /* bias (n), or what receives a bias gradient */
+    void *vector; /* bias (n), or the bias gradient to be written */
     dtrain_dtype vector_type;
-    void *aux;  /* (m,n) with the ld and type of C */
-    void *room; /* as large as C: where products with beta != 0 are timed; NULL: they are not */
+    void *aux;    /* (m,n) with the ld and type of C */
+    void *timing; /* as large as C, to time products with beta != 0 in; NULL: not timed */
 };
 
-/* What an algorithm depends on. Without padding, so that memcmp compares it. */
+/* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
 struct dtrain_cuda_gemm_key {
     int64_t m, n, k, batch, lda, ldb, ldc, a_step, b_step, c_step;
     uint32_t flags, epilogue, type, c_type, vector_type, compute;
@@ -68,7 +69,7 @@ struct dtrain_cuda_gemm_key {
 
 struct dtrain_cuda_gemm_entry {
     dtrain_cuda_gemm_key key;
-    bool used, works; /* works is false where cublasLt has no algorithm: not asked again */
+    bool used, works; /* works is false where cublasLt has no algorithm: it is not asked again */
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, c; /* of our A, B, C */
     cublasLtMatmulAlgo_t algorithm;
@@ -96,7 +97,8 @@ static cudaDataType_t dtrain_cuda_lt_type(dtrain_dtype dtype)
                                        : CUDA_R_32F;
 }
 
-/* bf16 arithmetic is for operands that were fp32: a widened fp16 has more bits than it keeps, TF32 keeps all. */
+/* Choose the arithmetic of a product. bf16 arithmetic is for operands that were fp32; a widened
+ * fp16 has more bits than bf16 keeps, so it takes TF32, which keeps them all. */
 static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state,
                                                   const dtrain_cuda_product *product)
 {
@@ -106,7 +108,8 @@ static cublasComputeType_t dtrain_cuda_lt_compute(const dtrain_cuda_state *state
     return product->widened ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F_FAST_16BF;
 }
 
-/* The power of two, at most 16 bytes, that divides the address of every matrix of the batch. */
+/* Give the largest power of two, at most 16 bytes, that divides the address of every matrix of the
+ * batch. */
 static uint32_t dtrain_cuda_lt_alignment(const void *memory, int64_t step, dtrain_dtype dtype)
 {
     const uint64_t bits =
@@ -135,7 +138,7 @@ static dtrain_cuda_gemm_key dtrain_cuda_gemm_key_of(const dtrain_cuda_state *sta
     return key;
 }
 
-static void dtrain_cuda_gemm_forget(dtrain_cuda_gemm_entry *entry)
+static void dtrain_cuda_gemm_evict(dtrain_cuda_gemm_entry *entry)
 {
     if (entry->c) cublasLtMatrixLayoutDestroy(entry->c);
     if (entry->b) cublasLtMatrixLayoutDestroy(entry->b);
@@ -147,12 +150,13 @@ static void dtrain_cuda_gemm_forget(dtrain_cuda_gemm_entry *entry)
 static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state)
 {
     for (int i = 0; i < DTRAIN_CUDA_GEMM_SLOTS; i++)
-        dtrain_cuda_gemm_forget(&state->gemm_cache->entries[i]);
+        dtrain_cuda_gemm_evict(&state->gemm_cache->entries[i]);
     dtrain_cuda_host_give(&state->allocator, state->gemm_cache, sizeof *state->gemm_cache);
     state->gemm_cache = NULL;
 }
 
-/* The entry of this key; else a free one among its slots; else the first of them, which is given up. */
+/* Find the entry of a key: its own; else a free one among its slots; else the first of its slots,
+ * which is evicted. */
 static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cache,
                                                      const dtrain_cuda_gemm_key *key)
 {
@@ -164,13 +168,14 @@ static dtrain_cuda_gemm_entry *dtrain_cuda_gemm_slot(dtrain_cuda_gemm_cache *cac
         dtrain_cuda_gemm_entry *entry = &cache->entries[(hash + probe) % DTRAIN_CUDA_GEMM_SLOTS];
         if (!entry->used || memcmp(&entry->key, key, sizeof *key) == 0) return entry;
     }
-    dtrain_cuda_gemm_forget(first);
+    dtrain_cuda_gemm_evict(first);
     return first;
 }
 
 /* ---- Descriptors ------------------------------------------------------------------------------*/
 
-/* A matrix stored as `rows` rows of `columns`: to cublasLt it is the other way round. */
+/* Describe a matrix stored as `rows` rows of `columns`; to cublasLt rows and columns are
+ * exchanged. */
 static dtrain_result dtrain_cuda_lt_layout(cublasLtMatrixLayout_t *layout, dtrain_dtype dtype,
                                            int64_t rows, int64_t columns, int64_t ld, int64_t batch,
                                            int64_t step)
@@ -196,9 +201,9 @@ static dtrain_result dtrain_cuda_lt_set(dtrain_cuda_gemm_entry *entry,
         "describing a product to cublasLt");
 }
 
-/* The addresses that are part of the description: they change from call to call. */
-static dtrain_result dtrain_cuda_lt_point(dtrain_cuda_gemm_entry *entry,
-                                          const dtrain_cuda_product *product)
+/* Set the addresses that are part of the description: they change from call to call. */
+static dtrain_result dtrain_cuda_lt_set_addresses(dtrain_cuda_gemm_entry *entry,
+                                                  const dtrain_cuda_product *product)
 {
     if (product->vector)
         DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
@@ -232,7 +237,7 @@ static dtrain_result dtrain_cuda_lt_describe(const dtrain_cuda_product *x,
     if (x->aux)
         DTRAIN_CUDA_TRY(dtrain_cuda_lt_set(entry, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &x->ldc,
                                            sizeof x->ldc));
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_point(entry, x));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, x));
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_layout(&entry->a, x->type, trans_a ? x->k : x->m,
                                           trans_a ? x->m : x->k, x->lda, x->batch, x->a_step));
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_layout(&entry->b, x->type, trans_b ? x->n : x->k,
@@ -249,8 +254,8 @@ static cublasStatus_t dtrain_cuda_lt_limit(cublasLtMatmulPreference_t limits,
     return cublasLtMatmulPreferenceSetAttribute(limits, attribute, &value, sizeof value);
 }
 
-/* Asks for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are none. A product that is cut
- * along k may add its parts in fp32 only, not in C's type. */
+/* Ask cublasLt for at most DTRAIN_CUDA_GEMM_CANDIDATES algorithms; *found is 0 where there are
+ * none. A product that is cut along k may add its parts in fp32 only, not in C's type. */
 static cublasStatus_t dtrain_cuda_lt_ask(const dtrain_cuda_state *state,
                                          const dtrain_cuda_gemm_entry *entry,
                                          cublasLtMatmulPreference_t limits,
@@ -291,8 +296,9 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Best time of a candidate; infinite when it cannot run. With beta == 0 every run leaves the result in C, so C may
- * hold the output of all of them; else C has to stay as it is, and they write aside. */
+/* Measure the best time of a candidate; infinity where it cannot run. With beta == 0 every run
+ * leaves the result in C, so C itself may hold the output; else C must stay as it is, and the
+ * output goes to `timing`. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
                                          const dtrain_cuda_product *x,
                                          const cublasLtMatmulAlgo_t *algorithm,
@@ -304,7 +310,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
         float milliseconds = 0;
         DTRAIN_CUDA_TRY(
             dtrain_cuda_check(cudaEventRecord(events[0], state->stream), "timing a product"));
-        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->room, algorithm) !=
+        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->timing, algorithm) !=
             CUBLAS_STATUS_SUCCESS) {
             cudaGetLastError();
             *best = INFINITY;
@@ -320,7 +326,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain_cuda_lt_race(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
+static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
                                          const dtrain_cuda_product *product,
                                          const cublasLtMatmulHeuristicResult_t *results, int found)
 {
@@ -342,7 +348,8 @@ static dtrain_result dtrain_cuda_lt_race(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
-/* A graph that is being captured runs nothing, so nothing can be timed. */
+/* Choose the algorithm of a new entry. While a graph is captured nothing runs, so nothing is
+ * timed. */
 static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
                                            const dtrain_cuda_product *product)
 {
@@ -357,14 +364,14 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
     for (int i = 0; i < found; i++)
         if (results[i].state == CUBLAS_STATUS_SUCCESS) results[good++] = results[i];
-    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->room))
-        return dtrain_cuda_lt_race(device, entry, product, results, good);
+    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->timing))
+        return dtrain_cuda_lt_tune(device, entry, product, results, good);
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
     return DTRAIN_OK;
 }
 
-/* Dimensions are 32 bits inside cuBLAS. */
+/* Refuse dimensions that do not fit 32 bits, which cuBLAS uses inside. */
 static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
 {
     const int64_t sizes[7] = {x->m, x->n, x->k, x->lda, x->ldb, x->ldc, x->batch};
@@ -384,7 +391,8 @@ static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
     return DTRAIN_OK;
 }
 
-/* *out is NULL where cublasLt has no algorithm for such a product. */
+/* Find or make the cache entry of a product. *out is NULL where cublasLt has no algorithm for
+ * it. */
 static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
                                            const dtrain_cuda_product *product,
                                            dtrain_cuda_gemm_entry **out)
@@ -404,7 +412,7 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
         dtrain_result result = dtrain_cuda_lt_describe(product, entry);
         if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
         if (result != DTRAIN_OK) {
-            dtrain_cuda_gemm_forget(entry);
+            dtrain_cuda_gemm_evict(entry);
             return result;
         }
         entry->used = true;
@@ -416,7 +424,7 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_point(entry, product));
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, product));
     return dtrain_cuda_lt_check(dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
                                                    product->c, &entry->algorithm),
                                 "cublasLtMatmul");
@@ -433,7 +441,8 @@ static dtrain_result dtrain_cuda_gemm_refused(const dtrain_cuda_product *x)
                        dtrain_dtype_name(x->type), dtrain_dtype_name(x->c_type));
 }
 
-/* Bare products of `batch` equal shapes, one step apart in memory; what attention is made of. Uses no scratch. */
+/* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
+ * is made of them. Uses no scratch. */
 static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
                                               const dtrain_cuda_product *product)
 {

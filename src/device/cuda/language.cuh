@@ -1,19 +1,19 @@
-/* Language. */
+/* Language: launches, halves, packs, sums
+ *
+ * The few tools that every kernel is written with. The emulation (tests/cuda/emulation) replaces
+ * the launch and the dynamic shared memory; everything else compiles for a GPU and for a CPU
+ * alike. */
 
 #pragma once
 
 #include "dtrain.h"
 
-#include <cublasLt.h>
 #include <cuda_runtime.h>
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
-/* One way to launch, with typed arguments and an error code. */
+/* Launch a kernel with typed arguments: a wrong type or count is a compile error, and a launch that
+ * fails returns its error code. */
 template <typename... Parameters, typename... Arguments>
 static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blocks, int threads,
                                       size_t shared_bytes, cudaStream_t stream,
@@ -32,7 +32,7 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 #endif
 }
 
-/* The dynamic shared memory of a block, 128-byte aligned. */
+/* Declare `name` as the dynamic shared memory of the block, 128-byte aligned. */
 #ifndef DTRAIN_CUDA_EMULATION
 #define DTRAIN_CUDA_DYNAMIC_SHARED(type, name)                            \
     extern __shared__ __align__(128) unsigned char dtrain_cuda_dynamic[]; \
@@ -45,12 +45,20 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
         if (tried_ != DTRAIN_OK) return tried_; \
     } while (0)
 
+/* Unrolls the loop below it on a GPU. The emulation leaves loops alone: it compiles faster. */
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_CUDA_UNROLL
+#else
+#define DTRAIN_CUDA_UNROLL _Pragma("unroll")
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
 /* ---- Half precision -----------------------------------------------------------------------------
  *
- * Storage only: kernels load, widen to fp32, compute, round once, store. */
+ * bf16 and fp16 are formats of storage alone: a kernel loads them, widens them to fp32, computes,
+ * rounds once and stores. */
 
 struct dtrain_cuda_bf16 {
     uint16_t bits;
@@ -79,8 +87,8 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 
-/* Nearest, ties to even: the bits of dtrain_f32_to_bf16 and _f16, except that a NaN in fp16 has the
- * one form the hardware gives it. */
+/* Round to nearest, ties to even: the bits of dtrain_f32_to_bf16 and dtrain_f32_to_f16, except that
+ * the hardware gives every fp16 NaN the same bits. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
     const uint32_t bits = __float_as_uint(x);
@@ -97,33 +105,48 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #endif
 }
 
-/* Calls function<T>(...) for the T that dtype names; `dtype` 0 is F32. */
+/* Name call<T> for the T that `dtype` stands for; 0 stands for F32. */
 #define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
     ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
      : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \
                                    : call<float>)
 
-/* ---- Vectors: 16 bytes at a time ----------------------------------------------------------------
+/* ---- Packs: 16 bytes at a time ------------------------------------------------------------------
  *
- * A pack is 16 bytes of T: 4 floats or 8 halves. Pointers that are not 16-byte aligned take the
- * scalar path of a kernel. */
+ * A pack is W neighbouring elements of T, by default the 4 floats or 8 halves that fill 16 bytes.
+ * A load or store moves it in accesses of 16 bytes, or of its own size where that is less, so the
+ * address must be a multiple of that. A pack of one element takes any address: kernels use it for
+ * pointers that are not 16-byte aligned, for row lengths that W does not divide, and for the last
+ * elements. Where two types meet, the operation chooses one W for both. */
 
-template <typename T> struct __align__(16) dtrain_cuda_pack
-{
-    static constexpr int width = 16 / (int)sizeof(T);
-    T at[width];
+template <typename T, int W = 16 / (int)sizeof(T)>
+struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) dtrain_cuda_pack {
+    static constexpr int width = W;
+    T at[W];
 };
 
-template <typename T>
-static __device__ __forceinline__ dtrain_cuda_pack<T> dtrain_cuda_load(const T *from)
+template <int W, typename T>
+static __device__ __forceinline__ dtrain_cuda_pack<T, W> dtrain_cuda_load(const T *from)
 {
-    return *reinterpret_cast<const dtrain_cuda_pack<T> *>(from);
+    return *reinterpret_cast<const dtrain_cuda_pack<T, W> *>(from);
 }
 
-template <typename T>
-static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T> &pack)
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
-    *reinterpret_cast<dtrain_cuda_pack<T> *>(to) = pack;
+    *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */
+template <typename X, typename Y> static constexpr int dtrain_cuda_width()
+{
+    return 16 / (int)(sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+}
+
+/* ... or the narrower type fills 16 bytes, and the wider one takes two accesses. */
+template <typename X, typename Y> static constexpr int dtrain_cuda_long_width()
+{
+    return 16 / (int)(sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
 }
 
 static inline bool dtrain_cuda_aligned(const void *memory)
@@ -133,9 +156,9 @@ static inline bool dtrain_cuda_aligned(const void *memory)
 
 /* ---- Warps and blocks ---------------------------------------------------------------------------
  *
- * Butterflies add the same pairs in the same tree on every lane: one result, the same bits, for all.
- * The block versions use `slots` (32 elements of shared memory), leave the result in every thread,
- * and may be called again at once. blockDim.x is a multiple of 32. */
+ * A butterfly adds the same pairs in the same tree on every lane, so all lanes get one result with
+ * the same bits. The block versions use `slots`, 32 elements of shared memory, leave the result in
+ * every thread, and may be called twice in a row. blockDim.x must be a multiple of 32. */
 
 template <typename T> static __device__ __forceinline__ T dtrain_cuda_warp_sum(T x)
 {
@@ -156,7 +179,7 @@ template <typename T> static __device__ __forceinline__ T dtrain_cuda_block_sum(
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP, warp = threadIdx.x / DTRAIN_CUDA_WARP;
     const int warps = blockDim.x / DTRAIN_CUDA_WARP;
     x = dtrain_cuda_warp_sum(x);
-    __syncthreads(); /* the slots may still be read by the call before this one */
+    __syncthreads(); /* the previous call may still be reading the slots */
     if (lane == 0) slots[warp] = x;
     __syncthreads();
     return dtrain_cuda_warp_sum(lane < warps ? slots[lane] : T(0));

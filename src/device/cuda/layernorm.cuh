@@ -1,47 +1,26 @@
-/* Layer norm
+/* Layer norm, forward and backward
  *
- * A row is kept in registers by a power of two of warps, so that it is read once: one warp each for
- * narrow rows, several rows a block; one block for wide ones. The statistics are two-pass (mean,
- * then squares of the distances from it) over what the registers hold: nothing cancels. Rows that
- * are too wide for registers take the "long" kernels, which read them again. */
+ * A power of two of warps keeps a row in registers, so that the row is read once: one warp for a
+ * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
+ * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
+ * Rows that are too wide for registers take the "long" kernels, which read the row again from
+ * memory. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
 
-/* WIDTH neighbours of T, moved together in accesses of 16 bytes (or of their size, if it is less). */
-template <typename T, int WIDTH>
-struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) dtrain_cuda_chunk {
-    T at[WIDTH];
-};
+#include <math.h>
 
-template <int WIDTH, typename T>
-static __device__ __forceinline__ dtrain_cuda_chunk<T, WIDTH> dtrain_cuda_load_chunk(const T *from)
-{
-    return *reinterpret_cast<const dtrain_cuda_chunk<T, WIDTH> *>(from);
-}
+/* The division of work: a row belongs to `warps` warps of a block that takes `at_a_time` rows at a
+ * time. A thread has the packs thread, thread + 32 warps, ... of its row, `kept` elements in
+ * all. */
+#define DTRAIN_CUDA_ROW_THREADS 512 /* of a block, at most: 128 registers for each */
 
-template <int WIDTH, typename T>
-static __device__ __forceinline__ void
-dtrain_cuda_store_chunk(T *to, const dtrain_cuda_chunk<T, WIDTH> &chunk)
-{
-    *reinterpret_cast<dtrain_cuda_chunk<T, WIDTH> *>(to) = chunk;
-}
-
-/* The chunk that is 16 bytes of the narrower type. */
-template <typename X, typename Y>
-static constexpr int dtrain_cuda_wide =
-    dtrain_cuda_pack<X>::width > dtrain_cuda_pack<Y>::width ? dtrain_cuda_pack<X>::width
-                                                            : dtrain_cuda_pack<Y>::width;
-
-/* Who works on a row: `warps` of a block that has `at_a_time` rows at a time. A thread has the chunks
- * thread, thread + 32 warps, ... of its row, `kept` elements in all. */
-#define DTRAIN_CUDA_ROW_THREADS 512 /* at most, of a block: 128 registers each */
-
-/* At most. Single elements have an address each, which takes registers too. */
+/* Give the elements of a row that a thread keeps, at most. Single elements have an address each,
+ * which takes registers too. */
 static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
 {
     return width == 1 ? 16 : 32;
@@ -49,7 +28,7 @@ static __host__ __device__ constexpr int dtrain_cuda_row_kept(int width)
 
 struct dtrain_cuda_row_plan {
     int warps, threads /* of the block */, at_a_time, kept;
-    int64_t blocks; /* that would take every row once */
+    int64_t blocks; /* enough to take every row once */
     bool fits;      /* into registers */
 };
 
@@ -69,8 +48,8 @@ static dtrain_cuda_row_plan dtrain_cuda_plan_rows(int64_t rows, int64_t n, int w
     return plan;
 }
 
-/* Sum over the warps of a row, in every thread of the row. Consecutive calls alternate between two
- * arrays of slots: the barrier in one call separates the uses of the other array. */
+/* Sum x over the warps of a row, in every thread of the row. Consecutive calls must alternate
+ * between two arrays of slots: the barrier in one call separates the uses of the other array. */
 static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slots, int warps)
 {
     x = dtrain_cuda_warp_sum(x);
@@ -81,7 +60,8 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
     return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
 }
 
-/* Elements of any type, for the long kernels: the type is known at run time and the same for all. */
+/* Load an element whose type is known at run time only, for the long kernels; all threads take the
+ * same branch. */
 static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
 {
     if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
@@ -101,21 +81,21 @@ static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at,
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
  * residual, one write of sum and of y; weight and bias stay in cache.
  *
- * s is rounded to the type of sum before it is normalised: y, mean and rstd belong to the s that
- * backward reads, and fusing the addition changes no bit. */
+ * s = x + residual is rounded to the type of sum before it is normalised: y, mean and rstd belong
+ * to the s that backward reads, and fusing the addition changes no bit. */
 
 template <typename X, typename Y, int WIDTH>
-static __device__ __forceinline__ dtrain_cuda_chunk<X, WIDTH>
+static __device__ __forceinline__ dtrain_cuda_pack<X, WIDTH>
 dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
 {
-    dtrain_cuda_chunk<X, WIDTH> s = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + at);
+    dtrain_cuda_pack<X, WIDTH> s = dtrain_cuda_load<WIDTH>((const X *)args.x + at);
     if (!args.residual) return s;
-    const dtrain_cuda_chunk<Y, WIDTH> residual =
-        dtrain_cuda_load_chunk<WIDTH>((const Y *)args.residual + at);
+    const dtrain_cuda_pack<Y, WIDTH> residual =
+        dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.sum + at, s);
+    dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
 
@@ -124,14 +104,14 @@ static __device__ __forceinline__ void
 dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int64_t column,
                              const float (&s)[WIDTH], float mean, float rstd)
 {
-    const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
-    dtrain_cuda_chunk<float, WIDTH> bias = {};
-    if (args.bias) bias = dtrain_cuda_load_chunk<WIDTH>(args.bias + column);
-    dtrain_cuda_chunk<Y, WIDTH> y;
+    const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
+    dtrain_cuda_pack<float, WIDTH> bias = {};
+    if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
         dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
-    dtrain_cuda_store_chunk<WIDTH>((Y *)args.y + row * args.n + column, y);
+    dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
 template <typename X, typename Y, int WIDTH>
@@ -144,9 +124,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        const int n = row < args.rows
-                          ? (int)args.n
-                          : 0; /* a row too many: it only meets the others in the sums */
+        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        const int n = row < args.rows ? (int)args.n : 0;
         float s[chunks][WIDTH], sum = 0, squares = 0;
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
@@ -179,7 +158,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     }
 }
 
-/* One block a row; x is read three times (with residual: once, and sum twice). */
+/* Normalise one row a block; x is read three times (with residual: x once, and sum twice). */
 static __global__ void __launch_bounds__(1024)
     dtrain_cuda_layernorm_long_kernel(dtrain_layernorm_args args)
 {
@@ -194,8 +173,7 @@ static __global__ void __launch_bounds__(1024)
                     args.sum, args.x_dtype, begin + j,
                     dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) +
                         dtrain_cuda_get_any(args.residual, args.y_dtype, begin + j));
-            sum +=
-                dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* what this thread has written */
+            sum += dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* this thread wrote it */
         }
         const float mean = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
@@ -217,7 +195,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_run(dtrain_device *device,
                                                const dtrain_layernorm_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->bias) && dtrain_cuda_aligned(args->residual) &&
@@ -264,11 +242,12 @@ static dtrain_result dtrain_cuda_layernorm(dtrain_device *device, const dtrain_l
  *
  * x, d_y, d_x, d_residual (rows,n). Bytes: one read of x and d_y, one write of d_x and d_residual
  * (and a read of d_x to accumulate). A block takes many rows; each thread adds its own columns in
- * shared memory, one sum for every thread, so without a barrier and without bank conflicts. Then
+ * shared memory, in one sum for every thread, so without a barrier and without bank conflicts. Then
  *
- *     sums of a block's row groups, in order -> partials (blocks, 2, n) -> columns kernel -> d_weight, d_bias
+ *     sums of a block's row groups, in order -> partials (blocks, 2, n)
+ *     partials, in order -> d_weight, d_bias                  columns kernel
  *
- * which are 8 n bytes written and read for each of at most 2 blocks a multiprocessor. */
+ * The partials are 8 n bytes, written and read, for each of at most 2 blocks a multiprocessor. */
 
 template <typename X, typename Y, int WIDTH>
 static __device__ __forceinline__ void
@@ -276,9 +255,9 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       const float (&d)[WIDTH], const float (&hat)[WIDTH],
                                       float d_average, float d_hat_average, float rstd)
 {
-    dtrain_cuda_chunk<X, WIDTH> d_x = {};
-    dtrain_cuda_chunk<Y, WIDTH> d_residual;
-    if (args.accumulate_x) d_x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.d_x + at);
+    dtrain_cuda_pack<X, WIDTH> d_x = {};
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
@@ -286,11 +265,11 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                            d_x.at[e]);
         dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store_chunk<WIDTH>((Y *)args.d_residual + at, d_residual);
+    dtrain_cuda_store((X *)args.d_x + at, d_x);
+    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
-/* The sums of a block's row groups -> its partials. */
+/* Add the sums of a block's row groups in order, into its partials. */
 static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
                                                       const float *bias_sums, int64_t n,
                                                       const dtrain_cuda_row_plan &plan, int width,
@@ -298,7 +277,7 @@ static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
 {
     const int threads = plan.warps * DTRAIN_CUDA_WARP;
     __syncthreads();
-    if ((int)threadIdx.x >= threads) return; /* the first group adds up all */
+    if ((int)threadIdx.x >= threads) return; /* the first group adds all groups' sums */
     for (int i = 0; i < plan.kept; i++) {
         const int64_t column = ((int64_t)(i / width) * threads + threadIdx.x) * width + i % width;
         if (column >= n) continue;
@@ -312,7 +291,7 @@ static __device__ void dtrain_cuda_layernorm_partials(const float *weight_sums,
     }
 }
 
-/* partials NULL: only d_x is wanted. */
+/* Compute d_x, and the block's partials; partials is NULL where only d_x is wanted. */
 template <typename X, typename Y, int WIDTH>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     dtrain_cuda_layernorm_backward_kernel(dtrain_layernorm_backward_args args,
@@ -330,19 +309,17 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
     const int64_t stride = (int64_t)gridDim.x * plan.at_a_time;
     for (int64_t first = (int64_t)blockIdx.x * plan.at_a_time; first < args.rows; first += stride) {
         const int64_t row = first + threadIdx.x / threads;
-        const int n = row < args.rows
-                          ? (int)args.n
-                          : 0; /* a row too many: it only meets the others in the sums */
+        /* Warps behind the last row have n = 0: they take part in the barriers alone. */
+        const int n = row < args.rows ? (int)args.n : 0;
         const float mean = n ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
         float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
             const int column = (c * threads + thread) * WIDTH;
             if (column >= n) continue;
-            const auto x = dtrain_cuda_load_chunk<WIDTH>((const X *)args.x + row * args.n + column);
-            const auto d_y =
-                dtrain_cuda_load_chunk<WIDTH>((const Y *)args.d_y + row * args.n + column);
-            const auto weight = dtrain_cuda_load_chunk<WIDTH>(args.weight + column);
+            const auto x = dtrain_cuda_load<WIDTH>((const X *)args.x + row * args.n + column);
+            const auto d_y = dtrain_cuda_load<WIDTH>((const Y *)args.d_y + row * args.n + column);
+            const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++) {
                 const float dy = dtrain_cuda_widen(d_y.at[e]);
@@ -371,8 +348,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
         dtrain_cuda_layernorm_partials(weight_sums, bias_sums, args.n, plan, WIDTH, partials);
 }
 
-/* partials (count, 2, n) -> d_weight (n), d_bias (n): even blocks make one, odd blocks the other. A
- * block has 32 columns and 16 warps, which take every 16th partial; their 16 sums are added in order. */
+/* Add partials (count, 2, n) to d_weight (n) and d_bias (n): even blocks make one, odd blocks the
+ * other. A block has 32 columns and 16 warps, which take every 16th partial; their 16 sums are
+ * added in order. */
 static __global__ void __launch_bounds__(512)
     dtrain_cuda_layernorm_columns_kernel(dtrain_layernorm_backward_args args, const float *partials,
                                          int64_t count)
@@ -394,7 +372,7 @@ static __global__ void __launch_bounds__(512)
     out[column] = args.accumulate_params ? out[column] + sum : sum;
 }
 
-/* One block a row, which is read twice. */
+/* Compute d_x for one row a block; the row is read twice. */
 static __global__ void __launch_bounds__(1024)
     dtrain_cuda_layernorm_backward_long_kernel(dtrain_layernorm_backward_args args)
 {
@@ -424,7 +402,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* Rows slab, slab + slabs, ... of 256 columns a block -> partials (slabs, 2, n). */
+/* Add rows slab, slab + slabs, ... of 256 columns a block, into partials (slabs, 2, n). */
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_layernorm_slabs_kernel(dtrain_layernorm_backward_args args, float *partials,
                                        int64_t slabs)
@@ -451,7 +429,7 @@ static dtrain_result dtrain_cuda_layernorm_columns(dtrain_device *device,
         (args->n + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * 2, 512, 0, *args, partials, count);
 }
 
-/* The parameters first: d_x may be d_y. */
+/* Run the long kernels. The parameters come first, because d_x may be d_y. */
 static dtrain_result dtrain_cuda_layernorm_backward_long(dtrain_device *device,
                                                          const dtrain_layernorm_backward_args *args)
 {
@@ -475,7 +453,7 @@ template <typename X, typename Y>
 static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
                                                         const dtrain_layernorm_backward_args *args)
 {
-    constexpr int width = dtrain_cuda_wide<X, Y>;
+    constexpr int width = dtrain_cuda_long_width<X, Y>();
     const bool wide = args->n % width == 0 && dtrain_cuda_aligned(args->x) &&
                       dtrain_cuda_aligned(args->d_y) && dtrain_cuda_aligned(args->weight) &&
                       dtrain_cuda_aligned(args->d_x) && dtrain_cuda_aligned(args->d_residual);
@@ -495,7 +473,7 @@ static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
     if (params)
         DTRAIN_CUDA_TRY(
             dtrain_cuda_scratch(device, (size_t)(blocks * 2 * args->n) * sizeof(float), &partials));
-    if (shared_bytes > 48 * 1024) /* what a kernel has without asking */
+    if (shared_bytes > 48 * 1024) /* more than a kernel has without asking */
         DTRAIN_CUDA_TRY(dtrain_cuda_check(
             cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  (int)shared_bytes),

@@ -10,8 +10,38 @@
 
        @contents@
 
-   Every operation has: shapes and bytes moved, the kernel, the launcher, and its entry in table.cuh.
-   Results are a function of the inputs alone: no floating-point atomics anywhere.
+   An operation is written in this order: a comment with shapes and bytes moved, the kernel, the
+   launcher, and its entry in table.cuh. Results are a function of the inputs alone: no
+   floating-point atomics anywhere.
 
    The file is also compiled by a C++ compiler for a CPU, with stand-ins for cuda_runtime.h and
-   cublasLt.h (tests/cuda/emulation): that is how its kernels are tested where there is no GPU. */
+   cublasLt.h (tests/cuda/emulation): so its kernels are tested where there is no GPU.
+
+   Speed. The floor of a kernel is the time that its limiting resource needs: the bytes that its
+   comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
+   dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
+   written down so that a measurement can contradict it; small inputs are limited by the launches,
+   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize. Measured: nothing,
+   no hardware yet.
+
+       kernels                          limiting resource                expected    measured
+       add, axpby, convert, activation  memory bandwidth                 90 %        not measured
+       dropout                          memory, integer units (Philox)   75 %        not measured
+       sum, column sums                 memory bandwidth                 90 %        not measured
+       adamw, sgd                       memory bandwidth                 90 %        not measured
+       gemm, fused or bare              tensor cores (cublasLt)          75 %        not measured
+       gemm epilogue kernel             memory bandwidth                 85 %        not measured
+       layernorm                        memory bandwidth                 85 %        not measured
+       layernorm backward               memory, shared memory            70 %        not measured
+       embedding                        memory bandwidth                 80 %        not measured
+       embedding backward               memory latency (sort, gather)    40 %        not measured
+       cross-entropy                    memory bandwidth                 85 %        not measured
+       attention, flash, forward        tensor cores through mma.sync    30 %        not measured
+       attention, flash, backward       tensor cores, registers          25 %        not measured
+       attention by batched GEMM        memory and L2 cache (scores)     50 %        not measured
+       top-k                            memory bandwidth                 75 %        not measured
+       scatter-add                      memory, 32-byte sectors          60 %        not measured
+       orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
+
+   The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
+   runs from Ampere on, is said to reach 60 to 65 % of it. */

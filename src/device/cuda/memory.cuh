@@ -1,9 +1,16 @@
-/* Memory. */
+/* Memory, streams, events and graphs
+ *
+ * The entries of the device table that move bytes or order work. Scratch memory belongs to the
+ * device: one block that grows in the first step and is stable afterwards, so the steady state
+ * allocates nothing and can be captured in a graph. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
+
+#include <stdio.h>
+#include <string.h>
 
 static dtrain_result dtrain_cuda_out_of_memory(const dtrain_device *device, size_t bytes)
 {
@@ -37,8 +44,9 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
     if (dtrain_cuda_may_free(device) && cudaFree(memory) != cudaSuccess) cudaGetLastError();
 }
 
-/* A captured graph holds the address of the scratch it was captured with: while there are graphs,
- * the old block stays and the new one has at least twice its size. */
+/* Replace the scratch block by a larger one. A captured graph holds the address of the block it was
+ * captured with: while there are graphs, the old block stays and the new one has at least twice its
+ * size, so the retired blocks together are smaller than the current one. */
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -61,8 +69,8 @@ static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t byte
     return DTRAIN_OK;
 }
 
-/* At least `bytes` of device scratch, 256-byte aligned; contents do not survive the operation. It
- * cannot grow while a graph is captured. */
+/* Give at least `bytes` of device scratch, 256-byte aligned. The contents do not survive the
+ * operation. The scratch cannot grow while a graph is captured. */
 static dtrain_result dtrain_cuda_scratch(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -89,8 +97,8 @@ static dtrain_result dtrain_cuda_copy_kind(dtrain_copy_kind kind, cudaMemcpyKind
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "copy: %d is not a dtrain_copy_kind", (int)kind);
 }
 
-/* Between host and device the stream is idle before the copy, since the driver may stage pageable
- * memory inside the call, and idle after it, since it may not. */
+/* Copy. Between host and device the compute stream is idle before the copy, since the driver may
+ * stage pageable memory inside the call, and idle after it, since the driver may as well not. */
 static dtrain_result dtrain_cuda_copy(dtrain_device *device, void *to, const void *from,
                                       size_t bytes, dtrain_copy_kind kind)
 {
@@ -150,7 +158,7 @@ static cudaMemoryType dtrain_cuda_memory_type(const void *memory)
     cudaPointerAttributes attributes;
     memset(&attributes, 0, sizeof attributes);
     if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) return attributes.type;
-    cudaGetLastError(); /* old drivers call foreign memory an error */
+    cudaGetLastError(); /* old drivers report memory they do not know as an error */
     return cudaMemoryTypeUnregistered;
 }
 
@@ -168,7 +176,8 @@ static cudaStream_t dtrain_cuda_native(dtrain_device *device, dtrain_stream *str
     return stream ? stream->native : dtrain_cuda_state_of(device)->stream;
 }
 
-/* Pageable memory is refused: the driver would wait inside the call until it has staged it. */
+/* Copy on a stream without waiting. Pageable memory is refused: the driver would wait inside the
+ * call until it has staged it. */
 static dtrain_result dtrain_cuda_copy_async(dtrain_device *device, void *to, const void *from,
                                             size_t bytes, dtrain_copy_kind kind,
                                             dtrain_stream *stream)
@@ -207,7 +216,7 @@ static dtrain_result dtrain_cuda_stream_create(dtrain_device *device, bool high_
     return DTRAIN_OK;
 }
 
-/* Work that is still queued on it runs to its end. */
+/* Destroy a stream; work that is still queued on it runs to its end. */
 static void dtrain_cuda_stream_destroy(dtrain_device *device, dtrain_stream *stream)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
@@ -286,10 +295,10 @@ static dtrain_result dtrain_cuda_event_elapsed(dtrain_device *device, dtrain_eve
     return dtrain_cuda_check(error, "event_elapsed");
 }
 
-/* ---- Graphs -----------------------------------------------------------------------------------
+/* ---- Graphs -------------------------------------------------------------------------------------
  *
- * Capture is of this thread only: another thread of the process (a watchdog that polls its events)
- * neither breaks it nor is recorded. */
+ * A capture belongs to this thread alone: another thread of the process, such as a watchdog that
+ * polls its events, neither breaks the capture nor is recorded. */
 
 static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
 {

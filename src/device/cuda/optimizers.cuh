@@ -1,8 +1,8 @@
-/* Optimizers
+/* Optimizers: AdamW and SGD, many tensors
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
- * (4 KiB), more take more launches. A block finds its tensor by its number and updates 8192
- * elements of it:
+ * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and
+ * updates 8192 elements of it:
  *
  *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
@@ -14,8 +14,9 @@
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
-#include "device/cuda/elements.cuh"
 #include "device/cuda/elementwise.cuh"
+
+#include <math.h>
 
 enum {
     DTRAIN_CUDA_TABLE_TENSORS = 60,
@@ -44,7 +45,7 @@ struct dtrain_cuda_tensors {
     dtrain_cuda_tensor at[DTRAIN_CUDA_TABLE_TENSORS];
 };
 
-/* ---- Rules: what happens to one element -------------------------------------------------------*/
+/* ---- Rules: the update of one element ---------------------------------------------------------*/
 
 struct dtrain_cuda_adamw_rule {
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
@@ -56,7 +57,8 @@ struct dtrain_cuda_adamw_rule {
         correction2 = scalars.correction2;
         grad_scale = scalars.grad_scale;
     }
-    /* lr / correction1 is one factor, and v is scaled under the root. */
+    /* Update one element. lr / correction1 is one factor, and v is scaled under the root, as on the
+     * CPU. */
     __device__ void step(float decay, float grad, float &value, float &m, float &v) const
     {
         const float g = grad * grad_scale;
@@ -76,7 +78,7 @@ struct dtrain_cuda_sgd_rule {
         lr = scalars.lr;
         grad_scale = scalars.grad_scale;
     }
-    /* Without momentum `buffer` is 0 and forgotten. */
+    /* Update one element. Without momentum `buffer` comes in as 0 and is not stored. */
     __device__ void step(float decay, float grad, float &value, float &buffer, float &) const
     {
         const float g = grad * grad_scale;
@@ -114,9 +116,9 @@ static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint
 template <typename T, int W>
 static __device__ __forceinline__ void
 dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
-                      uint64_t seed, int64_t i, const dtrain_cuda_group<float, W> &value)
+                      uint64_t seed, int64_t i, const dtrain_cuda_pack<float, W> &value)
 {
-    dtrain_cuda_group<T, W> low;
+    dtrain_cuda_pack<T, W> low;
     uint32_t words[W];
     if (tensors.stochastic_rounding) {
         dtrain_cuda_random<W>(seed, tensor.number, i, words);
@@ -126,32 +128,33 @@ dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tens
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
     }
-    dtrain_cuda_put((T *)tensor.low + i, low);
+    dtrain_cuda_store((T *)tensor.low + i, low);
 }
 
-/* Elements i .. i + W. */
+/* Update elements i .. i + W. */
 template <int W, typename Rule>
 static __device__ __forceinline__ void
 dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
                          const Rule &rule, uint64_t seed, float decay, int64_t i)
 {
-    dtrain_cuda_group<float, W> value, grad, m = {}, v = {};
-    dtrain_cuda_get(tensor.value + i, value);
-    dtrain_cuda_get(tensor.grad + i, grad);
-    if (tensor.m) dtrain_cuda_get(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_get(tensor.v + i, v);
+    dtrain_cuda_pack<float, W> value, grad, m = {}, v = {};
+    value = dtrain_cuda_load<W>(tensor.value + i);
+    grad = dtrain_cuda_load<W>(tensor.grad + i);
+    if (tensor.m) m = dtrain_cuda_load<W>(tensor.m + i);
+    if (tensor.v) v = dtrain_cuda_load<W>(tensor.v + i);
     DTRAIN_CUDA_UNROLL
     for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
-    dtrain_cuda_put(tensor.value + i, value);
-    if (tensor.m) dtrain_cuda_put(tensor.m + i, m);
-    if (tensor.v) dtrain_cuda_put(tensor.v + i, v);
+    dtrain_cuda_store(tensor.value + i, value);
+    if (tensor.m) dtrain_cuda_store(tensor.m + i, m);
+    if (tensor.v) dtrain_cuda_store(tensor.v + i, v);
     if (!tensor.low) return;
     if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
         dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
     else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
 }
 
-/* The last tensor that starts at or before this block: every thread of the block finds the same. */
+/* Find the last tensor that starts at or before this block; all threads of the block find the
+ * same. */
 static __device__ __forceinline__ int dtrain_cuda_find_tensor(const dtrain_cuda_tensors &tensors)
 {
     int low = 0, high = tensors.count;
@@ -222,7 +225,8 @@ static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *f
     return to;
 }
 
-/* `tensors` comes with everything but the table. All are checked before the first changes. */
+/* Launch the update of a list of tensors. `tensors` has everything but the table. All tensors are
+ * checked before the first one changes. */
 template <typename Rule>
 static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
                                         const dtrain_optimizer_tensor *from, size_t count,

@@ -1,16 +1,18 @@
-/* Reductions
+/* Reductions: sum, clip, column sums
  *
- * Two kernels: many blocks leave a partial result each, one block adds them in order. How many
- * blocks, and who adds what, depends on the count alone: neither the GPU's size nor the address
- * shows in the bits. One read of the input, 16 bytes a load. */
+ * A reduction takes two kernels: many blocks leave one partial result each, then one block adds
+ * them in order. The count alone decides how many blocks there are and which elements each adds, so
+ * the bits depend neither on the size of the GPU nor on the address. Cost: one read of the input,
+ * 16 bytes a load. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
 #include "device/cuda/elementwise.cuh"
+
+#include <math.h>
 
 enum {
     DTRAIN_CUDA_SUM_THREADS = 256,
@@ -18,13 +20,13 @@ enum {
     DTRAIN_CUDA_SUM_SHARE = 8192   /* elements that are worth a block */
 };
 
-/* Up to a pack of elements from i on, those at and behind `count` as zero. */
+/* Load the pack that begins at i, with 0 for elements at and behind `count`. */
 template <typename T>
 static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t i, int64_t count,
                                                              bool aligned, dtrain_cuda_pack<T> &to)
 {
     if (aligned && i + dtrain_cuda_pack<T>::width <= count) {
-        to = dtrain_cuda_load(x + i);
+        to = dtrain_cuda_load<dtrain_cuda_pack<T>::width>(x + i);
         return;
     }
     DTRAIN_CUDA_UNROLL
@@ -33,9 +35,12 @@ static __device__ __forceinline__ void dtrain_cuda_load_pack(const T *x, int64_t
         else dtrain_cuda_narrow(0, to.at[j]);
 }
 
-/* ---- sum: x (count) -> one double, scaled; 4 (or 2) bytes read an element ---------------------*/
+/* ---- sum: x (count) -> one double, scaled -------------------------------------------------------
+ *
+ * Bytes: 4 (or 2) read for each element. */
 
-/* partial[block] = sum of the packs block * threads + thread, + all threads, ... */
+/* Leave in partial[block] the sum of the packs block * threads + thread, then all threads further,
+ * and so on. */
 template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
     dtrain_cuda_sum_kernel(const T *x, int64_t count, bool squares, bool aligned, double *partial)
@@ -61,7 +66,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/* One block. */
+/* Add the partial sums in order, by one block, and scale the total. */
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
     dtrain_cuda_finish_sum_kernel(const double *partial, int count, double scale, bool accumulate,
                                   double *total, float *out)
@@ -104,7 +109,7 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
- * In double. A norm that is not finite skips the step and leaves the scale alone. */
+ * Computes in double. A norm that is not finite sets skip and leaves the gradient scale alone. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
@@ -175,9 +180,9 @@ static dtrain_result dtrain_cuda_finite(dtrain_device *device, const dtrain_fini
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_finite_as)(device, args);
 }
 
-/* ---- Column sums, for bias gradients: x (rows,n), rows ld elements apart -> out (n) ------------
+/* ---- Column sums: x (rows,n), rows ld elements apart -> out (n) ---------------------------------
  *
- * The activation's backward pass with no activation, in place. */
+ * The bias gradient of a product: the activation's backward pass with no activation, in place. */
 
 template <typename T>
 static dtrain_result dtrain_cuda_column_sums_as(dtrain_device *device, const void *x, int64_t rows,

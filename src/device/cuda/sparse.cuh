@@ -1,4 +1,4 @@
-/* Sparse
+/* Sparse gradients: top-k and scatter-add
  *
  * Top-k by magnitude: an exact radix select that reads the elements twice, without the host.
  *
@@ -6,32 +6,32 @@
  * k-th largest key is found digit by digit (11, 10, 10 bits) from histograms of the keys that agree
  * with the digits found so far.
  *
- *   fold      velocity, residual += x; histogram of digit 0, of all and of each tile of elements
- *   offsets   digit 0; candidates (digit 0 equal or above) of each tile -> where each tile's begin
- *   gather    candidates in order -> side buffer; histogram of digit 1 of those that are equal
- *   narrow    digit 1; histogram of digit 2
- *   count     digit 2, so the key itself; of each tile of candidates, how many are above, how many equal
- *   write     those above, and the first of those equal, in order -> values, indices; residual and
- *             velocity 0 there
+ *     fold      velocity, residual += x; histogram of digit 0, of all and of each tile of elements
+ *     offsets   digit 0; the candidates (digit 0 equal or above) of each tile -> their places
+ *     gather    candidates in order -> side buffer; histogram of digit 1 of those that are equal
+ *     narrow    digit 1; histogram of digit 2
+ *     count     digit 2, so the key itself; counts for each tile how many are above, how many equal
+ *     write     those above, and the first of those equal, in order -> values, indices; residual
+ *               and velocity 0 there
  *
  * Order without sorting: tiles are counted, the counts are summed over the tiles (by the block that
- * finishes last), and within a tile a block ranks its elements in order. So indices ascend, and among
- * equals the lowest are taken.
+ * finishes last), and within a tile a block ranks its elements in order. So indices ascend, and
+ * among equals the lowest are taken.
  *
- * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of an
- * octave: no more than 6 % of normally distributed numbers. If the candidates do not fit after all
- * (all magnitudes equal), gather stores nothing and narrow, count and write read the elements
+ * The side buffer has room for k + count/8 + 4096 candidates. A bucket of digit 0 is an eighth of
+ * an octave: no more than 6 % of normally distributed numbers. If the candidates do not fit all the
+ * same (all magnitudes equal), gather stores nothing, and narrow, count and write read the elements
  * themselves: same result, three more reads.
  *
- * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for each
- * candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes a candidate there is room for, 4 KiB a tile. */
+ * Bytes for n = count, with residual: fold 12 n, gather 4 n, together 16 n, and some 40 bytes for
+ * each candidate; with velocity 24 n; without residual 8 n. Scratch: 8 bytes for each candidate
+ * there is room for, 4 KiB for each tile. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
 #include "device/cuda/tokens.cuh"
 
 enum {
@@ -43,13 +43,13 @@ enum {
     DTRAIN_CUDA_TOPK_COPIES = 2       /* of a histogram in shared memory: fewer collisions */
 };
 
-/* What is known of the k-th largest key after a digit. */
+/* The state of the search for the k-th largest key after a digit. */
 struct dtrain_cuda_topk_level {
     unsigned prefix; /* its digits so far */
-    unsigned need;   /* how many to take among the keys with that prefix; all above are taken */
+    unsigned need;   /* keys with that prefix to take; all keys above it are taken */
 };
 
-/* Zeroed before each selection. */
+/* The counters of one selection, zeroed before it. */
 struct dtrain_cuda_topk_state {
     unsigned histograms[3][DTRAIN_CUDA_TOPK_BINS];
     dtrain_cuda_topk_level levels[3];
@@ -59,14 +59,14 @@ struct dtrain_cuda_topk_state {
 
 struct dtrain_cuda_topk_plan {
     dtrain_topk_args args;
-    unsigned count, tile, tiles, room; /* room: of the side buffer */
-    bool wide;                         /* x, residual and velocity are 16-byte aligned */
+    unsigned count, tile, tiles, capacity; /* capacity: of the side buffer */
+    bool wide;                             /* x, residual and velocity are 16-byte aligned */
     const float *source; /* (count) what is selected from: residual, or x without it */
     dtrain_cuda_topk_state *state;
     uint16_t *tile_histograms;  /* (tiles, DTRAIN_CUDA_TOPK_BINS) */
     unsigned *offsets, *equals; /* (tiles) first counts, then sums over the tiles before */
-    float *side_values;         /* (room) */
-    int32_t *side_indices;      /* (room) */
+    float *side_values;         /* (capacity) */
+    int32_t *side_indices;      /* (capacity) */
 };
 
 static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
@@ -75,44 +75,31 @@ static __device__ __forceinline__ unsigned dtrain_cuda_magnitude(float x)
     return bits > 0x7f800000u ? 0x7fffffffu : bits;
 }
 
-/* Digit `level` is at this bit, below the prefix made of the digits before it. */
+/* Give the bit at which digit `level` begins; the prefix made of the digits before it lies
+ * above. */
 static __device__ __forceinline__ constexpr int dtrain_cuda_topk_shift(int level)
 {
     return 20 - 10 * level;
 }
 
-/* Elements at .. at+3; 0 from `end` on. */
-struct dtrain_cuda_four {
-    float at[4];
-};
-
-static __device__ __forceinline__ dtrain_cuda_four dtrain_cuda_load_four(const float *from,
-                                                                         unsigned at, unsigned end,
-                                                                         bool wide)
+/* Load elements [at, at + 4), with 0 for those at and behind `end`. */
+static __device__ __forceinline__ dtrain_cuda_pack<float>
+dtrain_cuda_load_four(const float *from, unsigned at, unsigned end, bool wide)
 {
-    dtrain_cuda_four four;
-    if (wide && at < end && end - at >= 4) {
-        const dtrain_cuda_pack<float> pack = dtrain_cuda_load(from + at);
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) four.at[e] = pack.at[e];
-    } else {
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++)
-            four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
-    }
+    dtrain_cuda_pack<float> four;
+    if (wide && at < end && end - at >= 4) return dtrain_cuda_load<4>(from + at);
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < 4; e++) four.at[e] = at < end && end - at > (unsigned)e ? from[at + e] : 0;
     return four;
 }
 
+/* Store elements [at, at + 4), without those at and behind `end`. */
 static __device__ __forceinline__ void dtrain_cuda_store_four(float *to, unsigned at, unsigned end,
                                                               bool wide,
-                                                              const dtrain_cuda_four &four)
+                                                              const dtrain_cuda_pack<float> &four)
 {
-    if (wide && at < end && end - at >= 4) {
-        dtrain_cuda_pack<float> pack;
-        DTRAIN_CUDA_UNROLL
-        for (int e = 0; e < 4; e++) pack.at[e] = four.at[e];
-        dtrain_cuda_store(to + at, pack);
-    } else {
+    if (wide && at < end && end - at >= 4) dtrain_cuda_store(to + at, four);
+    else {
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++)
             if (at < end && end - at > (unsigned)e) to[at + e] = four.at[e];
@@ -143,7 +130,8 @@ dtrain_cuda_topk_bin(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int bin)
     return sum;
 }
 
-/* Adds a block's histogram to the one of all blocks: integers, so their order does not matter. */
+/* Add a block's histogram to the histogram of all blocks: integers, so their order does not
+ * matter. */
 static __device__ __forceinline__ void
 dtrain_cuda_topk_publish(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int count, unsigned *to)
 {
@@ -154,8 +142,8 @@ dtrain_cuda_topk_publish(unsigned (*bins)[DTRAIN_CUDA_TOPK_COPIES], int count, u
     }
 }
 
-/* The digit of the need-th largest key, from the largest down: a thread sums a share of the bins, the
- * one whose share holds that key finds the bin. Every block does it for itself. */
+/* Find the digit of the need-th largest key, from the largest down: each thread sums a share of the
+ * bins, and the thread whose share holds that key finds the bin. Every block does it for itself. */
 static __device__ __forceinline__ dtrain_cuda_topk_level dtrain_cuda_topk_pick(
     const unsigned *histogram, int bins, dtrain_cuda_topk_level before, unsigned *slots)
 {
@@ -186,9 +174,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS);
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            dtrain_cuda_four x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
+            dtrain_cuda_pack<float> x = dtrain_cuda_load_four(topk.args.x, at, end, topk.wide);
             if (topk.args.velocity) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.velocity, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) /* rounded twice, as on the CPU: not fused */
@@ -196,7 +184,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                 dtrain_cuda_store_four(topk.args.velocity, at, end, topk.wide, x);
             }
             if (topk.args.residual) {
-                const dtrain_cuda_four old =
+                const dtrain_cuda_pack<float> old =
                     dtrain_cuda_load_four(topk.args.residual, at, end, topk.wide);
                 DTRAIN_CUDA_UNROLL
                 for (int e = 0; e < 4; e++) x.at[e] = old.at[e] + x.at[e];
@@ -209,7 +197,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                                                      dtrain_cuda_topk_shift(0));
         }
         dtrain_cuda_topk_publish(bins, DTRAIN_CUDA_TOPK_BINS, topk.state->histograms[0]);
-        /* No barrier behind it: the next clear gives each bin to the thread that reads it here. */
+        /* No barrier needed: the next clear gives each bin to the thread that reads it here. */
         uint16_t *const own = topk.tile_histograms + (int64_t)tile * DTRAIN_CUDA_TOPK_BINS;
         for (int bin = threadIdx.x; bin < DTRAIN_CUDA_TOPK_BINS; bin += blockDim.x)
             own[bin] = (uint16_t)dtrain_cuda_topk_bin(bins, bin);
@@ -218,7 +206,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- Offsets ----------------------------------------------------------------------------------*/
 
-/* True in the block that is the last of its grid to come here: it sees what the others wrote before. */
+/* Return true in the last block of the grid to call; that block sees what the others wrote
+ * before. */
 static __device__ __forceinline__ bool dtrain_cuda_topk_last(unsigned *finished)
 {
     __shared__ bool last;
@@ -265,15 +254,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     __shared__ unsigned bins[DTRAIN_CUDA_TOPK_BINS / 2][DTRAIN_CUDA_TOPK_COPIES],
         slots[DTRAIN_CUDA_WARP];
     const unsigned prefix = topk.state->levels[0].prefix;
-    const bool fits = topk.state->candidates <= topk.room;
+    const bool fits = topk.state->candidates <= topk.capacity;
     dtrain_cuda_topk_clear(bins, DTRAIN_CUDA_TOPK_BINS / 2);
     for (unsigned tile = blockIdx.x; tile < topk.tiles; tile += gridDim.x) {
         const unsigned begin = tile * topk.tile,
                        end = topk.count - begin < topk.tile ? topk.count : begin + topk.tile;
-        unsigned next = topk.offsets[tile]; /* where the tile's next candidate goes */
+        unsigned next = topk.offsets[tile]; /* place of the tile's next candidate */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(topk.source, at, end, topk.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(topk.source, at, end, topk.wide);
             unsigned taken = 0, total;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < 4; e++) {
@@ -300,7 +290,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- The candidates ---------------------------------------------------------------------------*/
 
-/* The side buffer, or the elements themselves if it was too small: in order of their indices. */
+/* The pool of candidates, in order of their indices: the side buffer, or the elements themselves
+ * where that was too small. */
 struct dtrain_cuda_topk_pool {
     const float *values;
     const int32_t *indices; /* NULL: an element's index is its place */
@@ -313,7 +304,7 @@ dtrain_cuda_topk_pool_of(const dtrain_cuda_topk_plan &topk)
 {
     const unsigned candidates = topk.state->candidates;
     dtrain_cuda_topk_pool pool = {topk.source, NULL, topk.count, topk.tiles, topk.wide};
-    if (candidates > topk.room) return pool;
+    if (candidates > topk.capacity) return pool;
     pool.values = topk.side_values;
     pool.indices = topk.side_indices;
     pool.count = candidates;
@@ -334,7 +325,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     for (int64_t first = (int64_t)blockIdx.x * DTRAIN_CUDA_TOPK_ROUND; first < pool.count;
          first += (int64_t)gridDim.x * DTRAIN_CUDA_TOPK_ROUND) {
         const unsigned at = (unsigned)first + 4 * threadIdx.x;
-        const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
+        const dtrain_cuda_pack<float> x =
+            dtrain_cuda_load_four(pool.values, at, pool.count, pool.wide);
         DTRAIN_CUDA_UNROLL
         for (int e = 0; e < 4; e++) {
             const unsigned key = dtrain_cuda_magnitude(x.at[e]);
@@ -347,9 +339,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
     if (blockIdx.x == 0 && threadIdx.x == 0) topk.state->levels[1] = level;
 }
 
-/* Of four elements, in 16 bits each: how many are above the key (low half), how many equal it. */
+/* Count among four elements, in 16 bits each: how many are above the key (low half), how many equal
+ * it. */
 static __device__ __forceinline__ unsigned
-dtrain_cuda_topk_classify(const dtrain_cuda_four &x, unsigned at, unsigned end, unsigned key)
+dtrain_cuda_topk_classify(const dtrain_cuda_pack<float> &x, unsigned at, unsigned end, unsigned key)
 {
     unsigned counts = 0;
     DTRAIN_CUDA_UNROLL
@@ -373,7 +366,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
                        end = pool.count - begin < topk.tile ? pool.count : begin + topk.tile;
         unsigned above = 0, equal = 0;
         for (unsigned at = begin + 4 * threadIdx.x; at < end; at += DTRAIN_CUDA_TOPK_ROUND) {
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             const unsigned counts = dtrain_cuda_topk_classify(x, at, end, level.prefix);
             above += counts & 0xffff;
             equal += counts >> 16;
@@ -400,7 +394,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
         unsigned above = topk.offsets[tile], equal = topk.equals[tile]; /* before this element */
         for (unsigned first = begin; first < end; first += DTRAIN_CUDA_TOPK_ROUND) {
             const unsigned at = first + 4 * threadIdx.x;
-            const dtrain_cuda_four x = dtrain_cuda_load_four(pool.values, at, end, pool.wide);
+            const dtrain_cuda_pack<float> x =
+                dtrain_cuda_load_four(pool.values, at, end, pool.wide);
             unsigned total;
             const unsigned before = dtrain_cuda_block_scan(
                 dtrain_cuda_topk_classify(x, at, end, level.prefix), slots, &total);
@@ -429,7 +424,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_TOPK_THREADS)
 
 /* ---- Host -------------------------------------------------------------------------------------*/
 
-/* Tiles of the largest size that gives every block the same number of them. */
+/* Choose the largest tile that gives every block the same number of tiles. */
 static unsigned dtrain_cuda_topk_tile(int64_t count, int64_t blocks)
 {
     const int64_t turns =
@@ -450,16 +445,16 @@ static size_t dtrain_cuda_topk_take(size_t *used, size_t bytes)
 
 static dtrain_result dtrain_cuda_topk_lay_out(dtrain_device *device, dtrain_cuda_topk_plan *topk)
 {
-    const int64_t room = topk->args.k + topk->args.count / 8 + 4096;
-    topk->room = (unsigned)(room < topk->args.count ? room : topk->args.count);
+    const int64_t capacity = topk->args.k + topk->args.count / 8 + 4096;
+    topk->capacity = (unsigned)(capacity < topk->args.count ? capacity : topk->args.count);
     size_t bytes = 0;
     const size_t state = dtrain_cuda_topk_take(&bytes, sizeof(dtrain_cuda_topk_state));
     const size_t histograms = dtrain_cuda_topk_take(
         &bytes, (size_t)topk->tiles * DTRAIN_CUDA_TOPK_BINS * sizeof(uint16_t));
     const size_t offsets = dtrain_cuda_topk_take(&bytes, (size_t)topk->tiles * sizeof(unsigned));
     const size_t equals = dtrain_cuda_topk_take(&bytes, (size_t)topk->tiles * sizeof(unsigned));
-    const size_t values = dtrain_cuda_topk_take(&bytes, (size_t)topk->room * sizeof(float));
-    const size_t indices = dtrain_cuda_topk_take(&bytes, (size_t)topk->room * sizeof(int32_t));
+    const size_t values = dtrain_cuda_topk_take(&bytes, (size_t)topk->capacity * sizeof(float));
+    const size_t indices = dtrain_cuda_topk_take(&bytes, (size_t)topk->capacity * sizeof(int32_t));
     void *scratch;
     DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, &scratch));
     topk->state = (dtrain_cuda_topk_state *)((char *)scratch + state);
@@ -515,8 +510,8 @@ static dtrain_result dtrain_cuda_topk(dtrain_device *device, const dtrain_topk_a
 
 /* ---- Scatter-add --------------------------------------------------------------------------------
  *
- * values, indices (k), out (count). Indices differ, so each element of out has one writer. Bytes: 8 k
- * read, and a sector of 32 bytes read and written for each element unless neighbours share it. */
+ * values, indices (k), out (count). Indices differ, so each element of out has one writer. Bytes: 8
+ * k read, and a sector of 32 bytes read and written for each element unless neighbours share it. */
 
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_scatter_add_kernel(dtrain_scatter_add_args args, dtrain_cuda_fault *fault)

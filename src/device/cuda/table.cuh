@@ -1,8 +1,7 @@
-/* Table. */
+/* The table of device operations */
 
 #pragma once
 
-#include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
 #include "device/cuda/elementwise.cuh"

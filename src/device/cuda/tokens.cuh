@@ -1,16 +1,18 @@
-/* Tokens
+/* Token ids: embedding and cross-entropy
  *
- * What has token ids in it: the embedding and its gradient, the cross-entropy over the vocabulary. */
+ * The kernels that read token ids: the embedding and its gradient, and the cross-entropy over the
+ * vocabulary. A bad id is recorded as a fault, which the host reports at its next wait, and the
+ * kernel goes on with a harmless one. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
-#include "device/cuda/elements.cuh"
-#include "device/cuda/layernorm.cuh"
 
-/* The first fault is kept until the host has read it. */
+#include <math.h>
+
+/* Record a fault, unless an earlier one is still waiting for the host to read it. */
 static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned kind, int64_t value,
                                              int64_t row, int64_t limit)
 {
@@ -21,7 +23,7 @@ static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned 
     fault->limit = limit;
 }
 
-/* The token of a row; instead of a bad one token 0, which exists. */
+/* Give the token of a row; a bad one is reported and replaced by token 0, which exists. */
 static __device__ int32_t dtrain_cuda_token(const int32_t *tokens, int64_t row, int64_t vocab,
                                             dtrain_cuda_fault *fault)
 {
@@ -49,19 +51,19 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_chunk<float, WIDTH> a = dtrain_cuda_load_chunk<WIDTH>(word + column);
-            dtrain_cuda_chunk<float, WIDTH> b = {};
-            if (place) b = dtrain_cuda_load_chunk<WIDTH>(place + column);
-            dtrain_cuda_chunk<T, WIDTH> out;
+            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> b = {};
+            if (place) b = dtrain_cuda_load<WIDTH>(place + column);
+            dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
             for (int e = 0; e < WIDTH; e++)
                 dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
-            dtrain_cuda_store_chunk<WIDTH>(y + column, out);
+            dtrain_cuda_store(y + column, out);
         }
     }
 }
 
-/* `positions` is wpe or d_wpe; without it sequence is not looked at. */
+/* Check the sizes. `positions` is wpe or d_wpe; where it is NULL, sequence is not used. */
 static dtrain_result dtrain_cuda_check_tokens(const char *what, int64_t vocab, int64_t sequence,
                                               const float *positions)
 {
@@ -96,17 +98,18 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_e
 
 /* ---- Embedding backward -------------------------------------------------------------------------
  *
- * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe, in
- * row order. Rows of one token must therefore be found in order:
+ * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe,
+ * in row order. Rows of one token must therefore be found in order:
  *
- *   1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes for
- *      up to 65536 tokens. A pass counts digits in tiles of rows, makes the counts positions (one
- *      block), and moves the keys; one warp works through a tile in order, which keeps it stable.
- *   2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
- *      what d_wte holds: the very additions of a loop over rows.
+ *     1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes
+ *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
+ *        positions (one block), and moves the keys; one warp works through a tile in order, which
+ *        keeps the sort stable.
+ *     2. The keys of a token are now neighbours. A warp at the first of them adds the rows up, from
+ *        what d_wte holds: the very additions of a loop over rows.
  *
- * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of the
- * touched rows of d_wte, and 40 bytes a row and pass. */
+ * Scratch: 16 bytes a row and at most 256 KiB. Bytes moved: one read of d_y, a read and a write of
+ * the touched rows of d_wte, and 40 bytes for each row and pass. */
 
 #define DTRAIN_CUDA_DIGITS 256
 #define DTRAIN_CUDA_SORT_TILES 256 /* at most */
@@ -147,7 +150,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
         sort.counts[(int64_t)digit * sort.tiles + blockIdx.x] = counts[digit];
 }
 
-/* Sum of x over the threads before this one; `total`, of all. slots: 32 elements of shared memory. */
+/* Give the sum of x over the threads before this one, and in `total` the sum of all. slots: 32
+ * elements of shared memory. */
 static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, unsigned *slots,
                                                                   unsigned *total)
 {
@@ -158,7 +162,7 @@ static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, un
         const unsigned below = __shfl_up_sync(DTRAIN_CUDA_ALL_LANES, sum, distance);
         if (lane >= distance) sum += below;
     }
-    __syncthreads(); /* the slots may still be read by the call before this one */
+    __syncthreads(); /* the previous call may still be reading the slots */
     if (lane == DTRAIN_CUDA_WARP - 1) slots[warp] = sum;
     __syncthreads();
     const unsigned of_warp = lane < warps ? slots[lane] : 0;
@@ -166,7 +170,7 @@ static __device__ __forceinline__ unsigned dtrain_cuda_block_scan(unsigned x, un
     return sum - x + dtrain_cuda_warp_sum(lane < warp ? of_warp : 0);
 }
 
-/* counts -> sums of all counts before them, in place, by one block. */
+/* Replace each count by the sum of all counts before it, in place, by one block. */
 static __device__ __forceinline__ void dtrain_cuda_scan_counts(unsigned *counts, int64_t count,
                                                                unsigned *slots)
 {
@@ -174,7 +178,7 @@ static __device__ __forceinline__ void dtrain_cuda_scan_counts(unsigned *counts,
     const int64_t end = begin + share < count ? begin + share : count;
     unsigned sum = 0, total;
     for (int64_t i = begin; i < end; i++)
-        sum += __ldcg(counts + i); /* maybe another block's, of the same launch */
+        sum += __ldcg(counts + i); /* perhaps written by another block of the same launch */
     sum = dtrain_cuda_block_scan(sum, slots, &total);
     for (int64_t i = begin; i < end; i++) {
         const unsigned own = __ldcg(counts + i);
@@ -190,7 +194,7 @@ static __global__ void __launch_bounds__(1024)
     dtrain_cuda_scan_counts(counts, count, slots);
 }
 
-/* Lanes whose `digit` (8 bits) is this lane's, among those that take part. */
+/* Give the lanes whose `digit` (8 bits) is this lane's, among those that take part. */
 static __device__ __forceinline__ unsigned dtrain_cuda_same_digit(unsigned digit, bool takes_part)
 {
     unsigned same = __ballot_sync(DTRAIN_CUDA_ALL_LANES, takes_part);
@@ -204,7 +208,7 @@ static __device__ __forceinline__ unsigned dtrain_cuda_same_digit(unsigned digit
 static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
     dtrain_cuda_sort_move_kernel(dtrain_cuda_sort sort)
 {
-    __shared__ unsigned next[DTRAIN_CUDA_DIGITS]; /* where the tile's next key of a digit goes */
+    __shared__ unsigned next[DTRAIN_CUDA_DIGITS]; /* place of the tile's next key of a digit */
     const int lane = threadIdx.x;
     for (int digit = lane; digit < DTRAIN_CUDA_DIGITS; digit += DTRAIN_CUDA_WARP)
         next[digit] = sort.counts[(int64_t)digit * sort.tiles + blockIdx.x];
@@ -224,9 +228,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
     }
 }
 
-/* A warp for each key and each slice of 32 chunks of columns; it works if the key is the first of
- * its token. Rows are loaded DTRAIN_CUDA_ROWS_AHEAD at a time, so that a frequent token is not a
- * chain of memory latencies, and added one by one. */
+/* Add the rows of each token to d_wte: a warp for each key and each slice of 32 packs of columns,
+ * which works if the key is the first of its token. Rows are loaded DTRAIN_CUDA_ROWS_AHEAD at a
+ * time, so that a frequent token is not a chain of memory latencies, and added one by one. */
 #define DTRAIN_CUDA_ROWS_AHEAD 8
 
 template <typename T, int WIDTH>
@@ -237,27 +241,26 @@ static __global__ void __launch_bounds__(256)
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     const int64_t warp = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
     const int64_t head = warp / slices, column = (warp % slices * DTRAIN_CUDA_WARP + lane) * WIDTH;
-    if (head >= args.rows) return; /* whole warps, as below */
+    if (head >= args.rows) return; /* whole warps return, here and below */
     const uint64_t token = keys[head] >> 32;
     if (head > 0 && keys[head - 1] >> 32 == token) return;
 
     const bool exists = column < args.n;
     const T *const d_y = (const T *)args.d_y + column;
     float *const out = args.d_wte + (int64_t)token * args.n + column;
-    dtrain_cuda_chunk<float, WIDTH> sum = {};
-    if (exists) sum = dtrain_cuda_load_chunk<WIDTH>(out);
+    dtrain_cuda_pack<float, WIDTH> sum = {};
+    if (exists) sum = dtrain_cuda_load<WIDTH>(out);
     int count = DTRAIN_CUDA_WARP; /* of the 32 keys from `first` on, how many are the token's */
     for (int64_t first = head; count == DTRAIN_CUDA_WARP; first += DTRAIN_CUDA_WARP) {
         const uint64_t key = first + lane < args.rows ? keys[first + lane] : ~(uint64_t)0;
         count = __popc(__ballot_sync(DTRAIN_CUDA_ALL_LANES, key >> 32 == token));
         for (int i = 0; i < count; i += DTRAIN_CUDA_ROWS_AHEAD) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
+            dtrain_cuda_pack<T, WIDTH> ahead[DTRAIN_CUDA_ROWS_AHEAD];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
                 const int64_t row =
                     (int64_t)__shfl_sync(DTRAIN_CUDA_ALL_LANES, (unsigned)key, i + r);
-                if (exists && i + r < count)
-                    ahead[r] = dtrain_cuda_load_chunk<WIDTH>(d_y + row * args.n);
+                if (exists && i + r < count) ahead[r] = dtrain_cuda_load<WIDTH>(d_y + row * args.n);
             }
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < DTRAIN_CUDA_ROWS_AHEAD; r++) {
@@ -267,10 +270,11 @@ static __global__ void __launch_bounds__(256)
             }
         }
     }
-    if (exists) dtrain_cuda_store_chunk<WIDTH>(out, sum);
+    if (exists) dtrain_cuda_store(out, sum);
 }
 
-/* d_wpe[place] += d_y[place] + d_y[place + sequence] + ...: a thread for each place and chunk. */
+/* Add d_y[place] + d_y[place + sequence] + ... to d_wpe[place]: a thread for each place and
+ * pack. */
 template <typename T, int WIDTH>
 static __global__ void __launch_bounds__(256)
     dtrain_cuda_positions_backward_kernel(dtrain_embedding_backward_args args)
@@ -282,14 +286,13 @@ static __global__ void __launch_bounds__(256)
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
         float *const out = args.d_wpe + place * args.n + column;
-        dtrain_cuda_chunk<float, WIDTH> sum = dtrain_cuda_load_chunk<WIDTH>(out);
+        dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
-            dtrain_cuda_chunk<T, WIDTH> ahead[4];
+            dtrain_cuda_pack<T, WIDTH> ahead[4];
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++)
                 if (first + r * args.sequence < args.rows)
-                    ahead[r] =
-                        dtrain_cuda_load_chunk<WIDTH>(d_y + (first + r * args.sequence) * args.n);
+                    ahead[r] = dtrain_cuda_load<WIDTH>(d_y + (first + r * args.sequence) * args.n);
             DTRAIN_CUDA_UNROLL
             for (int r = 0; r < 4; r++) {
                 if (first + r * args.sequence >= args.rows) continue;
@@ -297,11 +300,11 @@ static __global__ void __launch_bounds__(256)
                 for (int e = 0; e < WIDTH; e++) sum.at[e] += dtrain_cuda_widen(ahead[r].at[e]);
             }
         }
-        dtrain_cuda_store_chunk<WIDTH>(out, sum);
+        dtrain_cuda_store(out, sum);
     }
 }
 
-/* The rows in order of their tokens; the keys stay in the device's scratch. */
+/* Sort the rows by their tokens; the keys stay in the device's scratch. */
 static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
                                            const dtrain_embedding_backward_args *args,
                                            const uint64_t **keys)
@@ -325,7 +328,7 @@ static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
     uint64_t *halves[2] = {(uint64_t *)scratch, (uint64_t *)scratch + rows};
     sort.counts = (unsigned *)((uint64_t *)scratch + 2 * rows);
     int pass = 0;
-    do { /* once at least: it makes the keys */
+    do { /* once at least: the first pass makes the keys */
         sort.shift = 32 + 8 * pass;
         sort.to = halves[pass % 2];
         DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, count",
@@ -391,13 +394,13 @@ static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
 
 /* ---- Cross-entropy ------------------------------------------------------------------------------
  *
- * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor for
- * large n. Bytes: one read of logits; with d_logits one write of it besides, for then the row is read
- * again at once, last elements first, from the caches.
+ * logits, d_logits (rows,n); targets, loss, lse (rows). One block a row, two to a multiprocessor
+ * for large n. Bytes: one read of logits; with d_logits one write of it besides, because the row is
+ * then read again at once, last elements first, from the caches.
  *
  * The maximum and the sum of exponentials come from one pass (online softmax): when the maximum
- * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may begin
- * anywhere:
+ * grows, what was summed so far is scaled down. n need not be a multiple of a pack, so a row may
+ * begin anywhere:
  *
  *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
  *
@@ -419,8 +422,9 @@ static __device__ dtrain_cuda_span dtrain_cuda_span_of(const T *row, const T *ot
     return span;
 }
 
-/* sum = sum of exp(x - anchor), where anchor = top unless that is -infinity: then nothing has been
- * seen but masked logits, which add exp(-infinity - 0) = 0. NaN is not a maximum, but is in the sum. */
+/* A running softmax: sum = sum of exp(x - anchor), where anchor = top unless that is -infinity:
+ * then only masked logits have been seen, which add exp(-infinity - 0) = 0. A NaN is never the
+ * maximum, but it is in the sum. */
 struct dtrain_cuda_softmax {
     float top, sum;
 };
@@ -434,7 +438,7 @@ template <int WIDTH, typename T>
 static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softmax &softmax,
                                                                const T *from)
 {
-    const dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from);
+    const dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from);
     float top = softmax.top;
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) top = fmaxf(top, dtrain_cuda_widen(x.at[e]));
@@ -445,7 +449,7 @@ static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softm
     for (int e = 0; e < WIDTH; e++) softmax.sum += __expf(dtrain_cuda_widen(x.at[e]) - anchor);
 }
 
-/* Log of the sum of exponentials of a row, in every thread. */
+/* Compute the log of the sum of exponentials of a row, in every thread. */
 template <typename T>
 static __device__ __forceinline__ float
 dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
@@ -463,7 +467,7 @@ dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float
     return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
 }
 
-/* What a row's gradient is made of; target -1: zeros. */
+/* The numbers that a row's gradient is made of; target -1 gives zeros. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, scale;
@@ -474,7 +478,7 @@ static __device__ __forceinline__ void
 dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
                          int64_t column)
 {
-    dtrain_cuda_chunk<T, WIDTH> x = dtrain_cuda_load_chunk<WIDTH>(from + column);
+    dtrain_cuda_pack<T, WIDTH> x = dtrain_cuda_load<WIDTH>(from + column);
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
@@ -484,10 +488,11 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
         const float d = (hit == e ? p - 1 : p) * gradient.scale;
         dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
     }
-    dtrain_cuda_store_chunk<WIDTH>(to + column, x);
+    dtrain_cuda_store(to + column, x);
 }
 
-/* Each element is read and written by one thread: `to` may be `from`. */
+/* Store the gradient of a row. Each element is read and written by one thread: `to` may be
+ * `from`. */
 template <typename T>
 static __device__ __forceinline__ void
 dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
@@ -502,7 +507,7 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
 
-/* The target of a row, -1 for one to ignore; a bad one is reported and ignored. */
+/* Give the target of a row, -1 for a row to ignore; a bad target is reported and ignored. */
 static __device__ int64_t dtrain_cuda_target(const int32_t *targets, int64_t row, int64_t n,
                                              dtrain_cuda_fault *fault)
 {
@@ -551,7 +556,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* A pack or two for each thread at least. */
+/* Choose the threads of a row: at least a pack or two for each thread. */
 static int dtrain_cuda_row_threads(int64_t n)
 {
     int threads = DTRAIN_CUDA_WARP;
