@@ -274,7 +274,7 @@ static dtrain_result dtrain__local_trouble(dtrain__local_comm *comm,
     if (dtrain__load(&comm->parts[0]->failure))
         return dtrain__local_fail(&comm->base, DTRAIN_OK, "");
     for (int i = 0; i < comm->base.size; i++) {
-        const uint32_t how = dtrain__load(&comm->base.world->control->fates[world[i]].how);
+        const uint32_t how = dtrain__load(&comm->base.world->control->exits[world[i]].how);
         if (!dtrain__waits_for(comm, work, i)) {
             if (work->sequence && work->stage == 1) DTRAIN__TRY(dtrain__compare(comm, work, i));
             continue;
@@ -368,7 +368,7 @@ static dtrain_result dtrain__local_start(dtrain_comm *base, const dtrain_collect
     return dtrain__local_standing(comm);
 }
 
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. A peer's death has a sentence
+/* The rarer half of a wait, after dtrain__wait_poll said `turn`. A peer's death has a sentence
  * already, which becomes the communicator's. Before anything is given up, what the others did until
  * they failed or left is looked at once more: it may be all that was needed. */
 static void dtrain__local_look(dtrain__local_comm *comm, const dtrain__local_work *work,
@@ -392,7 +392,7 @@ static dtrain_result dtrain__local_wait(dtrain_work *base)
         const dtrain_result turn = dtrain__node_ranks(comm->base.world)
                                        ? dtrain__emulated_turn(comm->base.world, &wait)
                                        : dtrain__wait_turn(comm->base.world, &wait);
-        if (wait.looked) dtrain__local_look(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__local_look(comm, work, turn); /* may set failed */
     }
     const dtrain_result result = work->done ? DTRAIN_OK : dtrain__local_standing(comm);
     dtrain__local_recycle(comm, work);
@@ -406,7 +406,7 @@ static dtrain_result dtrain__local_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done && !comm->failed) dtrain__local_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__local_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+        dtrain__local_look(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__local_standing(comm);
 }

@@ -96,7 +96,7 @@ static dtrain_result dtrain__mpi_trouble(dtrain__mpi_comm *comm, const dtrain__m
     const int *world = comm->base.world_ranks;
     char name[128];
     for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
+        const dtrain__exit_record *fate = &comm->base.world->control->exits[world[i]];
         if (!dtrain__mpi_waits_for(comm, work, i)) {
             if (work->sequence && work->stage == DTRAIN__MPI_MEETING && i != comm->base.rank)
                 DTRAIN__TRY(dtrain__mpi_compare(comm, work,
@@ -198,7 +198,7 @@ static dtrain_result dtrain__mpi_start(dtrain_comm *base, const dtrain_collectiv
     return dtrain__mpi_standing(comm->hub);
 }
 
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. Before anything is given up, what
+/* The rarer half of a wait, after dtrain__wait_poll said `turn`. Before anything is given up, what
  * has come meanwhile is looked at once more. */
 static void dtrain__mpi_look(dtrain__mpi_comm *comm, const dtrain__mpi_work *work,
                              dtrain_result turn)
@@ -221,7 +221,7 @@ static dtrain_result dtrain__mpi_wait(dtrain_work *base)
         dtrain__mpi_advance_all(comm);
         if (work->done || comm->hub->failed) break;
         const dtrain_result turn = dtrain__wait_turn(comm->base.world, &wait);
-        if (wait.looked) dtrain__mpi_look(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__mpi_look(comm, work, turn); /* may set failed */
     }
     const dtrain_result result = work->done ? DTRAIN_OK : dtrain__mpi_standing(comm->hub);
     dtrain__mpi_recycle(comm, work);
@@ -235,7 +235,7 @@ static dtrain_result dtrain__mpi_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done && !comm->hub->failed) dtrain__mpi_advance_all(comm);
     if (!work->done && !comm->hub->failed)
-        dtrain__mpi_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+        dtrain__mpi_look(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->hub->failed;
     return work->done || !comm->hub->failed ? DTRAIN_OK : dtrain__mpi_standing(comm->hub);
 }

@@ -58,7 +58,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_fail(dtrain_comm *base, dtrain_result 
                                                const char *text)
 {
     dtrain__mpi_hub *hub = ((dtrain__mpi_comm *)base)->hub;
-    const dtrain__report *report = &hub->world->control->report;
+    const dtrain__abort_record *report = &hub->world->control->aborted;
     int rank = hub->world->rank;
     char own[480];
     if (hub->failed) return dtrain__mpi_standing(hub);
