@@ -56,8 +56,8 @@
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
-       src/world/environment_internal.h     What other files may use of world/ beside the public API.
-       src/world/arena.c                    Shared memory.
+       src/world/environment_internal.h     What a launcher has said: the result of reading the environment, which launch.c acts on and the
+       src/world/arena.c                    Shared memory: the region and its arenas
        src/world/hash.c                     A keyed hash
        src/world/environment.c              The launch environment
        src/world/link.c                     The link
@@ -299,8 +299,9 @@
    inside a switch, loss of packets, or the processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
-   instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
-   against.*/
+   instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
+   are refused when ranks meet; nothing is encrypted, and a rank that writes into another's memory
+   is not defended against.*/
 
 #if !defined(DTRAIN_H) && !defined(DTRAIN__ISA)
 #define DTRAIN_H
@@ -575,9 +576,13 @@ DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);
  *
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
- * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. DTRAIN_JOB_KEY, the
- * same on all ranks, keeps others out: it is proved, not sent; the traffic is not encrypted, so the
- * network must be trusted. All this takes at most timeout_ms, and not more than five minutes.
+ * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
+ * timeout_ms, and not more than five minutes.
+ *
+ * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
+ * own; a stranger that says nothing is dropped after ten seconds. The key itself is not sent, only
+ * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
+ * away by the network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
@@ -2852,10 +2857,12 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
 
 /* World, launch
  *
- * First how ranks end, wait, exchange and share memory; then a keyed hash (hash.c), what
- * launchers say in the environment (environment.c), the link between ranks of a launcher (link.c),
- * how they meet (rendezvous.c), how they come to share memory (page.c), a rank's life and
- * dtrain_launch (launch.c).
+ * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
+ * start; or another launcher has started them, and they first have to find each other:
+ *
+ *     forked    launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
+ *     joined    environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed hash
+ *               (hash.c) --> link.c: control pages in step --> page.c: on one host, shared region
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -3057,8 +3064,9 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
-/* Ranks of an emulated node; 0 without emulation. What the machine is shared by (cores, memory,
- * devices) goes by its real hosts, the members of dtrain_world. */
+/* Return the number of ranks of an emulated node, 0 without emulation. How cores, memory and
+ * devices are divided goes by the real hosts instead, which the members of
+ * dtrain_world describe. */
 DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
 {
     return (int)world->emulation.node_ranks;
@@ -3149,7 +3157,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * src/world/environment_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of world/ beside the public API. */
+/* What a launcher has said: the result of reading the environment, which launch.c acts on and the
+ * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
 
 typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
 
@@ -3158,7 +3167,7 @@ typedef struct dtrain__environment {
     void *user;
 } dtrain__environment;
 
-/* What it says. */
+/* Where the environment places this process. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */
@@ -3322,8 +3331,8 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
     dtrain__count_end(control, rank, how != DTRAIN__LEFT);
 }
 
-/* Record that a running rank is lost; false when its end was known already. Several ranks may notice
- * it at once, so nothing but `how` is written. */
+/* Record that a running rank is lost; false when its end was known already. Several ranks may
+ * notice it at once, so nothing but `how` is written. */
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 {
     uint32_t running = DTRAIN__RUNNING;
@@ -3398,8 +3407,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
- * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than a
- * second between two polls counts as one second. */
+ * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than
+ * a second between two polls counts as one second. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
@@ -3561,7 +3570,11 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
  * src/world/arena.c
  * ==============================================================================================*/
 
-/* Shared memory. */
+/* Shared memory: the region and its arenas
+ *
+ * Address space is reserved for all ranks at once and committed page by page when it is touched, so
+ * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
+ * and the sum of all that ranks have been promised against what was free at the start. */
 
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
 {
@@ -3569,8 +3582,8 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is
- * none (no file, no line, "max"). */
+/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
+ * is none (no file, no line, "max"). */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[8192];
@@ -3590,8 +3603,9 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
     return UINT64_MAX;
 }
 
-/* What could be touched now without swapping or being killed: the machine's estimate and, in a
- * container (cgroup v2), its limit. File cache counts as free: it goes when memory is needed. */
+/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
+ * in a container (cgroup v2), its limit. File cache counts as free: it
+ * goes when memory is needed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
@@ -3614,7 +3628,7 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* A core file of the whole reserve helps nobody. */
+/* Keep the reserve out of core files, where it would fill the disk and help nobody. */
 DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
 {
 #ifdef MADV_DONTDUMP
@@ -3624,7 +3638,7 @@ DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
 #endif
 }
 
-/* A control page that has no arenas. */
+/* Map a control page that has no arenas. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
 {
     const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
@@ -3638,8 +3652,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
     return DTRAIN_OK;
 }
 
-/* Anonymous memory or, file >= 0, a file made that large; MAP_FAILED with errno. A file above the
- * limit of `ulimit -f` would be answered with a signal. */
+/* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
+ * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. */
 static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -3652,9 +3666,9 @@ static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
 }
 
-/* Address space, not memory: `given` bytes per rank or, 0, as much as the machine has. Where that
- * much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an
- * explicit size does not. */
+/* Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+ * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
+ * 64 MiB; an explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -3690,7 +3704,7 @@ DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
     return control->arenas + (size_t)rank * control->arena_bytes;
 }
 
-/* Every byte of it can be read and written by every rank, at this address. */
+/* Say whether every rank can read and write all of these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
     const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
@@ -3727,13 +3741,14 @@ static dtrain_result dtrain__ranges_grow(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Whose memory the arena is: the CPU's. A GPU's ranks have only images in it. */
+/* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
+ * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
 }
 
-/* Zeroed whole pages of this rank's arena, first fit. */
+/* Hand out zeroed whole pages of this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
     const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
@@ -3766,8 +3781,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Gives the pages back at once: memory handed out next reads as zero without being cleared. Memory
- * that is not ours is left alone. */
+/* Take memory back and give its pages to the system at once, so that memory handed out next reads
+ * as zero without being cleared. Memory that the arena has not handed out is left alone. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = dtrain__arena(world->control, world->rank);
@@ -3851,14 +3866,14 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 #define DTRAIN__DEFAULT_PORT 29500u
 #define DTRAIN__PORT_OFFSET 100u /* torchrun's own store listens on MASTER_PORT itself */
 
-/* NULL when unset; empty counts as unset. */
+/* Look up a variable; NULL when it is unset or empty. */
 static const char *dtrain__env_text(const dtrain__environment *env, const char *name)
 {
     const char *text = name ? env->lookup(env->user, name) : NULL;
     return text && text[0] ? text : NULL;
 }
 
-/* *found says whether it is set. At most nine digits, no sign, no blank. */
+/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
 static dtrain_result dtrain__env_number(const dtrain__environment *env, const char *name,
                                         bool *found, int *value)
 {
@@ -3920,7 +3935,7 @@ enum {
     DTRAIN__FAMILIES
 };
 
-/* "RANK=5" beside "WORLD_SIZE=1": a pair that cannot be. */
+/* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
 static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
                                           const char *rule)
 {
@@ -3975,8 +3990,9 @@ static dtrain_result dtrain__env_local(const dtrain__environment *env, const dtr
     return DTRAIN_OK;
 }
 
-/* RANK beside another launcher's variables that say something else: usually inherited by the shell
- * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
+/* Refuse RANK beside another launcher's variables that say something else: usually inherited by the
+ * shell that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the
+ * agent. */
 static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
                                               const dtrain__placement *taken)
 {
@@ -4002,8 +4018,8 @@ static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
 
 #define DTRAIN__HOSTS_MOST 1000000
 
-/* One bracket, "001-003,7]": how many numbers it stands for, -1 when malformed; number `index` of
- * them, zeros kept, goes to `out` (room 16). *end is set behind the bracket. */
+/* Read one bracket, "001-003,7]": return how many numbers it stands for, -1 when malformed; write
+ * number `index` of them, zeros kept, to `out` (room 16); set *end behind the bracket. */
 static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const char **end)
 {
     int64_t count = 0;
@@ -4028,7 +4044,8 @@ static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const
     return text[-1] == ']' ? count : -1;
 }
 
-/* How many names one entry stands for, "rack[1-2]-n[08-10]": six; up to a comma or the end. */
+/* Count the names for which one entry stands, up to a comma or the end: "rack[1-2]-n[08-10]" has
+ * six. */
 static int64_t dtrain__host_count(const char *entry, const char **end)
 {
     int64_t count = 1;
@@ -4044,8 +4061,8 @@ static int64_t dtrain__host_count(const char *entry, const char **end)
     return count;
 }
 
-/* Name number `index` of one entry that host_count has found well-formed; the last bracket runs
- * fastest. False when it does not fit. */
+/* Write name number `index` of one entry that host_count has found well-formed; the last bracket
+ * runs fastest. False when it does not fit. */
 static bool dtrain__host_write(const char *entry, int64_t index, char *out, size_t room)
 {
     size_t used = 0;
@@ -4066,8 +4083,8 @@ static bool dtrain__host_write(const char *entry, int64_t index, char *out, size
     return used > 0 && (!*entry || *entry == ',');
 }
 
-/* Host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is malformed
- * or has no such host. */
+/* Write host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is
+ * malformed or has no such host. */
 static bool dtrain__host_of_list(const char *list, int64_t index, char *out, size_t room)
 {
     while (*list) {
@@ -4081,7 +4098,7 @@ static bool dtrain__host_of_list(const char *list, int64_t index, char *out, siz
     return false;
 }
 
-/* Tasks of node number `node` in a list like "2(x3),1"; 0 when it cannot be told. */
+/* Read the tasks of node number `node` from a list like "2(x3),1"; 0 when it cannot be told. */
 static int dtrain__tasks_of_list(const char *list, int node)
 {
     while (list && *list) {
@@ -4250,8 +4267,8 @@ static dtrain_result dtrain__env_meeting(const dtrain__environment *env, int fam
                                  : "MASTER_ADDR");
 }
 
-/* DTRAIN_JOB_KEY, a secret; else what the launcher calls this run, which at least keeps two runs
- * apart that meet at one port. */
+/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
+ * run, which at least keeps two runs apart that meet at one port. */
 static void dtrain__env_key(const dtrain__environment *env, const dtrain__family *family,
                             dtrain__placement *out)
 {
@@ -4281,8 +4298,8 @@ static dtrain_result dtrain__env_prefer_slurm(const dtrain__environment *env, in
     return DTRAIN_OK;
 }
 
-/* The whole of it. A world of one is no launcher's business: dtrain_launch then does what its desc
- * says, as if nothing were set. */
+/* Read the environment: the first complete family wins. A world of one counts as no launcher, and
+ * dtrain_launch does what its desc says, as if nothing were set. */
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
                                                 dtrain__placement *out)
 {
@@ -4756,8 +4773,8 @@ static void dtrain__name_address(const struct sockaddr *address, socklen_t lengt
     else snprintf(text, room, "%s port %s", host, port);
 }
 
-/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s of
- * silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
+/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
+ * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
     const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
@@ -5564,7 +5581,7 @@ static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__laun
     return DTRAIN_OK;
 }
 
-/* *out may be half a world when it fails: what it has goes with dtrain__world_destroy. */
+/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -5594,9 +5611,10 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     return dtrain__world_parts(world, launch);
 }
 
-/* Where the others see how this rank ended: in the world's page; and, when it has joined a world of
- * another launcher, dtrain_launch sees it in the launch's own. What rank 0 knows of the others, and
- * a failed rank of why, goes along. */
+/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
+ * has joined a world of another launcher also records it in the page of this launch, where
+ * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
+ * cause. */
 static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
                              int code)
 {
@@ -5612,7 +5630,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     launch->control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
-/* All of a rank's life, in a process or a thread of its own. */
+/* Run a rank from its start to its end, in a process or a thread of its own. */
 static int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;
@@ -5647,7 +5665,7 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* What waitpid said about one rank. A rank that returned has left its own, better record. */
+/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
 static void dtrain__reaped(dtrain__launch *launch, int index, int status)
 {
     const int rank = launch->place.rank + index;
@@ -5827,7 +5845,7 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Who starts the ranks: this call, another launcher, or this call on its node. */
+/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
 static dtrain_result dtrain__settle(dtrain__launch *launch)
 {
     const dtrain__environment env = {dtrain__getenv, NULL};
@@ -5856,7 +5874,7 @@ static dtrain_result dtrain__settle(dtrain__launch *launch)
     return DTRAIN_OK;
 }
 
-/* Not written as x <= 0: NaN must not pass. */
+/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
     const dtrain_launch_desc *desc = &launch->desc;

@@ -84,8 +84,8 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
     dtrain__count_end(control, rank, how != DTRAIN__LEFT);
 }
 
-/* Record that a running rank is lost; false when its end was known already. Several ranks may notice
- * it at once, so nothing but `how` is written. */
+/* Record that a running rank is lost; false when its end was known already. Several ranks may
+ * notice it at once, so nothing but `how` is written. */
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 {
     uint32_t running = DTRAIN__RUNNING;
@@ -160,8 +160,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
- * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than a
- * second between two polls counts as one second. */
+ * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than
+ * a second between two polls counts as one second. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;

@@ -102,7 +102,7 @@ static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__laun
     return DTRAIN_OK;
 }
 
-/* *out may be half a world when it fails: what it has goes with dtrain__world_destroy. */
+/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -132,9 +132,10 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     return dtrain__world_parts(world, launch);
 }
 
-/* Where the others see how this rank ended: in the world's page; and, when it has joined a world of
- * another launcher, dtrain_launch sees it in the launch's own. What rank 0 knows of the others, and
- * a failed rank of why, goes along. */
+/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
+ * has joined a world of another launcher also records it in the page of this launch, where
+ * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
+ * cause. */
 static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
                              int code)
 {
@@ -150,7 +151,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     launch->control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
-/* All of a rank's life, in a process or a thread of its own. */
+/* Run a rank from its start to its end, in a process or a thread of its own. */
 static int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;
@@ -185,7 +186,7 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* What waitpid said about one rank. A rank that returned has left its own, better record. */
+/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
 static void dtrain__reaped(dtrain__launch *launch, int index, int status)
 {
     const int rank = launch->place.rank + index;
@@ -365,7 +366,7 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Who starts the ranks: this call, another launcher, or this call on its node. */
+/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
 static dtrain_result dtrain__settle(dtrain__launch *launch)
 {
     const dtrain__environment env = {dtrain__getenv, NULL};
@@ -394,7 +395,7 @@ static dtrain_result dtrain__settle(dtrain__launch *launch)
     return DTRAIN_OK;
 }
 
-/* Not written as x <= 0: NaN must not pass. */
+/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
     const dtrain_launch_desc *desc = &launch->desc;

@@ -120,8 +120,8 @@ static void dtrain__name_address(const struct sockaddr *address, socklen_t lengt
     else snprintf(text, room, "%s port %s", host, port);
 }
 
-/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s of
- * silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
+/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
+ * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
     const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
