@@ -54,17 +54,17 @@
        src/core/dtype.c                     Data types, random numbers.
        src/core/random.c                    Philox4x32-10
        src/world/world.c                    World, launch
-       src/world/world_internal.h           What other files may use of world/ beside the public API.
-       src/world/control.c                  How ranks end.
-       src/world/link_internal.h            What other files may use of world/ beside the public API.
-       src/world/environment_internal.h     What other files may use of world/ beside the public API.
-       src/world/arena.c                    Shared memory.
+       src/world/world_internal.h           The world's shared state: what the other rooms may know of it
+       src/world/control.c                  The control page: how ranks end, wait for each other and gather
+       src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
+       src/world/environment_internal.h     What a launcher has said: the result of reading the environment, which launch.c acts on and the
+       src/world/arena.c                    Shared memory: the region and its arenas
        src/world/hash.c                     A keyed hash
        src/world/environment.c              The launch environment
        src/world/link.c                     The link
        src/world/rendezvous.c               The rendezvous
        src/world/page.c                     One host: one page
-       src/world/launch.c                   A rank.
+       src/world/launch.c                   A rank's life, and dtrain_launch
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What other files may use of comm/ beside the public API.
        src/comm/reduce.c                    Results of collectives, on one rank
@@ -300,8 +300,9 @@
    inside a switch, loss of packets, or the processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
-   instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
-   against.*/
+   instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
+   are refused when ranks meet; nothing is encrypted, and a rank that writes into another's memory
+   is not defended against.*/
 
 #if !defined(DTRAIN_H) && !defined(DTRAIN__ISA)
 #define DTRAIN_H
@@ -576,9 +577,13 @@ DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);
  *
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
- * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. DTRAIN_JOB_KEY, the
- * same on all ranks, keeps others out: it is proved, not sent; the traffic is not encrypted, so the
- * network must be trusted. All this takes at most timeout_ms, and not more than five minutes.
+ * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
+ * timeout_ms, and not more than five minutes.
+ *
+ * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
+ * own; a stranger that says nothing is dropped after ten seconds. The key itself is not sent, only
+ * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
+ * away by the network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
@@ -3043,10 +3048,12 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
 
 /* World, launch
  *
- * First how ranks end, wait, exchange and share memory; then a keyed hash (hash.c), what
- * launchers say in the environment (environment.c), the link between ranks of a launcher (link.c),
- * how they meet (rendezvous.c), how they come to share memory (page.c), a rank's life and
- * dtrain_launch (launch.c).
+ * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
+ * start; or another launcher has started them, and they first have to find each other:
+ *
+ *     forked    launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
+ *     joined    environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed hash
+ *               (hash.c) --> link.c: control pages in step --> page.c: on one host, shared region
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -3066,7 +3073,17 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  * src/world/world_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of world/ beside the public API. */
+/* The world's shared state: what the other rooms may know of it
+ *
+ * Every rank has a dtrain_world. It points to the control page, the one place where ranks tell each
+ * other how they are: how each one ended, who aborted, what each contributes to an all-gather.
+ * Whoever waits for another rank reads that page between two looks at what it waits for:
+ *
+ *     dtrain__wait_turn --(every 32nd)--> dtrain__wait_poll --> link, if any --> control page
+ *                                                 |
+ *                                                 +--> PEER, with a sentence; TIMEOUT; or OK
+ *
+ * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -3084,36 +3101,39 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
 
 typedef enum dtrain__end {
     DTRAIN__RUNNING = 0,
-    DTRAIN__LEFT = 1,     /* rank_main returned 0 */
-    DTRAIN__RETURNED = 2, /* something else */
-    DTRAIN__SIGNALED = 3,
+    DTRAIN__LEFT = 1,      /* rank_main returned 0 */
+    DTRAIN__RETURNED = 2,  /* rank_main returned something else */
+    DTRAIN__SIGNALED = 3,  /* killed by a signal */
     DTRAIN__UNSTARTED = 4, /* its world could not be made */
     DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
-    DTRAIN__LOST = 6       /* its connection closed without a word */
+    DTRAIN__LOST = 6       /* its connection closed without an exit */
 } dtrain__end;
 
-/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
-typedef struct dtrain__fate {
-    uint32_t how;      /* atomic, stored last: dtrain__end */
-    int32_t value;     /* return value or signal */
-    uint64_t ended_ns; /* when this was written */
-    char error[496];   /* the rank's last error, when it did not end well */
-} dtrain__fate;
+#define DTRAIN__EXIT_TEXT 496
 
-/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough:
- * a rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank
- * that had read all posts n. */
-typedef struct dtrain__post {
-    uint64_t sequence; /* atomic, stored last: exchanges posted so far */
+/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
+typedef struct dtrain__exit_record {
+    uint32_t how;                  /* atomic, stored last: dtrain__end */
+    int32_t value;                 /* return value or signal */
+    uint64_t ended_ns;             /* when this was written */
+    char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
+} dtrain__exit_record;
+
+/* What a rank contributes to dtrain_world_all_gather: record number n goes to half n % 2. Two
+ * halves are enough: a rank writes record n + 2 after it has seen every record n + 1, and each of
+ * those was written by a rank that had read every record n. */
+typedef struct dtrain__gather_slot {
+    uint64_t sequence; /* atomic, stored last: the number of records written so far */
     uint64_t bytes[2];
     char data[2][DTRAIN_WORLD_ALL_GATHER_BYTES];
-} dtrain__post;
+} dtrain__gather_slot;
 
-typedef struct dtrain__report {
-    uint32_t state; /* atomic: 0 none, 1 being written, 2 stands */
+/* The first abort of the run. */
+typedef struct dtrain__abort_record {
+    uint32_t state; /* atomic: 0 none, 1 being written, 2 can be read */
     int32_t rank, code;
     char text[500];
-} dtrain__report;
+} dtrain__abort_record;
 
 /* One direction of a node's emulated link, see comm/links.c. */
 typedef struct dtrain__lane {
@@ -3121,20 +3141,22 @@ typedef struct dtrain__lane {
     uint64_t line[7];
 } dtrain__lane;
 
+/* All that ranks know of each other. It stands at the start of the shared region; ranks that share
+ * no memory have one each, which the link keeps up to date. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
-    uint32_t ended_count;  /* atomic: fates written */
+    uint32_t ended_count;  /* atomic: exit records written */
     uint64_t promised;     /* atomic: bytes handed out by all arenas */
     uint64_t free_at_start;
-    char *arenas; /* all of them */
+    char *arenas; /* (world size, arena_bytes); NULL: no memory is shared */
     size_t arena_bytes;
-    dtrain__report report;
-    dtrain__fate fates[DTRAIN_MAX_RANKS];
-    dtrain__post posts[DTRAIN_MAX_RANKS];
+    dtrain__abort_record aborted;
+    dtrain__exit_record exits[DTRAIN_MAX_RANKS];
+    dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
-/* A control page with or without arenas behind it, as it was mapped. */
+/* A control page, with or without arenas behind it, as it was mapped. */
 typedef struct dtrain__region {
     dtrain__control *control;
     size_t bytes;
@@ -3171,23 +3193,26 @@ struct dtrain_world {
     uint32_t math;
     bool tune;
     dtrain_comm *comm; /* all ranks */
-    uint64_t exchange_count;
+    uint64_t gather_count;
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
-/* The world's communicator comes from comm/. */
+/* These are implemented by comm/backend.c, because the world owns a communicator and may not know
+ * which: check what a launch desc asks for before anything is started, make it, end it, and let it
+ * send what it has while rank 0 waits for the others at the end. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 
-#define DTRAIN__YIELDS_PER_LOOK 32u /* 10 us on an idle machine */
+#define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
 typedef struct dtrain__wait {
     uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
-    bool looked;
-    uint64_t last_ns, waited_ns; /* last look at the clock, time waited so far */
+    bool polled;            /* the last turn polled: the caller may make its own rarer checks */
+    uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
 } dtrain__wait;
 
 /* world/world.c */
@@ -3200,17 +3225,17 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
-DTRAIN__PRIVATE void dtrain__record_lost(dtrain__control *control, int rank);
-DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
-                                           const char *text);
+DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
+                                          const char *text);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
 DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
-DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait);
+DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_result code,
-                                                    const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_result code,
+                                                 const char *format, ...);
 
 /* world/arena.c */
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
@@ -3230,8 +3255,9 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
-/* Ranks of an emulated node; 0 without emulation. What the machine is shared by (cores, memory,
- * devices) goes by its real hosts, the members of dtrain_world. */
+/* Return the number of ranks of an emulated node, 0 without emulation. How cores, memory and
+ * devices are divided goes by the real hosts instead, which the members of
+ * dtrain_world describe. */
 DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
 {
     return (int)world->emulation.node_ranks;
@@ -3290,19 +3316,40 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * src/world/control.c
  * ==============================================================================================*/
 
-/* How ranks end. */
+/* The control page: how ranks end, wait for each other and gather
+ *
+ * Every field that another rank may read while it is written is stored last and atomically, so no
+ * lock is needed, and a rank that is killed half-way leaves nothing locked. */
 
 /* ================================================================================================
  * src/world/link_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of world/ beside the public API. */
+/* The link: how ranks that another launcher has started hear of each other
+ *
+ * Read in this order: the rendezvous (rendezvous.c) makes one TCP connection from each rank to
+ * rank 0; the link (link.c) then carries frames over these connections for as long as the world
+ * lives; page.c moves ranks of one host to a shared control page, after which the link is silent
+ * and only notices that a rank has died.
+ *
+ * Everything on a connection is a frame: a header of 32 bytes in the byte order of the machine
+ * (the hello refuses another one by its magic number) and at most 4096 bytes of data.
+ *
+ *     frame      from                  number          value          data
+ *     HELLO      a rank                protocol        -              dtrain__hello
+ *     WELCOME    rank 0, at once       keyed hash      -              -
+ *     BEGIN      rank 0, all are here  -               -              -
+ *     REFUSED    rank 0                -               dtrain_result  a sentence
+ *     GATHER     any rank              sequence        -              its record of an all-gather
+ *     EXIT       any rank              dtrain__end     exit status    its last error
+ *     ABORT      any rank              -               dtrain_result  a sentence */
 
 /* ================================================================================================
  * src/world/environment_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of world/ beside the public API. */
+/* What a launcher has said: the result of reading the environment, which launch.c acts on and the
+ * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
 
 typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
 
@@ -3311,7 +3358,7 @@ typedef struct dtrain__environment {
     void *user;
 } dtrain__environment;
 
-/* What it says. */
+/* Where the environment places this process. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */
@@ -3328,71 +3375,71 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
 DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name);
 
 typedef enum dtrain__frame_kind {
-    DTRAIN__HELLO = 1, /* the first four belong to the rendezvous */
-    DTRAIN__CHALLENGE = 2,
-    DTRAIN__JOIN = 3,
-    DTRAIN__BEGIN = 4,
-    DTRAIN__REFUSED = 5, /* value: dtrain_result; a sentence */
-    DTRAIN__POST = 6,    /* number: sequence; data */
-    DTRAIN__FATE = 7,    /* number: dtrain__end; value: as in the fate; error */
-    DTRAIN__REPORT = 8   /* value: dtrain_result; text */
+    DTRAIN__FRAME_HELLO = 1,
+    DTRAIN__FRAME_WELCOME = 2,
+    DTRAIN__FRAME_BEGIN = 3,
+    DTRAIN__FRAME_REFUSED = 4,
+    DTRAIN__FRAME_GATHER = 5,
+    DTRAIN__FRAME_EXIT = 6,
+    DTRAIN__FRAME_ABORT = 7
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
     uint32_t magic, kind;
-    int32_t rank; /* whom it is about */
+    int32_t rank; /* the rank that the frame is about */
     int32_t value;
     uint64_t number;
-    uint32_t bytes; /* that follow */
+    uint32_t bytes; /* of data that follow */
     uint32_t unused;
 } dtrain__frame;
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
-    int socket;          /* -1: closed */
-    int rank;            /* of the other end; -1: not known yet */
-    uint32_t stage;      /* of the rendezvous */
-    uint64_t opened_ns;  /* when it was accepted */
-    uint64_t nonce[2];   /* the other end's and ours */
-    char name[96];       /* "10.0.0.7 port 4711", for messages */
-    uint64_t *told;      /* (size) posts told */
-    uint32_t *told_fate; /* (size) */
-    bool told_report;
-    size_t in_bytes, out_begin, out_end;
-    char in[DTRAIN__FRAME_ROOM], out[DTRAIN__FRAME_ROOM];
+    int socket;         /* -1: closed */
+    int rank;           /* of the other end; -1: pending, not known yet */
+    int32_t pid;        /* on rank 0: what the rank's hello said */
+    uint64_t opened_ns; /* while pending: when it was accepted */
+    size_t sent;        /* bytes of link->out that this end has been sent */
+    char name[96];      /* "10.0.0.7 port 4711", for messages */
+    size_t in_bytes;
+    char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
 
+/* Rank 0 sends the same bytes to every rank, in the same order; so one buffer is enough, and each
+ * connection only remembers how far it has been sent:
+ *
+ *     out:   | frame | frame | frame | frame |
+ *              ^ ends[2].sent  ^ ends[1].sent ^ out_bytes */
 typedef struct dtrain__link {
-    int count;   /* connections: the world's size on rank 0 (the first one unused), 1 elsewhere */
-    bool shared; /* the page is shared: nothing is told */
-    uint64_t looked_ns;       /* at the sockets */
-    uint64_t news;            /* changes of the page ... */
-    uint64_t all_told;        /* ... up to which everything is told and sent */
-    bool met;                 /* the rendezvous is over: the others know this rank */
+    int count;          /* connections: on rank 0 the world's size (the first is unused), else 1 */
+    bool met;           /* the rendezvous is over: the other ranks know this one */
+    bool shared;        /* the control page is shared memory: nothing is sent any more */
+    uint64_t polled_ns; /* last poll from inside a wait */
     dtrain__connection *ends; /* (count) */
     struct pollfd *polls;     /* (count) */
-    uint64_t *told;           /* (count, size) */
-    uint32_t *told_fate;      /* (count, size) */
+    char *out;                /* (out_room) frames that not all ends have been sent */
+    size_t out_bytes, out_room;
 } dtrain__link;
 
 /* world/link.c */
-DTRAIN__PRIVATE void dtrain__close(dtrain__connection *end);
-DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__frame_put(dtrain__connection *end, dtrain__frame_kind kind, int rank,
-                                       int value, uint64_t number, const void *data, size_t bytes);
-DTRAIN__PRIVATE bool dtrain__flush(dtrain__connection *end);
-DTRAIN__PRIVATE bool dtrain__receive(dtrain__connection *end);
+DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__connection_close(dtrain__connection *end);
+DTRAIN__PRIVATE void dtrain__frame_send(dtrain__connection *end, dtrain__frame_kind kind, int rank,
+                                        int value, uint64_t number, const void *data, size_t bytes);
+DTRAIN__PRIVATE bool dtrain__frame_receive(dtrain__connection *end);
 DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame);
 DTRAIN__PRIVATE void dtrain__frame_drop(dtrain__connection *end, const dtrain__frame *frame);
 DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
                                         size_t room);
-DTRAIN__PRIVATE void dtrain__link_news(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
+                                       int value, uint64_t number, const void *data, size_t bytes);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
-DTRAIN__PRIVATE void dtrain__link_look(dtrain_world *world);
-DTRAIN__PRIVATE bool dtrain__link_all_told(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
+DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 /* world/rendezvous.c */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);
@@ -3401,7 +3448,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes);
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
 {
@@ -3424,13 +3470,13 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
-    const dtrain__fate *fate = &control->fates[rank];
-    switch (dtrain__load(&fate->how)) {
+    const dtrain__exit_record *end = &control->exits[rank];
+    switch (dtrain__load(&end->how)) {
     case DTRAIN__LEFT: snprintf(text, room, "rank %d left (returned 0)", rank); break;
-    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, fate->value); break;
+    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, end->value); break;
     case DTRAIN__SIGNALED:
-        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, fate->value,
-                 dtrain__signal_name(fate->value));
+        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, end->value,
+                 dtrain__signal_name(end->value));
         break;
     case DTRAIN__UNSTARTED: snprintf(text, room, "rank %d could not start", rank); break;
     case DTRAIN__STOPPED:
@@ -3446,7 +3492,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
     }
 }
 
-/* An error sentence without the "rank 3: " that dtrain__fail will put in front of it again. */
+/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
 {
     char prefix[32];
@@ -3454,52 +3500,61 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
+/* Count a rank that has ended; the first one that failed stands. */
+static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
+{
+    uint32_t none = 0;
+    dtrain__fetch_add(&control->ended_count, 1u);
+    if (failed)
+        __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
+                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* Record how a rank ended. Called once for each rank. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
-    dtrain__fate *fate = &control->fates[rank];
-    uint32_t none = 0;
-    fate->value = value;
-    fate->ended_ns = dtrain__now_ns();
-    snprintf(fate->error, sizeof fate->error, "%s", dtrain__bare(error));
-    dtrain__store(&fate->how, (uint32_t)how);
-    dtrain__fetch_add(&control->ended_count, 1u);
-    if (how == DTRAIN__LEFT) return;
-    __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
-                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    dtrain__exit_record *record = &control->exits[rank];
+    record->value = value;
+    record->ended_ns = dtrain__now_ns();
+    snprintf(record->error, sizeof record->error, "%s", dtrain__bare(error));
+    dtrain__store(&record->how, (uint32_t)how);
+    dtrain__count_end(control, rank, how != DTRAIN__LEFT);
 }
 
-/* Several ranks may notice it at once: nothing is written but the word itself. */
-DTRAIN__PRIVATE void dtrain__record_lost(dtrain__control *control, int rank)
+/* Record that a running rank is lost; false when its end was known already. Several ranks may
+ * notice it at once, so nothing but `how` is written. */
+DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 {
-    uint32_t running = DTRAIN__RUNNING, none = 0;
-    if (!__atomic_compare_exchange_n(&control->fates[rank].how, &running, (uint32_t)DTRAIN__LOST,
+    uint32_t running = DTRAIN__RUNNING;
+    if (!__atomic_compare_exchange_n(&control->exits[rank].how, &running, (uint32_t)DTRAIN__LOST,
                                      false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-        return;
-    dtrain__fetch_add(&control->ended_count, 1u);
-    __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
-                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        return false;
+    dtrain__count_end(control, rank, true);
+    return true;
 }
 
-/* The first report stands. Ranks whose deadlines end together report together: who comes second
- * returns when the first one can be read, so that a look behind the call finds it. Its writer may
- * have been killed in the middle; hence the limit. */
-DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
-                                           const char *text)
+/* Record an abort; false when another one came first, which stands. Ranks whose deadlines end
+ * together abort together: who comes second returns when the first abort can be read, so that a
+ * poll after this call finds it. Its writer may have been killed half-way; hence the limit of
+ * 0.1 s. */
+DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
+                                          const char *text)
 {
-    dtrain__report *report = &control->report;
+    dtrain__abort_record *record = &control->aborted;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+    if (!__atomic_compare_exchange_n(&record->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE)) {
         const uint64_t begin = dtrain__now_ns();
-        while (dtrain__load(&report->state) != 2 && dtrain__now_ns() - begin < 100000000u)
+        while (dtrain__load(&record->state) != 2 && dtrain__now_ns() - begin < 100000000u)
             sched_yield();
-        return;
+        return false;
     }
-    report->rank = rank;
-    report->code = (int32_t)code;
-    snprintf(report->text, sizeof report->text, "%s", text);
-    dtrain__store(&report->state, 2);
+    record->rank = rank;
+    record->code = (int32_t)code;
+    snprintf(record->text, sizeof record->text, "%s", text);
+    dtrain__store(&record->state, 2);
+    return true;
 }
 
 /* ---- Waiting
@@ -3511,8 +3566,8 @@ DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, d
  * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
  * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
  * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
- * clock and the failure record are looked at between yields, and only then a turn can fail;
- * wait.looked tells the caller to make its own rarer checks.
+ * clock and the control page are polled at every 32nd yield, and only then a turn can fail;
+ * wait.polled tells the caller to make its own rarer checks.
  *
  * Only time in which this rank could look counts towards the deadline: a job that was suspended as
  * a whole and resumed an hour later does not time out. */
@@ -3527,30 +3582,32 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
     return wait;
 }
 
-/* Has a rank failed or reported a failure? */
+/* Say, as an error, whether a rank has failed or aborted. */
 DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
 {
     const dtrain__control *control = world->control;
     const uint32_t failed = dtrain__load(&control->first_failed);
     char text[160];
-    if (dtrain__load(&control->report.state) == 2)
-        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->report.rank,
-                           dtrain_result_name((dtrain_result)control->report.code),
-                           control->report.text);
+    if (dtrain__load(&control->aborted.state) == 2)
+        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->aborted.rank,
+                           dtrain_result_name((dtrain_result)control->aborted.code),
+                           control->aborted.text);
     if (!failed) return DTRAIN_OK;
     dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
 }
 
-/* TIMEOUT without a sentence (the caller knows what it was waiting for), PEER with one. */
-DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait)
+/* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
+ * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than
+ * a second between two polls counts as one second. */
+DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
     const uint64_t gap = wait->last_ns ? now - wait->last_ns : 0;
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
-    wait->looked = true;
-    dtrain__link_look(world);
+    wait->polled = true;
+    dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
         return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
@@ -3559,14 +3616,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wai
 
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
 {
-    wait->looked = false;
+    wait->polled = false;
     if (!world->oversubscribed && wait->turns < DTRAIN__SPIN_TURNS) {
         wait->turns++;
         dtrain__pause();
         return DTRAIN_OK;
     }
     sched_yield();
-    return ++wait->yields % DTRAIN__YIELDS_PER_LOOK ? DTRAIN_OK : dtrain__wait_look(world, wait);
+    return ++wait->yields % DTRAIN__YIELDS_PER_POLL ? DTRAIN_OK : dtrain__wait_poll(world, wait);
 }
 
 /* A rank that forks by itself has a child with the same pointers and none of the rights.
@@ -3579,26 +3636,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, con
                        call);
 }
 
-/* ---- Exchange, report, look
- *
- * The control page is the one place where ranks tell each other how they are. */
+/* ---- Abort, poll, all-gather ------------------------------------------------------------------*/
 
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text)
 {
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
-    dtrain__record_report(world->control, world->rank, code, text ? dtrain__bare(text) : "");
-    dtrain__link_news(world);
+    const char *sentence = text ? dtrain__bare(text) : "";
+    if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
+    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, code, 0, sentence,
+                      strlen(world->control->aborted.text));
 }
 
-/* The first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
+/* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
 static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
 {
     const dtrain__control *control = world->control;
     if (!dtrain__load(&control->ended_count)) return -1;
     const uint64_t now = dtrain__now_ns();
     for (int i = 0; i < world->size; i++)
-        if (dtrain__load(&control->fates[i].how) == DTRAIN__LEFT &&
-            now >= control->fates[i].ended_ns + age_ns) /* it may have ended after `now` */
+        if (dtrain__load(&control->exits[i].how) == DTRAIN__LEFT &&
+            now >= control->exits[i].ended_ns + age_ns) /* it may have ended after `now` */
             return i;
     return -1;
 }
@@ -3607,15 +3664,16 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
-    dtrain__link_look(world);
+    dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     const int left = dtrain__who_left(world, 2000000000u);
     return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
 }
 
+/* Abort with a sentence and return it as this rank's own error. */
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_result code,
-                                                    const char *format, ...)
+DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_result code,
+                                                 const char *format, ...)
 {
     char text[480];
     va_list args;
@@ -3626,35 +3684,35 @@ DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_
     return dtrain_fail(code, "%s", text);
 }
 
-/* What has to come over the network is slept for. */
-static dtrain_result dtrain__exchange_turn(dtrain_world *world, dtrain__wait *wait)
+/* Sleep for what has to come over the network, spin for what comes through shared memory. */
+static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait)
 {
     if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
     dtrain__link_pump(world, 5);
-    return dtrain__wait_look(world, wait);
+    return dtrain__wait_poll(world, wait);
 }
 
-/* Waits until `rank` has posted for the `sequence`-th time. Whether it has left is asked before its
- * post is looked at for the last time: what it posted before leaving counts. */
-static dtrain_result dtrain__await_post(dtrain_world *world, int rank, uint64_t sequence,
-                                        dtrain__wait *wait)
+/* Wait until `rank` has written record number `sequence`. Whether it has left is asked before its
+ * slot is read for the last time, because a record that it wrote before leaving counts. */
+static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
+                                          dtrain__wait *wait)
 {
-    const dtrain__post *post = &world->control->posts[rank];
-    while (dtrain__load(&post->sequence) < sequence) {
-        const dtrain_result turn = dtrain__exchange_turn(world, wait);
-        if (!wait->looked) continue;
-        const bool left = dtrain__load(&world->control->fates[rank].how) == DTRAIN__LEFT;
-        if (dtrain__load(&post->sequence) >= sequence) break;
+    const dtrain__gather_slot *slot = &world->control->slots[rank];
+    while (dtrain__load(&slot->sequence) < sequence) {
+        const dtrain_result turn = dtrain__gather_turn(world, wait);
+        if (!wait->polled) continue;
+        const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
+        if (dtrain__load(&slot->sequence) >= sequence) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (left)
-            return dtrain__exchange_fail(
+            return dtrain__abort_with(
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(
-                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
-                world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__abort_with(world, turn,
+                                      "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
+                                      world->rank, 1e-9 * (double)world->timeout_ns, rank);
     }
     return DTRAIN_OK;
 }
@@ -3670,30 +3728,30 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
-    const uint64_t sequence = ++world->exchange_count;
+    const uint64_t sequence = ++world->gather_count;
     const size_t half = sequence % 2;
-    dtrain__post *posts = world->control->posts;
-    posts[world->rank].bytes[half] = bytes;
-    if (bytes) memcpy(posts[world->rank].data[half], mine, bytes);
-    dtrain__store(&posts[world->rank].sequence, sequence);
-    dtrain__link_news(world);
+    dtrain__gather_slot *slots = world->control->slots;
+    slots[world->rank].bytes[half] = bytes;
+    if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
+    dtrain__store(&slots[world->rank].sequence, sequence);
+    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, 0, sequence, mine, bytes);
     for (int i = 0; i < world->size; i++) {
-        DTRAIN__TRY(dtrain__await_post(world, i, sequence, &wait));
-        if (posts[i].bytes[half] != bytes)
-            return dtrain__exchange_fail(
+        DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
+        if (slots[i].bytes[half] != bytes)
+            return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
-                (unsigned long long)posts[i].bytes[half], world->rank, bytes);
-        if (bytes) memcpy((char *)all + (size_t)i * bytes, posts[i].data[half], bytes);
+                (unsigned long long)slots[i].bytes[half], world->rank, bytes);
+        if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
-    while (!dtrain__link_all_told(world)) { /* the caller may not look here again for long */
-        const dtrain_result turn = dtrain__exchange_turn(world, &wait);
+    while (!dtrain__link_all_sent(world)) { /* the caller may not wait here again for long */
+        const dtrain_result turn = dtrain__gather_turn(world, &wait);
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(
+            return dtrain__abort_with(
                 world, turn,
-                "dtrain_world_all_gather: rank %d could not tell the others "
-                "in %.1f s: a rank does not read",
+                "dtrain_world_all_gather: rank %d could not tell the others in %.1f s: a rank does "
+                "not read",
                 world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;
@@ -3703,7 +3761,11 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
  * src/world/arena.c
  * ==============================================================================================*/
 
-/* Shared memory. */
+/* Shared memory: the region and its arenas
+ *
+ * Address space is reserved for all ranks at once and committed page by page when it is touched, so
+ * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
+ * and the sum of all that ranks have been promised against what was free at the start. */
 
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
 {
@@ -3711,8 +3773,8 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is
- * none (no file, no line, "max"). */
+/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
+ * is none (no file, no line, "max"). */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[8192];
@@ -3732,8 +3794,9 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
     return UINT64_MAX;
 }
 
-/* What could be touched now without swapping or being killed: the machine's estimate and, in a
- * container (cgroup v2), its limit. File cache counts as free: it goes when memory is needed. */
+/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
+ * in a container (cgroup v2), its limit. File cache counts as free: it
+ * goes when memory is needed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
@@ -3756,7 +3819,7 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* A core file of the whole reserve helps nobody. */
+/* Keep the reserve out of core files, where it would fill the disk and help nobody. */
 DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
 {
 #ifdef MADV_DONTDUMP
@@ -3766,7 +3829,7 @@ DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
 #endif
 }
 
-/* A control page that has no arenas. */
+/* Map a control page that has no arenas. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
 {
     const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
@@ -3780,8 +3843,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
     return DTRAIN_OK;
 }
 
-/* Anonymous memory or, file >= 0, a file made that large; MAP_FAILED with errno. A file above the
- * limit of `ulimit -f` would be answered with a signal. */
+/* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
+ * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. */
 static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -3794,9 +3857,9 @@ static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
 }
 
-/* Address space, not memory: `given` bytes per rank or, 0, as much as the machine has. Where that
- * much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an
- * explicit size does not. */
+/* Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+ * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
+ * 64 MiB; an explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -3832,7 +3895,7 @@ DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
     return control->arenas + (size_t)rank * control->arena_bytes;
 }
 
-/* Every byte of it can be read and written by every rank, at this address. */
+/* Say whether every rank can read and write all of these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
     const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
@@ -3869,13 +3932,14 @@ static dtrain_result dtrain__ranges_grow(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Whose memory the arena is: the CPU's. A GPU's ranks have only images in it. */
+/* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
+ * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
 }
 
-/* Zeroed whole pages of this rank's arena, first fit. */
+/* Hand out zeroed whole pages of this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
     const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
@@ -3908,8 +3972,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Gives the pages back at once: memory handed out next reads as zero without being cleared. Memory
- * that is not ours is left alone. */
+/* Take memory back and give its pages to the system at once, so that memory handed out next reads
+ * as zero without being cleared. Memory that the arena has not handed out is left alone. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = dtrain__arena(world->control, world->rank);
@@ -3993,14 +4057,14 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 #define DTRAIN__DEFAULT_PORT 29500u
 #define DTRAIN__PORT_OFFSET 100u /* torchrun's own store listens on MASTER_PORT itself */
 
-/* NULL when unset; empty counts as unset. */
+/* Look up a variable; NULL when it is unset or empty. */
 static const char *dtrain__env_text(const dtrain__environment *env, const char *name)
 {
     const char *text = name ? env->lookup(env->user, name) : NULL;
     return text && text[0] ? text : NULL;
 }
 
-/* *found says whether it is set. At most nine digits, no sign, no blank. */
+/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
 static dtrain_result dtrain__env_number(const dtrain__environment *env, const char *name,
                                         bool *found, int *value)
 {
@@ -4062,7 +4126,7 @@ enum {
     DTRAIN__FAMILIES
 };
 
-/* "RANK=5" beside "WORLD_SIZE=1": a pair that cannot be. */
+/* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
 static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
                                           const char *rule)
 {
@@ -4117,8 +4181,9 @@ static dtrain_result dtrain__env_local(const dtrain__environment *env, const dtr
     return DTRAIN_OK;
 }
 
-/* RANK beside another launcher's variables that say something else: usually inherited by the shell
- * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
+/* Refuse RANK beside another launcher's variables that say something else: usually inherited by the
+ * shell that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the
+ * agent. */
 static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
                                               const dtrain__placement *taken)
 {
@@ -4144,8 +4209,8 @@ static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
 
 #define DTRAIN__HOSTS_MOST 1000000
 
-/* One bracket, "001-003,7]": how many numbers it stands for, -1 when malformed; number `index` of
- * them, zeros kept, goes to `out` (room 16). *end is set behind the bracket. */
+/* Read one bracket, "001-003,7]": return how many numbers it stands for, -1 when malformed; write
+ * number `index` of them, zeros kept, to `out` (room 16); set *end behind the bracket. */
 static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const char **end)
 {
     int64_t count = 0;
@@ -4170,7 +4235,8 @@ static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const
     return text[-1] == ']' ? count : -1;
 }
 
-/* How many names one entry stands for, "rack[1-2]-n[08-10]": six; up to a comma or the end. */
+/* Count the names for which one entry stands, up to a comma or the end: "rack[1-2]-n[08-10]" has
+ * six. */
 static int64_t dtrain__host_count(const char *entry, const char **end)
 {
     int64_t count = 1;
@@ -4186,8 +4252,8 @@ static int64_t dtrain__host_count(const char *entry, const char **end)
     return count;
 }
 
-/* Name number `index` of one entry that host_count has found well-formed; the last bracket runs
- * fastest. False when it does not fit. */
+/* Write name number `index` of one entry that host_count has found well-formed; the last bracket
+ * runs fastest. False when it does not fit. */
 static bool dtrain__host_write(const char *entry, int64_t index, char *out, size_t room)
 {
     size_t used = 0;
@@ -4208,8 +4274,8 @@ static bool dtrain__host_write(const char *entry, int64_t index, char *out, size
     return used > 0 && (!*entry || *entry == ',');
 }
 
-/* Host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is malformed
- * or has no such host. */
+/* Write host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is
+ * malformed or has no such host. */
 static bool dtrain__host_of_list(const char *list, int64_t index, char *out, size_t room)
 {
     while (*list) {
@@ -4223,7 +4289,7 @@ static bool dtrain__host_of_list(const char *list, int64_t index, char *out, siz
     return false;
 }
 
-/* Tasks of node number `node` in a list like "2(x3),1"; 0 when it cannot be told. */
+/* Read the tasks of node number `node` from a list like "2(x3),1"; 0 when it cannot be told. */
 static int dtrain__tasks_of_list(const char *list, int node)
 {
     while (list && *list) {
@@ -4392,8 +4458,8 @@ static dtrain_result dtrain__env_meeting(const dtrain__environment *env, int fam
                                  : "MASTER_ADDR");
 }
 
-/* DTRAIN_JOB_KEY, a secret; else what the launcher calls this run, which at least keeps two runs
- * apart that meet at one port. */
+/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
+ * run, which at least keeps two runs apart that meet at one port. */
 static void dtrain__env_key(const dtrain__environment *env, const dtrain__family *family,
                             dtrain__placement *out)
 {
@@ -4423,8 +4489,8 @@ static dtrain_result dtrain__env_prefer_slurm(const dtrain__environment *env, in
     return DTRAIN_OK;
 }
 
-/* The whole of it. A world of one is no launcher's business: dtrain_launch then does what its desc
- * says, as if nothing were set. */
+/* Read the environment: the first complete family wins. A world of one counts as no launcher, and
+ * dtrain_launch does what its desc says, as if nothing were set. */
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
                                                 dtrain__placement *out)
 {
@@ -4473,29 +4539,32 @@ DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
 
 /* The link
  *
- * Ranks that a launcher has started are connected as a star: each has one TCP connection to rank 0,
- * which passes on what it hears. What travels is the control page: a rank's post, its fate and the
- * report, written into the sender's page first and then told to the others, whose page follows.
+ * Ranks that a launcher has started are connected as a star. A rank sends what it has to say to
+ * rank 0, and rank 0 sends it on to all, the first one included: gather to 0 and broadcast.
  *
  *     rank 1 ----+
- *     rank 2 ----+---- rank 0      a frame: | dtrain__frame, 32 bytes | 0 to 4096 bytes |
+ *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Nothing is queued: each connection remembers what it has told, and the next frame is made from
- * the page when the last one is out. A post cannot be overwritten before it is told to everybody,
- * because its rank must hear everybody's answer to the next one first.
+ * Three things are said: a record of dtrain_world_all_gather, an exit, an abort. The receiver
+ * writes each into its own control page, at the place where a forked rank would have written it in
+ * the shared one; hence waits, polls and all-gathers read the page and need not know the link. A
+ * socket that closes without an exit means that its rank is lost; keepalive closes the socket of a
+ * host that has gone.
  *
- * When all ranks are on one host they move to one shared page (world/page.c). From then on the link
- * is silent and serves to notice the death of a rank only: its connection closes, rank 0 sees it
- * and writes it into the page. Keepalive does the same for a host that is lost.
+ * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
+ * blocks. Frames come from ranks that know the key of the run (rendezvous.c). They are checked all
+ * the same, and a rank that sends nonsense is cut off, because a damaged process should end its run
+ * with a sentence instead of damaging the others.
  *
- * No thread: sockets are looked at from inside waits and dtrain_world_poll. Frames come from ranks
- * that have proved to know the key (rendezvous.c); they are checked all the same, and a rank that
- * sends nonsense is cut off. */
+ * The buffer of frames to send is never full. An all-gather returns when the buffer is empty, and a
+ * record is taken only if its number is at most one ahead of this rank's own; so at any time the
+ * buffer holds at most two records and one exit of each rank, and one abort: less than three
+ * frames of full size per rank. A rank that does not read is thus a timeout of the all-gather. */
 
 #define DTRAIN__FRAME_MAGIC 0x4c4b5444u /* "DTKL" */
 
-DTRAIN__PRIVATE void dtrain__close(dtrain__connection *end)
+DTRAIN__PRIVATE void dtrain__connection_close(dtrain__connection *end)
 {
     if (end->socket >= 0) close(end->socket);
     end->socket = -1;
@@ -4505,47 +4574,41 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
 {
     dtrain__link *link = world->link;
     if (!link) return;
-    const size_t count = (size_t)link->count, table = count * (size_t)world->size;
-    for (size_t i = 0; link->ends && i < count; i++) dtrain__close(&link->ends[i]);
-    dtrain__free(&world->allocator, link->told_fate, table, sizeof *link->told_fate);
-    dtrain__free(&world->allocator, link->told, table, sizeof *link->told);
+    const size_t count = (size_t)link->count;
+    for (size_t i = 0; link->ends && i < count; i++) dtrain__connection_close(&link->ends[i]);
+    dtrain__free(&world->allocator, link->out, link->out_room, 1);
     dtrain__free(&world->allocator, link->polls, count, sizeof *link->polls);
     dtrain__free(&world->allocator, link->ends, count, sizeof *link->ends);
     dtrain__free(&world->allocator, link, 1, sizeof *link);
     world->link = NULL;
 }
 
+/* On failure, what has been made is freed with the world. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
-    const size_t size = (size_t)world->size, count = world->rank ? 1 : size;
-    dtrain__link *link =
-        (dtrain__link *)dtrain__alloc(&world->allocator, 1, sizeof *link, "a control plane");
+    const dtrain_allocator *allocator = &world->allocator;
+    const size_t count = world->rank ? 1 : (size_t)world->size;
+    dtrain__link *link = (dtrain__link *)dtrain__alloc(allocator, 1, sizeof *link, "a link");
     if (!link) return DTRAIN_ERROR_MEMORY;
     world->link = link;
     link->count = (int)count;
-    link->ends = (dtrain__connection *)dtrain__alloc(&world->allocator, count, sizeof *link->ends,
-                                                     "control connections");
-    link->polls = (struct pollfd *)dtrain__alloc(&world->allocator, count, sizeof *link->polls,
-                                                 "control connections");
-    link->told = (uint64_t *)dtrain__alloc(&world->allocator, count * size, sizeof *link->told,
-                                           "control connections");
-    link->told_fate = (uint32_t *)dtrain__alloc(&world->allocator, count * size,
-                                                sizeof *link->told_fate, "control connections");
-    for (size_t i = 0; link->ends && i < count; i++) link->ends[i].socket = -1;
-    if (!link->ends || !link->polls || !link->told || !link->told_fate) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) {
+    link->out_room = 3 * count * DTRAIN__FRAME_ROOM;
+    link->ends = (dtrain__connection *)dtrain__alloc(allocator, count, sizeof *link->ends,
+                                                     "connections of the link");
+    link->polls = (struct pollfd *)dtrain__alloc(allocator, count, sizeof *link->polls,
+                                                 "connections of the link");
+    link->out = (char *)dtrain__alloc(allocator, link->out_room, 1, "frames of the link");
+    for (size_t i = 0; link->ends && i < count; i++) {
+        link->ends[i].socket = -1;
         link->ends[i].rank = (int)i; /* on ranks other than 0: rank 0 */
-        link->ends[i].told = link->told + i * size;
-        link->ends[i].told_fate = link->told_fate + i * size;
     }
-    return DTRAIN_OK;
+    return link->ends && link->polls && link->out ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-/* ---- Frames in and out ------------------------------------------------------------------------*/
+/* ---- Frames -----------------------------------------------------------------------------------*/
 
-/* There is room: nothing else is on its way out. */
-DTRAIN__PRIVATE void dtrain__frame_put(dtrain__connection *end, dtrain__frame_kind kind, int rank,
-                                       int value, uint64_t number, const void *data, size_t bytes)
+static size_t dtrain__frame_write(char *out, dtrain__frame_kind kind, int rank, int value,
+                                  uint64_t number, const void *data, size_t bytes)
 {
     dtrain__frame frame;
     memset(&frame, 0, sizeof frame);
@@ -4555,28 +4618,24 @@ DTRAIN__PRIVATE void dtrain__frame_put(dtrain__connection *end, dtrain__frame_ki
     frame.value = value;
     frame.number = number;
     frame.bytes = (uint32_t)bytes;
-    memcpy(end->out, &frame, sizeof frame);
-    if (bytes) memcpy(end->out + sizeof frame, data, bytes);
-    end->out_begin = 0;
-    end->out_end = sizeof frame + bytes;
+    memcpy(out, &frame, sizeof frame);
+    if (bytes) memcpy(out + sizeof frame, data, bytes);
+    return sizeof frame + bytes;
 }
 
-/* Sends what can be sent now; true when everything is out. On a broken connection it is dropped:
- * the next look at the socket finds that it is broken. */
-DTRAIN__PRIVATE bool dtrain__flush(dtrain__connection *end)
+/* Send one frame past the link's buffer, during the rendezvous: its few frames are the first bytes
+ * of a connection and fit in the kernel's buffer. If the connection is broken, the next receive
+ * says so. */
+DTRAIN__PRIVATE void dtrain__frame_send(dtrain__connection *end, dtrain__frame_kind kind, int rank,
+                                        int value, uint64_t number, const void *data, size_t bytes)
 {
-    while (end->out_begin < end->out_end) {
-        const ssize_t sent = send(end->socket, end->out + end->out_begin,
-                                  end->out_end - end->out_begin, MSG_NOSIGNAL);
-        if (sent > 0) end->out_begin += (size_t)sent;
-        else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-        else if (sent == 0 || errno != EINTR) end->out_begin = end->out_end;
-    }
-    return true;
+    char out[DTRAIN__FRAME_ROOM];
+    const size_t length = dtrain__frame_write(out, kind, rank, value, number, data, bytes);
+    (void)!send(end->socket, out, length, MSG_NOSIGNAL);
 }
 
-/* Reads once what is there; false when the other end has closed or failed. */
-DTRAIN__PRIVATE bool dtrain__receive(dtrain__connection *end)
+/* Receive once what is there; false when the other end has closed or failed. */
+DTRAIN__PRIVATE bool dtrain__frame_receive(dtrain__connection *end)
 {
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
@@ -4584,7 +4643,8 @@ DTRAIN__PRIVATE bool dtrain__receive(dtrain__connection *end)
     return got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
 }
 
-/* The frame at the start of what was received: 1 there is one, 0 not all of it yet, -1 nonsense. */
+/* Look for a frame at the start of what was received: 1 it is there, 0 not all of it yet, -1 these
+ * bytes are no frame. */
 DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame)
 {
     const uint32_t magic = DTRAIN__FRAME_MAGIC;
@@ -4603,7 +4663,7 @@ DTRAIN__PRIVATE void dtrain__frame_drop(dtrain__connection *end, const dtrain__f
     memmove(end->in, end->in + bytes, end->in_bytes);
 }
 
-/* The text that a frame carries, ended by a zero. */
+/* Copy the text that a frame carries and end it by a zero. */
 DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
                                         size_t room)
 {
@@ -4612,167 +4672,180 @@ DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *
     text[length] = 0;
 }
 
-/* Brings this page up to what the frame says; false when it makes no sense. */
-static bool dtrain__frame_apply(dtrain_world *world, const dtrain__connection *end,
-                                const dtrain__frame *frame, const char *data)
+/* ---- Sending ----------------------------------------------------------------------------------*/
+
+/* Send what the sockets take, and drop from the buffer what all ends have been sent. An end whose
+ * connection is broken counts as sent to: the next poll finds it. */
+static void dtrain__link_flush(dtrain__link *link)
 {
-    dtrain__control *control = world->control;
-    const int rank = frame->rank;
-    char text[496];
-    if (rank < 0 || rank >= world->size || rank == world->rank) return false;
-    if (world->rank == 0 && rank != end->rank) return false; /* only rank 0 passes on */
-    dtrain__frame_text(frame, data, text, sizeof text);
-    switch (frame->kind) {
-    case DTRAIN__POST: {
-        dtrain__post *post = &control->posts[rank];
-        if (world->link->shared || frame->number != post->sequence + 1) return false;
-        post->bytes[frame->number % 2] = frame->bytes;
-        memcpy(post->data[frame->number % 2], data, frame->bytes);
-        dtrain__store(&post->sequence, frame->number);
-        return true;
+    size_t done = link->out_bytes;
+    for (int i = 0; i < link->count; i++) {
+        dtrain__connection *end = &link->ends[i];
+        while (end->socket >= 0 && end->sent < link->out_bytes) {
+            const ssize_t sent =
+                send(end->socket, link->out + end->sent, link->out_bytes - end->sent, MSG_NOSIGNAL);
+            if (sent > 0) end->sent += (size_t)sent;
+            else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+            else if (sent == 0 || errno != EINTR) end->sent = link->out_bytes;
+        }
+        if (end->socket >= 0 && end->sent < done) done = end->sent;
     }
-    case DTRAIN__FATE:
-        if (frame->number < DTRAIN__LEFT || frame->number > DTRAIN__LOST) return false;
-        if (dtrain__load(&control->fates[rank].how) == DTRAIN__RUNNING)
-            dtrain__record_end(control, rank, (dtrain__end)frame->number, frame->value, text);
-        return true;
-    case DTRAIN__REPORT:
-        dtrain__record_report(control, rank, (dtrain_result)frame->value, text);
-        return true;
-    default: return false;
-    }
+    link->out_bytes -= done;
+    if (done) memmove(link->out, link->out + done, link->out_bytes);
+    for (int i = 0; i < link->count; i++)
+        link->ends[i].sent -= link->ends[i].socket >= 0 ? done : link->ends[i].sent;
 }
 
-/* ---- Telling ----------------------------------------------------------------------------------*/
-
-/* Puts the next thing that this end has not been told about `rank` into its way out. */
-static bool dtrain__tell_rank(const dtrain_world *world, dtrain__connection *end, int rank)
+/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
+ * the control page is shared. There is room: see the top of this file. */
+static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank, int value,
+                                uint64_t number, const void *data, size_t bytes)
 {
-    const dtrain__control *control = world->control;
-    const dtrain__post *post = &control->posts[rank];
-    const dtrain__fate *fate = &control->fates[rank];
-    if (end->told[rank] < dtrain__load(&post->sequence)) {
-        const uint64_t number = ++end->told[rank];
-        dtrain__frame_put(end, DTRAIN__POST, rank, 0, number, post->data[number % 2],
-                          (size_t)post->bytes[number % 2]);
-        return true;
-    }
-    const uint32_t how = dtrain__load(&fate->how);
-    if (end->told_fate[rank] || how == DTRAIN__RUNNING) return false;
-    end->told_fate[rank] = 1;
-    dtrain__frame_put(end, DTRAIN__FATE, rank, fate->value, how, fate->error, strlen(fate->error));
+    dtrain__link *link = world->link;
+    if (!dtrain__is_remote(world)) return;
+    link->out_bytes +=
+        dtrain__frame_write(link->out + link->out_bytes, kind, rank, value, number, data, bytes);
+}
+
+/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
+DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
+                                       int value, uint64_t number, const void *data, size_t bytes)
+{
+    dtrain__link_append(world, kind, rank, value, number, data, bytes);
+    if (world->link) dtrain__link_flush(world->link);
+}
+
+DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
+{
+    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
+}
+
+/* Say whether the control page is this rank's alone, so that news must come through the link. */
+DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
+{
+    return world->link && !world->link->shared;
+}
+
+/* ---- Receiving --------------------------------------------------------------------------------*/
+
+/* Write a record into the page. Its number must be next, and not more than one ahead of this rank's
+ * own: nobody can have finished an all-gather in which this rank has not taken part. */
+static bool dtrain__take_record(dtrain_world *world, const dtrain__frame *frame, const char *data)
+{
+    dtrain__gather_slot *slot = &world->control->slots[frame->rank];
+    const uint64_t number = frame->number, own = world->control->slots[world->rank].sequence;
+    if (world->link->shared || number != slot->sequence + 1 || number > own + 1) return false;
+    slot->bytes[number % 2] = frame->bytes;
+    memcpy(slot->data[number % 2], data, frame->bytes);
+    dtrain__store(&slot->sequence, number);
     return true;
 }
 
-/* Rank 0 tells an end about all other ranks; the others tell rank 0 about themselves. */
-static bool dtrain__tell_next(const dtrain_world *world, dtrain__connection *end)
+/* Bring the control page up to what the frame says and, on rank 0, send it on; false when it makes
+ * no sense. */
+static bool dtrain__frame_apply(dtrain_world *world, const dtrain__connection *end,
+                                const dtrain__frame *frame, const char *data)
 {
-    const dtrain__report *report = &world->control->report;
-    if (!end->told_report && dtrain__load(&report->state) == 2) {
-        end->told_report = true;
-        const bool due = world->rank ? report->rank == world->rank : report->rank != end->rank;
-        if (due) {
-            dtrain__frame_put(end, DTRAIN__REPORT, report->rank, report->code, 0, report->text,
-                              strlen(report->text));
-            return true;
-        }
+    const int rank = frame->rank;
+    bool fresh = true;
+    char text[DTRAIN__EXIT_TEXT];
+    if (world->rank == 0 ? rank != end->rank : rank < 0 || rank >= world->size) return false;
+    if (rank == world->rank) return true; /* rank 0 sends it to all */
+    dtrain__frame_text(frame, data, text, sizeof text);
+    switch (frame->kind) {
+    case DTRAIN__FRAME_GATHER:
+        if (!dtrain__take_record(world, frame, data)) return false;
+        break;
+    case DTRAIN__FRAME_EXIT:
+        if (frame->number < DTRAIN__LEFT || frame->number > DTRAIN__LOST) return false;
+        fresh = dtrain__load(&world->control->exits[rank].how) == DTRAIN__RUNNING;
+        if (fresh)
+            dtrain__record_end(world->control, rank, (dtrain__end)frame->number, frame->value,
+                               text);
+        break;
+    case DTRAIN__FRAME_ABORT:
+        fresh = dtrain__record_abort(world->control, rank, (dtrain_result)frame->value, text);
+        break;
+    default: return false;
     }
-    if (world->rank) return dtrain__tell_rank(world, end, world->rank);
-    for (int i = 0; i < world->size; i++)
-        if (i != end->rank && dtrain__tell_rank(world, end, i)) return true;
-    return false;
+    if (world->rank == 0 && fresh)
+        dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, frame->value,
+                            frame->number, data, frame->bytes);
+    return true;
 }
 
-/* Tells everybody what there is to tell, as far as the sockets take it. */
-static void dtrain__link_tell(dtrain_world *world)
-{
-    dtrain__link *link = world->link;
-    const uint64_t news = link->news;
-    bool all = true;
-    if (link->shared || link->all_told == news) return;
-    for (int i = 0; i < link->count; i++) {
-        dtrain__connection *end = &link->ends[i];
-        while (end->socket >= 0 && dtrain__flush(end))
-            if (!dtrain__tell_next(world, end)) break;
-        if (end->socket >= 0 && end->out_begin < end->out_end) all = false;
-    }
-    if (all) link->all_told = news;
-}
-
-/* The page has changed here. */
-DTRAIN__PRIVATE void dtrain__link_news(dtrain_world *world)
-{
-    if (!world->link) return;
-    world->link->news++;
-    dtrain__link_tell(world);
-}
-
-/* ---- Listening --------------------------------------------------------------------------------*/
-
-/* The connection is gone. A rank that left or failed has said so first, here or in the page. */
+/* Close a connection. A rank that has ended properly has sent its exit before, or written it in the
+ * shared page; any other one is lost. */
 static void dtrain__link_lost(dtrain_world *world, dtrain__connection *end)
 {
-    dtrain__close(end);
-    if (dtrain__load(&world->control->fates[end->rank].how) != DTRAIN__RUNNING) return;
-    dtrain__record_lost(world->control, end->rank);
-    world->link->news++;
+    dtrain__connection_close(end);
+    if (!dtrain__record_lost(world->control, end->rank) || world->rank) return;
+    dtrain__link_append(world, DTRAIN__FRAME_EXIT, end->rank, 0, DTRAIN__LOST, NULL, 0);
 }
 
-static void dtrain__link_hear(dtrain_world *world, dtrain__connection *end)
+static void dtrain__link_receive(dtrain_world *world, dtrain__connection *end)
 {
     dtrain__frame frame;
-    int there = 0;
-    const bool open = dtrain__receive(end);
-    while (end->socket >= 0 && (there = dtrain__frame_get(end, &frame)) == 1) {
+    int there;
+    const bool open = dtrain__frame_receive(end);
+    while ((there = dtrain__frame_get(end, &frame)) == 1) {
         if (!dtrain__frame_apply(world, end, &frame, end->in + sizeof frame)) break;
         dtrain__frame_drop(end, &frame);
-        world->link->news++;
     }
     if (there)
         dtrain_log(world, DTRAIN_LOG_ERROR,
-                   "rank %d (%s) sent a frame that makes no sense; it is "
-                   "cut off",
-                   end->rank, end->name);
+                   "rank %d (%s) sent a frame that makes no sense; it is cut off", end->rank,
+                   end->name);
     if (there || !open) dtrain__link_lost(world, end);
 }
 
-/* Looks at all sockets, waiting up to nap_ms for something to happen. */
+/* Send and receive what can be, waiting up to nap_ms for something to happen. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
-    dtrain__link_tell(world);
+    dtrain__link_flush(link);
     for (int i = 0; i < link->count; i++) {
-        const dtrain__connection *end = &link->ends[i];
-        link->polls[i].fd = end->socket; /* -1 is passed over */
-        link->polls[i].events = POLLIN;
-        if (end->out_begin < end->out_end) link->polls[i].events = POLLIN | POLLOUT;
+        link->polls[i].fd = link->ends[i].socket; /* poll() skips -1 */
+        link->polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
         link->polls[i].revents = 0;
     }
     const int ready = poll(link->polls, (nfds_t)link->count, nap_ms);
     for (int i = 0; ready > 0 && i < link->count; i++)
         if (link->polls[i].revents & ~POLLOUT && link->ends[i].socket >= 0)
-            dtrain__link_hear(world, &link->ends[i]);
-    dtrain__link_tell(world);
+            dtrain__link_receive(world, &link->ends[i]);
+    dtrain__link_flush(link);
 }
 
-/* From inside waits: a look costs some microseconds, so one a millisecond. */
-DTRAIN__PRIVATE void dtrain__link_look(dtrain_world *world)
+/* Pump from inside a wait. It costs some microseconds, so at most once a millisecond. */
+DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns();
-    if (!world->link || now - world->link->looked_ns < 1000000u) return;
-    world->link->looked_ns = now;
+    if (!world->link || now - world->link->polled_ns < 1000000u) return;
+    world->link->polled_ns = now;
     dtrain__link_pump(world, 0);
 }
 
-DTRAIN__PRIVATE bool dtrain__link_all_told(const dtrain_world *world)
+/* Say how this rank has ended, as its control page records it, and stay until everybody has been
+ * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
+ * they hear of each other through it. After a failure the grace period limits both. */
+DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 {
-    return !dtrain__is_remote(world) || world->link->all_told == world->link->news;
-}
-
-/* The page is this rank's alone: what is to be waited for comes through the sockets. */
-DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
-{
-    return world->link && !world->link->shared;
+    const dtrain__exit_record *own = &world->control->exits[world->rank];
+    uint64_t end_ns = 0, now;
+    bool all = false;
+    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own->value, dtrain__load(&own->how),
+                      own->error, strlen(own->error));
+    while (!all) {
+        dtrain__link_pump(world, 20);
+        dtrain__world_comm_linger(world);
+        now = dtrain__now_ns();
+        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
+            end_ns = now + (uint64_t)grace_ms * 1000000u;
+        all = dtrain__link_all_sent(world);
+        for (int i = 0; i < world->size && world->rank == 0; i++)
+            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
+        if (end_ns && now >= end_ns) break;
+    }
 }
 
 /* ================================================================================================
@@ -4781,95 +4854,89 @@ DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
 
 /* The rendezvous
  *
- *     rank r                                             rank 0, listening
- *     HELLO: protocol, a random number        ->
- *                                             <-         CHALLENGE: a random number, proof
- *     JOIN: rank, size, version, host, proof  ->         checked, kept; others are waited for
- *                                             <-         BEGIN, when all are there, or REFUSED
+ *     rank r                                          rank 0, listening
+ *     HELLO: protocol, version, layout, rank,   ->
+ *            size, pid, host, proof
+ *                                               <-    WELCOME: a hash of the proof, at once
+ *                                               <-    BEGIN when all ranks are there, or REFUSED
+ *                                                     with the sentence that ends the run
  *
- * A proof is the keyed hash of both random numbers, so the key itself never travels and an old
- * proof is worth nothing. This keeps out what comes by mistake or from someone who does not know
- * the key: another run, a port scanner, another user. It does not hide what is sent and does not
- * protect a connection that stands: who can read or change the traffic must be kept away by the
- * network; and a short key can be guessed by who has read a proof.
+ * The proof is the hash of the hello under the key of the run (DTRAIN_JOB_KEY, else what the
+ * launcher calls the run), and the hash in the WELCOME is one that only the same key can make; so
+ * both ends know that they belong together, and the key itself is not sent.
  *
- * Who speaks another protocol or does not know the key is turned away and the run goes on waiting:
- * a stranger must not be able to end it. Ranks that know the key and contradict each other (world
- * size, version, the same rank twice) end the run on all ranks, with both values in the sentence.
+ * This is defended against:
+ * - Strangers: a port scanner, a web browser, a rank of another run, another user who does not know
+ *   the key. They are turned away, and the run goes on waiting: a stranger must not end it.
+ * - Slow or silent strangers: rank 0 waits for nobody. It reads from up to 64 pending connections
+ *   at a time, each has ten seconds to send its hello, and a hello has a fixed size.
+ * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
+ *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
- * Rank 0 never waits for one guest: each has ten seconds to say all it has to say. */
+ * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
+ * read or change the traffic must be kept away by the network. */
 
-#define DTRAIN__PROTOCOL 1u
-#define DTRAIN__GUESTS 64             /* at once; further ones wait in the kernel's backlog */
-#define DTRAIN__GUEST_NS 10000000000u /* for the whole handshake */
-#define DTRAIN__TELL_NS 3000000000u   /* after a failure, for those who have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u /* and not more than timeout_ms */
+#define DTRAIN__PROTOCOL 2u
+#define DTRAIN__PENDING_MOST 64        /* further ones wait in the kernel's backlog */
+#define DTRAIN__HELLO_NS 10000000000u  /* from connect to the hello, or to the WELCOME */
+#define DTRAIN__REFUSAL_NS 3000000000u /* after a failure, for ranks that have yet to come */
+#define DTRAIN__RENDEZVOUS_MS 300000u  /* and not more than timeout_ms */
 
-enum { DTRAIN__GREETED = 0, DTRAIN__CHALLENGED = 1, DTRAIN__LEAVING = 2 }; /* stages of a guest */
-
-/* What a rank says about itself; begins with the proof, which covers the rest. */
-typedef struct dtrain__card {
-    uint64_t proof, layout;
+/* The fixed hello of a rank, the data of its first frame. */
+typedef struct dtrain__hello {
+    uint64_t proof; /* the hash of what follows */
+    uint64_t layout;
     int32_t rank, size, pid, unused;
     char version[24], host[72];
-} dtrain__card;
+} dtrain__hello;
 
 typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
-    uint64_t start_ns, deadline_ns, said_ns;
+    uint64_t start_ns, deadline_ns, logged_ns;
     int listener;
-    dtrain__connection *guests; /* (GUESTS) */
-    int32_t *pids;              /* (size) of the ranks that are here */
-    int here;                   /* without rank 0 */
-    int told;                   /* of a failure */
+    dtrain__connection *pending; /* (PENDING_MOST) accepted, the hello has not come yet */
+    int joined;                  /* ranks that are here, without rank 0 */
+    int informed;                /* ranks that have been sent the failure */
     int strangers;
-    char stranger[200]; /* the last one, and why it was turned away */
+    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
     dtrain_result result;
     char why[400];
 } dtrain__rendezvous;
 
-static uint64_t dtrain__random(void)
+static uint64_t dtrain__hello_proof(const dtrain__placement *place, const dtrain__hello *hello)
 {
-    uint64_t number = 0;
-    if (getrandom(&number, sizeof number, 0) != (ssize_t)sizeof number)
-        number ^= dtrain__now_ns() ^ (uint64_t)getpid() << 48;
-    return number;
+    dtrain__hello rest = *hello;
+    rest.proof = 0;
+    return dtrain__siphash(place->key, &rest, sizeof rest);
 }
 
-/* The first word says who proves: an answer cannot be sent back as one's own. */
-static uint64_t dtrain__prove(const dtrain__placement *place, const uint64_t nonce[2],
-                              const dtrain__card *card)
+static uint64_t dtrain__welcome_proof(const dtrain__placement *place, const dtrain__hello *hello)
 {
-    unsigned char text[24 + sizeof *card];
-    const uint64_t head[3] = {card ? 2u : 1u, nonce[0], nonce[1]};
-    memset(text, 0, sizeof text);
-    memcpy(text, head, sizeof head);
-    if (card) memcpy(text + sizeof head, card, sizeof *card);
-    memset(text + sizeof head, 0, sizeof card->proof);
-    return dtrain__siphash(place->key, text, sizeof text);
+    return dtrain__siphash(place->key, &hello->proof, sizeof hello->proof);
 }
 
-/* What must be equal for ranks to share memory and frames. */
+/* Hash the sizes that must be equal for ranks to share memory and frames. */
 static uint64_t dtrain__struct_layout(void)
 {
     const uint64_t none[2] = {0, 0};
-    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__fate), sizeof(dtrain__card),
-                               sizeof(void *)};
+    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
+                               sizeof(dtrain__hello), sizeof(void *)};
     return dtrain__siphash(none, sizes, sizeof sizes);
 }
 
-static void dtrain__card_make(const dtrain__rendezvous *r, const uint64_t nonce[2],
-                              dtrain__card *card)
+static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
 {
-    memset(card, 0, sizeof *card);
-    card->layout = dtrain__struct_layout();
-    card->rank = r->world->rank;
-    card->size = r->world->size;
-    card->pid = (int32_t)getpid();
-    snprintf(card->version, sizeof card->version, "%s", DTRAIN_VERSION_STRING);
-    if (gethostname(card->host, sizeof card->host - 1) != 0) card->host[0] = 0;
-    card->proof = dtrain__prove(r->place, nonce, card);
+    dtrain__hello hello;
+    memset(&hello, 0, sizeof hello);
+    hello.layout = dtrain__struct_layout();
+    hello.rank = r->world->rank;
+    hello.size = r->world->size;
+    hello.pid = (int32_t)getpid();
+    snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
+    if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
+    hello.proof = dtrain__hello_proof(r->place, &hello);
+    return hello;
 }
 
 /* The first failure stands. */
@@ -4897,7 +4964,8 @@ static void dtrain__name_address(const struct sockaddr *address, socklen_t lengt
     else snprintf(text, room, "%s port %s", host, port);
 }
 
-/* Small frames at once; a host that is gone is noticed after some 30 s, with traffic or without. */
+/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
+ * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
     const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
@@ -4909,7 +4977,7 @@ static void dtrain__socket_tune(int socket)
     setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
 }
 
-/* All addresses of rank 0's host; NULL with r->stranger telling why. "[::1]" is "::1". */
+/* Resolve the name of rank 0's host; NULL, and r->problem says why. "[::1]" is "::1". */
 static struct addrinfo *dtrain__resolve(dtrain__rendezvous *r)
 {
     struct addrinfo wanted, *found = NULL;
@@ -4924,11 +4992,11 @@ static struct addrinfo *dtrain__resolve(dtrain__rendezvous *r)
     wanted.ai_flags = AI_NUMERICSERV;
     const int error = getaddrinfo(host, port, &wanted, &found);
     if (!error) return found;
-    snprintf(r->stranger, sizeof r->stranger, "the name cannot be resolved: %s",
-             gai_strerror(error));
+    snprintf(r->problem, sizeof r->problem, "the name cannot be resolved: %s", gai_strerror(error));
     return NULL;
 }
 
+/* Sleep, but not beyond the deadline; false when it has passed. */
 static bool dtrain__meet_nap(const dtrain__rendezvous *r, int ms)
 {
     const uint64_t now = dtrain__now_ns();
@@ -4940,7 +5008,8 @@ static bool dtrain__meet_nap(const dtrain__rendezvous *r, int ms)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* True when done with it, well or not. */
+/* Listen at one address. True when that decides it, by success or by a failure of the run; false
+ * when another address should be tried. */
 static bool dtrain__listen_at(dtrain__rendezvous *r, const struct sockaddr *address,
                               socklen_t length)
 {
@@ -4966,7 +5035,8 @@ static bool dtrain__listen_at(dtrain__rendezvous *r, const struct sockaddr *addr
     return true;
 }
 
-/* Many systems give their own name a loopback address, which other hosts cannot call. */
+/* Find names that lead to a loopback address: many systems give one to their own host name, and
+ * other hosts cannot call it. */
 static bool dtrain__is_alias(const char *host, const struct sockaddr *address)
 {
     const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
@@ -4978,7 +5048,7 @@ static bool dtrain__is_alias(const char *host, const struct sockaddr *address)
            inet_pton(AF_INET, host, number) != 1 && inet_pton(AF_INET6, host, number) != 1;
 }
 
-/* At all addresses, both families where there are two. */
+/* Listen at all addresses of this host, of both families where there are two. */
 static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
 {
     struct sockaddr_in6 six;
@@ -4995,14 +5065,14 @@ static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
            dtrain__listen_at(r, (const struct sockaddr *)(const void *)&four, sizeof four);
 }
 
-/* At the address the others will call, so that nothing else is opened. */
+/* Listen at the address that the others will call, so that no other one is opened. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)
 {
     struct addrinfo *found = dtrain__resolve(r);
     while (!found && dtrain__meet_nap(r, 500)) found = dtrain__resolve(r);
     if (!found)
         return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "rank 0's address %s: %s",
-                                 r->place->address, r->stranger);
+                                 r->place->address, r->problem);
     bool done = false;
     for (const struct addrinfo *at = found; at && !done; at = at->ai_next)
         if (!dtrain__is_alias(r->place->address, at->ai_addr))
@@ -5013,142 +5083,120 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
     return r->result;
 }
 
-/* Said and closed in this order, or the other end might lose the sentence. */
-static void dtrain__refuse(dtrain__connection *end, dtrain_result code, const char *text)
+/* Close the connection of a stranger and remember it for the sentence of a timeout. */
+static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__connection *end, const char *why)
 {
-    if (end->socket < 0 || end->stage == DTRAIN__LEAVING) return;
-    dtrain__frame_put(end, DTRAIN__REFUSED, 0, code, 0, text, strlen(text));
-    (void)dtrain__flush(end);
-    shutdown(end->socket, SHUT_WR);
-    end->stage = DTRAIN__LEAVING;
-}
-
-static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__connection *guest, dtrain_result code,
-                              const char *why)
-{
-    snprintf(r->stranger, sizeof r->stranger, "%s %s", guest->name, why);
+    snprintf(r->problem, sizeof r->problem, "%s %s", end->name, why);
     if (r->strangers++ == 0)
         dtrain_log(
             r->world, DTRAIN_LOG_WARNING,
             "rendezvous: a connection from %s was turned away (only the first one is logged)",
-            r->stranger);
-    if (code == DTRAIN_OK) dtrain__close(guest);
-    else dtrain__refuse(guest, code, why);
+            r->problem);
+    dtrain__connection_close(end);
 }
 
-static void dtrain__hear_hello(dtrain__rendezvous *r, dtrain__connection *guest,
-                               const dtrain__frame *frame, const char *data)
+/* Tell a rank the sentence that ends the run. Nothing that the rank has sent is unread, so closing
+ * does not reset the connection, and the sentence arrives. */
+static void dtrain__refuse(dtrain__rendezvous *r, dtrain__connection *end)
 {
-    if (frame->kind != DTRAIN__HELLO || frame->bytes != sizeof guest->nonce[0]) {
-        dtrain__turn_away(r, guest, DTRAIN_OK, "does not begin as a rank does");
-    } else if (frame->number != DTRAIN__PROTOCOL) {
-        dtrain__turn_away(r, guest, DTRAIN_ERROR_MISMATCH,
-                          "speaks another protocol: all ranks need the same version of dtrain");
-    } else {
-        memcpy(&guest->nonce[0], data, sizeof guest->nonce[0]);
-        guest->nonce[1] = dtrain__random();
-        const uint64_t proof = dtrain__prove(r->place, guest->nonce, NULL);
-        dtrain__frame_put(guest, DTRAIN__CHALLENGE, 0, 0, guest->nonce[1], &proof, sizeof proof);
-        (void)dtrain__flush(guest);
-        guest->stage = DTRAIN__CHALLENGED;
-    }
+    dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, r->result, 0, r->why, strlen(r->why));
+    dtrain__connection_close(end);
+    r->informed++;
 }
 
-/* The rank has shown that it belongs to this run; now it has to fit in. */
-static dtrain_result dtrain__check_card(dtrain__rendezvous *r, const dtrain__connection *guest,
-                                        const dtrain__card *card)
+/* Check that a rank of this run fits in. */
+static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__connection *end,
+                                         const dtrain__hello *hello)
 {
-    const dtrain_world *world = r->world;
-    if (strcmp(card->version, DTRAIN_VERSION_STRING) != 0 ||
-        card->layout != dtrain__struct_layout())
+    const dtrain__connection *seats = r->world->link->ends;
+    const int size = r->world->size;
+    if (strcmp(hello->version, DTRAIN_VERSION_STRING) != 0 ||
+        hello->layout != dtrain__struct_layout())
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
-                                 card->rank, card->host, card->pid, card->version,
+                                 hello->rank, hello->host, hello->pid, hello->version,
                                  DTRAIN_VERSION_STRING);
-    if (card->size != world->size)
+    if (hello->size != size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 card->rank, card->host, card->pid, card->size, world->size);
-    if (card->rank < 0 || card->rank >= world->size)
+                                 hello->rank, hello->host, hello->pid, hello->size, size);
+    if (hello->rank < 0 || hello->rank >= size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", card->rank,
-                                 card->host, card->pid, world->size);
-    if (r->pids[card->rank])
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "rank %d was started twice: as pid %d from %s and as pid %d from "
-                                 "%s",
-                                 card->rank, r->pids[card->rank],
-                                 card->rank ? world->link->ends[card->rank].name : "rank 0's host",
-                                 card->pid, guest->name);
+                                 "a rank %d joins (%s, pid %d) in a world of %d", hello->rank,
+                                 hello->host, hello->pid, size);
+    if (hello->rank == 0 || seats[hello->rank].socket >= 0)
+        return dtrain__meet_fail(
+            r, DTRAIN_ERROR_MISMATCH,
+            "rank %d was started twice: as pid %d from %s and as pid %d from %s", hello->rank,
+            hello->rank ? seats[hello->rank].pid : (int32_t)getpid(),
+            hello->rank ? seats[hello->rank].name : "rank 0's host", hello->pid, end->name);
     return DTRAIN_OK;
 }
 
-static void dtrain__hear_join(dtrain__rendezvous *r, dtrain__connection *guest,
-                              const dtrain__frame *frame, const char *data)
+/* Give the pending connection to its rank, if its hello is one of this run. */
+static void dtrain__admit(dtrain__rendezvous *r, dtrain__connection *end, const char *data)
 {
-    dtrain__card card;
-    if (frame->kind == DTRAIN__JOIN && frame->bytes == sizeof card)
-        memcpy(&card, data, sizeof card);
-    else memset(&card, 0, sizeof card);
-    card.version[sizeof card.version - 1] = card.host[sizeof card.host - 1] = 0;
-    if (frame->kind != DTRAIN__JOIN || frame->bytes != sizeof card ||
-        card.proof != dtrain__prove(r->place, guest->nonce, &card)) {
-        dtrain__turn_away(r, guest, DTRAIN_ERROR_MISMATCH,
+    dtrain__hello hello;
+    memcpy(&hello, data, sizeof hello);
+    dtrain__frame_send(end, DTRAIN__FRAME_WELCOME, 0, 0, dtrain__welcome_proof(r->place, &hello),
+                       NULL, 0);
+    if (hello.proof != dtrain__hello_proof(r->place, &hello)) {
+        dtrain__turn_away(r, end,
                           "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
         return;
     }
-    dtrain__frame_drop(guest, frame);
-    if (r->result != DTRAIN_OK || dtrain__check_card(r, guest, &card) != DTRAIN_OK) {
-        dtrain__refuse(guest, r->result, r->why);
-        r->told++;
+    hello.version[sizeof hello.version - 1] = hello.host[sizeof hello.host - 1] = 0;
+    if (r->result != DTRAIN_OK || dtrain__check_hello(r, end, &hello) != DTRAIN_OK) {
+        dtrain__refuse(r, end);
         return;
     }
-    dtrain__connection *seat = &r->world->link->ends[card.rank];
-    seat->socket = guest->socket;
-    seat->in_bytes = guest->in_bytes;
-    memcpy(seat->in, guest->in, guest->in_bytes);
-    memcpy(seat->name, guest->name, sizeof seat->name);
-    guest->socket = -1;
-    r->pids[card.rank] = card.pid ? card.pid : -1;
-    r->here++;
+    dtrain__connection *seat = &r->world->link->ends[hello.rank];
+    seat->socket = end->socket;
+    seat->pid = hello.pid;
+    memcpy(seat->name, end->name, sizeof seat->name);
+    end->socket = -1;
+    r->joined++;
 }
 
-static void dtrain__hear_guest(dtrain__rendezvous *r, dtrain__connection *guest)
+static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__connection *end)
 {
     dtrain__frame frame;
-    const bool open = dtrain__receive(guest);
-    if (guest->stage == DTRAIN__LEAVING) guest->in_bytes = 0;
-    const int there = guest->stage == DTRAIN__LEAVING ? 0 : dtrain__frame_get(guest, &frame);
-    if (there < 0) {
-        dtrain__turn_away(r, guest, DTRAIN_OK, "does not begin as a rank does");
-    } else if (there && guest->stage == DTRAIN__CHALLENGED) {
-        dtrain__hear_join(r, guest, &frame, guest->in + sizeof frame);
+    const bool open = dtrain__frame_receive(end);
+    const int there = dtrain__frame_get(end, &frame);
+    if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO && frame.number != DTRAIN__PROTOCOL) {
+        static const char why[] =
+            "speaks another protocol: all ranks need the same version of dtrain";
+        dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, DTRAIN_ERROR_MISMATCH, 0, why,
+                           sizeof why - 1);
+        dtrain__turn_away(r, end, why);
+    } else if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO &&
+               frame.bytes == sizeof(dtrain__hello)) {
+        dtrain__admit(r, end, end->in + sizeof frame);
     } else if (there) {
-        dtrain__hear_hello(r, guest, &frame, guest->in + sizeof frame);
-        if (guest->stage == DTRAIN__CHALLENGED) dtrain__frame_drop(guest, &frame);
+        dtrain__turn_away(r, end, "does not begin as a rank does");
+    } else if (!open) {
+        dtrain__connection_close(end);
     }
-    if (!open) dtrain__close(guest);
 }
 
-static void dtrain__admit(dtrain__rendezvous *r)
+static void dtrain__accept_pending(dtrain__rendezvous *r)
 {
-    for (int i = 0; i < DTRAIN__GUESTS; i++) {
-        dtrain__connection *guest = &r->guests[i];
+    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) {
+        dtrain__connection *end = &r->pending[i];
         struct sockaddr_storage address;
         struct sockaddr *from = (struct sockaddr *)(void *)&address;
         socklen_t length = sizeof address;
-        if (guest->socket >= 0) continue;
+        if (end->socket >= 0) continue;
         const int socket = accept(r->listener, from, &length); /* accept4 may be hidden */
         if (socket < 0) return;
         fcntl(socket, F_SETFD, FD_CLOEXEC);
         fcntl(socket, F_SETFL, O_NONBLOCK);
-        memset(guest, 0, sizeof *guest);
-        guest->socket = socket;
-        guest->rank = -1;
-        guest->opened_ns = dtrain__now_ns();
+        end->socket = socket;
+        end->in_bytes = 0;
+        end->opened_ns = dtrain__now_ns();
         dtrain__socket_tune(socket);
-        dtrain__name_address(from, length, guest->name, sizeof guest->name);
+        dtrain__name_address(from, length, end->name, sizeof end->name);
     }
 }
 
@@ -5156,10 +5204,10 @@ static void dtrain__admit(dtrain__rendezvous *r)
 static void dtrain__missing_ranks(const dtrain__rendezvous *r, char *text, size_t room)
 {
     size_t used = 0;
-    int left = r->world->size - 1 - r->here;
+    int left = r->world->size - 1 - r->joined;
     text[0] = 0;
     for (int i = 1; i < r->world->size && used + 24 < room; i++) {
-        if (r->pids[i]) continue;
+        if (r->world->link->ends[i].socket >= 0) continue;
         left--;
         used += (size_t)snprintf(text + used, room - used, "%s%d",
                                  used ? left ? ", " : " and " : "", i);
@@ -5167,15 +5215,17 @@ static void dtrain__missing_ranks(const dtrain__rendezvous *r, char *text, size_
     if (left) snprintf(text + used, room - used, " and %d more", left);
 }
 
+/* Keep the deadlines: of each pending connection and of the rendezvous. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
     char missing[160];
-    for (int i = 0; i < DTRAIN__GUESTS; i++)
-        if (r->guests[i].socket >= 0 && now - r->guests[i].opened_ns > DTRAIN__GUEST_NS)
-            dtrain__turn_away(r, &r->guests[i], DTRAIN_OK, "did not say in time what it wants");
-    if (now < r->deadline_ns && now - r->said_ns < 10000000000u) return;
-    r->said_ns = now;
+    for (int i = 0; i < DTRAIN__PENDING_MOST; i++)
+        if (r->pending[i].socket >= 0 && now - r->pending[i].opened_ns > DTRAIN__HELLO_NS)
+            dtrain__turn_away(r, &r->pending[i], "did not say in time what it wants");
+    if (r->result != DTRAIN_OK || (now < r->deadline_ns && now - r->logged_ns < 10000000000u))
+        return;
+    r->logged_ns = now;
     dtrain__missing_ranks(r, missing, sizeof missing);
     if (now < r->deadline_ns)
         dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for rank %s of %d",
@@ -5183,21 +5233,21 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
     else
         dtrain__meet_fail(
             r, DTRAIN_ERROR_TIMEOUT,
-            "rank 0 waited %.1f s at %s port %u, and of %d ranks these have not come: "
-            "%s%s%s",
+            "rank 0 waited %.1f s at %s port %u, and of %d ranks these have not come: %s%s%s",
             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port, r->world->size,
-            missing, r->strangers ? "; last turned away: " : "", r->strangers ? r->stranger : "");
+            missing, r->strangers ? "; last turned away: " : "", r->strangers ? r->problem : "");
 }
 
-/* One round: whoever has something to say is heard, nobody is waited for. */
+/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say
+ * before BEGIN, so its socket can only have been closed. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
-    struct pollfd polls[1 + DTRAIN__GUESTS + DTRAIN_MAX_RANKS];
-    dtrain__connection *ends[1 + DTRAIN__GUESTS + DTRAIN_MAX_RANKS];
-    const int seats = 1 + DTRAIN__GUESTS, count = seats + r->world->size;
+    struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
+    dtrain__connection *ends[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
+    const int seats = 1 + DTRAIN__PENDING_MOST, count = seats + r->world->size;
     bool room = false;
     for (int i = 1; i < count; i++) {
-        ends[i] = i < seats ? &r->guests[i - 1] : &r->world->link->ends[i - seats];
+        ends[i] = i < seats ? &r->pending[i - 1] : &r->world->link->ends[i - seats];
         polls[i].fd = ends[i]->socket;
         polls[i].events = POLLIN;
         if (i < seats && polls[i].fd < 0) room = true;
@@ -5208,83 +5258,67 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     for (int i = 1; ready > 0 && i < count; i++) {
         if (!polls[i].revents) continue;
         if (i < seats) {
-            dtrain__hear_guest(r, ends[i]);
+            dtrain__hear_pending(r, ends[i]);
             continue;
         }
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
                           i - seats, ends[i]->name);
-        dtrain__close(ends[i]);
-        r->told++;
+        dtrain__connection_close(ends[i]);
+        r->informed++;
     }
-    if (ready > 0 && polls[0].revents) dtrain__admit(r);
+    if (ready > 0 && polls[0].revents) dtrain__accept_pending(r);
     dtrain__meet_clock(r);
 }
 
-/* Ranks that are here learn how it ended, and go when it failed. */
-static void dtrain__tell_seats(dtrain__rendezvous *r)
-{
-    for (int i = 1; i < r->world->size; i++) {
-        dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket < 0) continue;
-        if (r->result == DTRAIN_OK) {
-            dtrain__frame_put(end, DTRAIN__BEGIN, 0, 0, 0, NULL, 0);
-            (void)dtrain__flush(end); /* the first bytes in an empty buffer: they fit */
-        } else {
-            dtrain__refuse(end, r->result, r->why);
-            dtrain__close(end);
-            r->told++;
-        }
-    }
-}
-
-/* Waits for all ranks; after a failure a little longer, for those who have yet to come and hear of
- * it. */
+/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
+ * have yet to come and be told. */
 static void dtrain__meet_all(dtrain__rendezvous *r)
 {
-    while (r->result == DTRAIN_OK && r->here + 1 < r->world->size) dtrain__meet_round(r);
-    dtrain__tell_seats(r);
-    const uint64_t now = dtrain__now_ns(), most = now + DTRAIN__TELL_NS;
+    const int others = r->world->size - 1;
+    while (r->result == DTRAIN_OK && r->joined < others) dtrain__meet_round(r);
+    for (int i = 1; i <= others; i++) {
+        dtrain__connection *end = &r->world->link->ends[i];
+        if (end->socket < 0) continue;
+        if (r->result != DTRAIN_OK) dtrain__refuse(r, end);
+        else dtrain__frame_send(end, DTRAIN__FRAME_BEGIN, 0, 0, 0, NULL, 0);
+    }
+    const uint64_t most = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
     const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
-    while (r->result != DTRAIN_OK && r->told + 1 < r->world->size && dtrain__now_ns() < end_ns)
+    while (r->result != DTRAIN_OK && r->informed < others && dtrain__now_ns() < end_ns)
         dtrain__meet_round(r);
 }
 
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const dtrain_allocator *allocator = &r->world->allocator;
-    const size_t size = (size_t)r->world->size;
-    r->guests = (dtrain__connection *)dtrain__alloc(allocator, DTRAIN__GUESTS, sizeof *r->guests,
-                                                    "guests of the rendezvous");
-    r->pids = (int32_t *)dtrain__alloc(allocator, size, sizeof *r->pids, "the list of ranks");
-    if (!r->guests || !r->pids) {
-        dtrain__meet_fail(r, DTRAIN_ERROR_MEMORY, "no memory for the rendezvous");
-    } else {
-        r->pids[0] = (int32_t)getpid();
-        for (int i = 0; i < DTRAIN__GUESTS; i++) r->guests[i].socket = -1;
-        if (dtrain__listen(r) == DTRAIN_OK) dtrain__meet_all(r);
-        for (int i = 0; i < DTRAIN__GUESTS; i++) dtrain__close(&r->guests[i]);
-        if (r->listener >= 0) close(r->listener);
-    }
-    dtrain__free(allocator, r->pids, size, sizeof *r->pids);
-    dtrain__free(allocator, r->guests, DTRAIN__GUESTS, sizeof *r->guests);
+    r->pending = (dtrain__connection *)dtrain__alloc(allocator, DTRAIN__PENDING_MOST,
+                                                     sizeof *r->pending, "pending connections");
+    if (!r->pending)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MEMORY, "no memory for the rendezvous");
+    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
+    if (dtrain__listen(r) == DTRAIN_OK) dtrain__meet_all(r);
+    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__connection_close(&r->pending[i]);
+    if (r->listener >= 0) close(r->listener);
+    dtrain__free(allocator, r->pending, DTRAIN__PENDING_MOST, sizeof *r->pending);
     return r->result;
 }
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* What was wrong with the last try; it may get better until the deadline. */
+/* Note what was wrong with the last try; it may get better until the deadline. */
 DTRAIN__PRINTF(2, 3)
-static bool dtrain__try_again(dtrain__rendezvous *r, const char *format, ...)
+static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    vsnprintf(r->stranger, sizeof r->stranger, format, args);
+    vsnprintf(r->problem, sizeof r->problem, format, args);
     va_end(args);
-    dtrain__close(&r->world->link->ends[0]);
+    dtrain__connection_close(&r->world->link->ends[0]);
     return false;
 }
 
-/* The next frame from rank 0, at most until `until_ns`: 1; 0 none came; -1 closed or nonsense. */
+/* Wait for the next frame from rank 0, at most until `until_ns`: 1 it is there; 0 none came; -1 the
+ * connection was closed or what came is no frame. */
 static int dtrain__await_frame(dtrain__connection *end, uint64_t until_ns, dtrain__frame *frame)
 {
     for (;;) {
@@ -5297,7 +5331,7 @@ static int dtrain__await_frame(dtrain__connection *end, uint64_t until_ns, dtrai
         one.events = POLLIN;
         const int ready =
             poll(&one, 1, (int)dtrain__min((int64_t)(until_ns - now) / 1000000 + 1, 1000));
-        if (ready > 0 && !dtrain__receive(end)) return -1;
+        if (ready > 0 && !dtrain__frame_receive(end)) return -1;
     }
 }
 
@@ -5307,56 +5341,46 @@ static bool dtrain__dial(dtrain__rendezvous *r, const struct addrinfo *at, uint6
     int error = 0;
     socklen_t length = sizeof error;
     struct pollfd one;
-    end->in_bytes = end->out_begin = end->out_end = 0;
+    end->in_bytes = 0;
     dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
     end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (end->socket < 0) return dtrain__try_again(r, "no socket: %s", strerror(errno));
+    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     dtrain__socket_tune(end->socket);
     if (connect(end->socket, at->ai_addr, at->ai_addrlen) == 0) return true;
-    if (errno != EINPROGRESS) return dtrain__try_again(r, "%s: %s", end->name, strerror(errno));
+    if (errno != EINPROGRESS) return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
     one.fd = end->socket;
     one.events = POLLOUT;
     while (poll(&one, 1, 100) <= 0)
         if (dtrain__now_ns() >= until_ns)
-            return dtrain__try_again(r, "%s does not answer", end->name);
+            return dtrain__try_failed(r, "%s does not answer", end->name);
     if (getsockopt(end->socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
-    return error ? dtrain__try_again(r, "%s: %s", end->name, strerror(error)) : true;
+    return error ? dtrain__try_failed(r, "%s: %s", end->name, strerror(error)) : true;
 }
 
-/* The handshake up to JOIN; true when rank 0 has what it needs. */
+/* Say hello and read the WELCOME; true when rank 0 was found. *stranger: it is one of another run.
+ * A REFUSED is left to await_begin, which knows what to do with it. */
 static bool dtrain__introduce(dtrain__rendezvous *r, uint64_t until_ns, bool *stranger)
 {
     dtrain__connection *end = &r->world->link->ends[0];
-    const uint64_t mine = dtrain__random();
+    const dtrain__hello hello = dtrain__hello_make(r);
     dtrain__frame frame;
-    dtrain__card card;
-    uint64_t proof;
-    dtrain__frame_put(end, DTRAIN__HELLO, r->world->rank, 0, DTRAIN__PROTOCOL, &mine, sizeof mine);
-    (void)dtrain__flush(end);
+    dtrain__frame_send(end, DTRAIN__FRAME_HELLO, hello.rank, 0, DTRAIN__PROTOCOL, &hello,
+                       sizeof hello);
     const int there = dtrain__await_frame(end, until_ns, &frame);
-    const char *data = end->in + sizeof frame;
-    if (there == 1 && frame.kind == DTRAIN__REFUSED)
-        return true; /* it is read again by who waits for BEGIN */
-    if (there != 1 || frame.kind != DTRAIN__CHALLENGE || frame.bytes != sizeof proof)
-        return dtrain__try_again(r, "what listens at %s does not answer as rank 0 does", end->name);
-    memcpy(&proof, data, sizeof proof);
-    end->nonce[0] = mine;
-    end->nonce[1] = frame.number;
+    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) return true;
+    if (there != 1 || frame.kind != DTRAIN__FRAME_WELCOME)
+        return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
+                                  end->name);
     dtrain__frame_drop(end, &frame);
-    *stranger = proof != dtrain__prove(r->place, end->nonce, NULL);
-    dtrain__card_make(r, end->nonce, &card);
-    if (*stranger) dtrain__frame_put(end, DTRAIN__REFUSED, r->world->rank, 0, 0, NULL, 0);
-    else dtrain__frame_put(end, DTRAIN__JOIN, r->world->rank, 0, 0, &card, sizeof card);
-    (void)dtrain__flush(end);
-    if (*stranger)
-        return dtrain__try_again(r,
-                                 "what listens at %s has another DTRAIN_JOB_KEY than this rank "
-                                 "or belongs to another run",
-                                 end->name);
-    return true;
+    *stranger = frame.number != dtrain__welcome_proof(r->place, &hello);
+    if (!*stranger) return true;
+    return dtrain__try_failed(r,
+                              "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
+                              "belongs to another run",
+                              end->name);
 }
 
-/* Rank 0 has this rank's card: now the others have to come. */
+/* Wait for BEGIN: rank 0 knows this rank, now the others have to come. */
 static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -5364,13 +5388,14 @@ static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
     char text[400];
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
     const int there = dtrain__await_frame(end, r->deadline_ns + slack, &frame);
-    if (there == 1 && frame.kind == DTRAIN__BEGIN) {
+    if (there == 1 && frame.kind == DTRAIN__FRAME_BEGIN) {
         dtrain__frame_drop(end, &frame);
         return DTRAIN_OK;
     }
-    if (there == 1 && frame.kind == DTRAIN__REFUSED) {
+    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) {
         dtrain__frame_text(&frame, end->in + sizeof frame, text, sizeof text);
-        return dtrain__meet_fail(r, (dtrain_result)frame.value, "%s", text);
+        return dtrain__meet_fail(r, frame.value ? (dtrain_result)frame.value : DTRAIN_ERROR_PEER,
+                                 "%s", text);
     }
     if (there)
         return dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
@@ -5380,25 +5405,25 @@ static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
                              1e-9 * (double)(dtrain__now_ns() - r->start_ns));
 }
 
-/* Calls rank 0 at all its addresses until it answers. It may not have started yet; something else
- * may still be at its port: a run that just ends is given five seconds to go. */
+/* Call rank 0 at all its addresses until it answers. It may not have started yet, and something
+ * else may still be at its port: a run that just ends is given five seconds to go. */
 static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
 {
-    char other_run[sizeof r->stranger] = "";
+    char other_run[sizeof r->problem] = "";
     uint64_t patience_ns = 0;
     bool joined = false;
     while (!joined) {
         bool stranger = false;
         struct addrinfo *found = dtrain__resolve(r);
         for (const struct addrinfo *at = found; at && !joined; at = at->ai_next) {
-            const uint64_t most = dtrain__now_ns() + DTRAIN__GUEST_NS;
+            const uint64_t most = dtrain__now_ns() + DTRAIN__HELLO_NS;
             const uint64_t until = most < r->deadline_ns ? most : r->deadline_ns;
             joined = dtrain__dial(r, at, until) && dtrain__introduce(r, until, &stranger);
         }
         if (found) freeaddrinfo(found);
         const uint64_t now = dtrain__now_ns();
         if (joined) break;
-        if (stranger) memcpy(other_run, r->stranger, sizeof other_run);
+        if (stranger) memcpy(other_run, r->problem, sizeof other_run);
         if (stranger && !patience_ns) patience_ns = now + 5000000000u;
         if (stranger && now >= patience_ns)
             return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "%s", other_run);
@@ -5407,7 +5432,7 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
                                      "rank 0 was not found at %s port %u for %.1f s: %s",
                                      r->place->address, r->place->port,
                                      1e-9 * (double)(now - r->start_ns),
-                                     patience_ns ? other_run : r->stranger);
+                                     patience_ns ? other_run : r->problem);
     }
     return dtrain__await_begin(r);
 }
@@ -5420,7 +5445,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     r.world = world;
     r.place = place;
     r.listener = -1;
-    r.start_ns = r.said_ns = dtrain__now_ns();
+    r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
         return DTRAIN_OK;
@@ -5438,7 +5463,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when
  * the last of them has ended, however that was. */
 
-/* The same for ranks that can see each other's processes and memory. */
+/* Hash what ranks have in common when they can see each other's processes and memory: host name,
+ * boot, and the namespaces of a container. */
 static uint64_t dtrain__host_id(void)
 {
     static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -5454,21 +5480,21 @@ static uint64_t dtrain__host_id(void)
     return dtrain__siphash(none, text, sizeof text);
 }
 
-/* Where a rank is, and where it is to believe it is. */
-typedef struct dtrain__whereabouts {
+/* The host on which a rank is, and the emulated nodes that its desc asks for. */
+typedef struct dtrain__host_record {
     uint64_t host;
     dtrain_emulation emulation;
-} dtrain__whereabouts;
+} dtrain__host_record;
 
-/* The nodes of ranks that a launcher has started: every one has read its own desc. */
-static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__whereabouts *all)
+/* Check that all ranks ask for the same emulated nodes: each has read its own desc. */
+static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__host_record *all)
 {
     const dtrain_emulation *mine = &world->emulation;
     for (int i = 0; i < world->size; i++) {
         const dtrain_emulation *other = &all[i].emulation;
         if (other->node_ranks != mine->node_ranks || other->latency_us != mine->latency_us ||
             other->gigabits_per_second != mine->gigabits_per_second)
-            return dtrain__exchange_fail(
+            return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
                 "us, rank %d for %u, %g, %g; give all ranks the same desc",
@@ -5476,17 +5502,17 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__w
                 mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
     }
     if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
-    return dtrain__exchange_fail(
+    return dtrain__abort_with(
         world, DTRAIN_ERROR_UNSUPPORTED,
         "dtrain_launch: emulation makes nodes of one host, and these ranks are on %d hosts; clear "
         "desc.emulation: their links are real",
         world->node_count);
 }
 
-/* Which ranks are neighbours. What the launcher said about local ranks stands. */
+/* Number the hosts and the ranks of each. What the launcher said about local ranks stands. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
-    dtrain__whereabouts own, all[DTRAIN_MAX_RANKS];
+    dtrain__host_record own, all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0;
     memset(&own, 0, sizeof own);
     const uint64_t mine = own.host = dtrain__host_id();
@@ -5515,12 +5541,13 @@ typedef struct dtrain__offer {
     int32_t pid, file; /* file < 0: rank 0 could not make it */
 } dtrain__offer;
 
-typedef struct dtrain__answer {
+typedef struct dtrain__region_reply {
     int32_t good;
     char why[180];
-} dtrain__answer;
+} dtrain__region_reply;
 
-/* Far from where programs, libraries and stacks are put, and from the shadows of sanitizers. */
+/* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
+ * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
 static void *dtrain__region_hint(int attempt)
 {
     static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
@@ -5551,7 +5578,8 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
     return DTRAIN_OK;
 }
 
-/* The file must be the one that was meant: the process may have gone, its number be another's. */
+/* Map rank 0's region at rank 0's address. The file must be the one that was meant: the process may
+ * have gone, and its number be another's. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
@@ -5580,13 +5608,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
-/* One attempt of all ranks; *good says whether everybody has the region, which then is open to all.
- * An error is the failure of the exchange itself. */
+/* Make one attempt, all ranks together; *good says whether every rank has mapped the region. An
+ * error is the failure of an all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, bool *good)
 {
     dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
-    dtrain__answer mine, answers[DTRAIN_MAX_RANKS];
+    dtrain__region_reply mine, replies[DTRAIN_MAX_RANKS];
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     memset(&mine, 0, sizeof mine);
@@ -5594,28 +5622,29 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
-    dtrain_result told = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
-    if (told == DTRAIN_OK) {
+    dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
+    if (gathered == DTRAIN_OK) {
         if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
         mine.good = result == DTRAIN_OK && offers[0].file >= 0;
         if (result != DTRAIN_OK)
             snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        told = dtrain_world_all_gather(world, &mine, sizeof mine, answers);
+        gathered = dtrain_world_all_gather(world, &mine, sizeof mine, replies);
     }
     if (offer.file >= 0) close(offer.file);
-    *good = told == DTRAIN_OK;
-    for (int i = world->size - 1; i >= 0 && told == DTRAIN_OK; i--) {
-        if (answers[i].good) continue;
+    *good = gathered == DTRAIN_OK;
+    for (int i = world->size - 1; i >= 0 && gathered == DTRAIN_OK; i--) {
+        if (replies[i].good) continue;
         *good = false;
-        answers[i].why[sizeof answers[i].why - 1] = 0;
-        if (answers[i].why[0])
-            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, answers[i].why);
+        replies[i].why[sizeof replies[i].why - 1] = 0;
+        if (replies[i].why[0])
+            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, replies[i].why);
     }
     if (!*good && region->control) munmap(region->control, region->bytes);
-    return told;
+    return gathered;
 }
 
-/* From here on the page is everybody's. Without a region the ranks go on as on several hosts. */
+/* Move from a control page of this rank's own to the shared one. Where no address is free in every
+ * rank, they go on without shared memory, as on several hosts. */
 static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
 {
     bool good = false;
@@ -5626,13 +5655,13 @@ static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_by
         munmap(world->page.control, world->page.bytes);
         world->page = region;
         world->control = region.control;
-        world->exchange_count = 0;
+        world->gather_count = 0;
         world->link->shared = true;
     }
     return DTRAIN_OK;
 }
 
-/* All that a launched rank does before it is a rank like any other. */
+/* Do all that makes a rank of another launcher a rank like any other. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
@@ -5646,32 +5675,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
 }
 
-/* The end of a launched rank: the others learn how it was. Rank 0 stays until all have ended, as
- * the parent of forked ranks does, or until the grace period after a failure is over: through it
- * the others hear of each other. */
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
-{
-    uint64_t end_ns = 0, now;
-    bool all = false;
-    dtrain__link_news(world);
-    while (!all) {
-        dtrain__link_pump(world, 20);
-        dtrain__world_comm_linger(world);
-        now = dtrain__now_ns();
-        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
-            end_ns = now + (uint64_t)grace_ms * 1000000u;
-        all = dtrain__link_all_told(world);
-        for (int i = 0; i < world->size && world->rank == 0; i++)
-            all = all && dtrain__load(&world->control->fates[i].how) != DTRAIN__RUNNING;
-        if (end_ns && now >= end_ns) break;
-    }
-}
-
 /* ================================================================================================
  * src/world/launch.c
  * ==============================================================================================*/
 
-/* A rank. */
+/* A rank's life, and dtrain_launch
+ *
+ *     dtrain_launch
+ *         settle       who starts the ranks: this call, another launcher, or this call on its node
+ *         map          the shared region, or a page of this process's own when ranks join a world
+ *         run          each rank, in a process or thread: make its world, rank_main, end
+ *         conclude     from the exit records: one result, one sentence, the info */
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
@@ -5758,7 +5772,7 @@ static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__laun
     return DTRAIN_OK;
 }
 
-/* *out may be half a world when it fails: what it has goes with dtrain__world_destroy. */
+/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -5788,9 +5802,10 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     return dtrain__world_parts(world, launch);
 }
 
-/* Where the others see how this rank ended: in the world's page; and, when it has joined a world of
- * another launcher, dtrain_launch sees it in the launch's own. What rank 0 knows of the others, and
- * a failed rank of why, goes along. */
+/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
+ * has joined a world of another launcher also records it in the page of this launch, where
+ * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
+ * cause. */
 static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
                              int code)
 {
@@ -5802,11 +5817,11 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
     if (!launch->here || (rank && !code)) return;
-    memcpy(launch->control->fates, world->control->fates, sizeof world->control->fates);
+    memcpy(launch->control->exits, world->control->exits, sizeof world->control->exits);
     launch->control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
-/* All of a rank's life, in a process or a thread of its own. */
+/* Run a rank from its start to its end, in a process or a thread of its own. */
 static int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;
@@ -5841,11 +5856,11 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* What waitpid said about one rank. A rank that returned has left its own, better record. */
+/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
 static void dtrain__reaped(dtrain__launch *launch, int index, int status)
 {
     const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->control->fates[rank].how);
+    const uint32_t known = dtrain__load(&launch->control->exits[rank].how);
     launch->pids[index] = 0;
     launch->live--;
     if (WIFSIGNALED(status)) {
@@ -6021,7 +6036,7 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Who starts the ranks: this call, another launcher, or this call on its node. */
+/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
 static dtrain_result dtrain__settle(dtrain__launch *launch)
 {
     const dtrain__environment env = {dtrain__getenv, NULL};
@@ -6050,13 +6065,12 @@ static dtrain_result dtrain__settle(dtrain__launch *launch)
     return DTRAIN_OK;
 }
 
-/* Not written as x <= 0: NaN must not pass. */
+/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
     const dtrain_launch_desc *desc = &launch->desc;
     const dtrain_emulation *asked = &desc->emulation;
     const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
-    const struct dtrain_comm_ops *local = NULL;
     const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
     if (!asked->node_ranks && !any) return DTRAIN_OK;
     if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
@@ -6074,11 +6088,7 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
                            "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
                            "datacenter network has 5 to 50",
                            latency);
-    DTRAIN__TRY(dtrain_comm_ops_by_name("local", &local));
-    if (!desc->comm_ops || desc->comm_ops == local) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
-                       "another one; clear one of them");
+    return dtrain__world_comm_check(desc);
 }
 
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -6109,7 +6119,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     return DTRAIN_OK;
 }
 
-/* Turns the fates of all ranks into one result, one sentence and the info. */
+/* Turn the exit records of all ranks into one result, one sentence and the info. */
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->control;
@@ -6118,15 +6128,15 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
     if (first < 0) return DTRAIN_OK;
-    const dtrain__fate *fate = &control->fates[first];
-    const bool killed = fate->how == DTRAIN__SIGNALED || fate->how == DTRAIN__STOPPED;
-    const dtrain__fate *own = &control->fates[launch->here ? launch->place.rank : first];
+    const dtrain__exit_record *end = &control->exits[first];
+    const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
-        others += i != first && control->fates[i].how > DTRAIN__LEFT;
+        others += i != first && control->exits[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
-    if (killed) info->signal = fate->value;
-    info->exit_code = killed ? 128 + fate->value : dtrain__exit_code(fate->value);
-    if (fate->how == DTRAIN__LOST) info->exit_code = 1;
+    if (killed) info->signal = end->value;
+    info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
+    if (end->how == DTRAIN__LOST) info->exit_code = 1;
     if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
     dtrain__describe_end(control, first, how, sizeof how);
     if (launch->forwarded)
@@ -6135,8 +6145,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
     return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                       info->seconds, stopped, too, fate->error[0] ? "; its last error: " : "",
-                       fate->error);
+                       info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
+                       end->error);
 }
 
 static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
@@ -6158,7 +6168,7 @@ static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_in
     }
     if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
         result =
-            dtrain_fail(launch->joined, "%s", launch->control->fates[launch->place.rank].error);
+            dtrain_fail(launch->joined, "%s", launch->control->exits[launch->place.rank].error);
     munmap(launch->region.control, launch->region.bytes);
     return result;
 }
@@ -6825,7 +6835,7 @@ struct dtrain__engine {
     int64_t number, number_limit; /* of communicators, for tags; 0: no limit */
     bool failed;                  /* comm->report says why */
     bool stirred;                 /* the queue must be visited whatever poll says */
-    dtrain__report *report;       /* the first failure; who shares it fails together */
+    dtrain__abort_record *report;       /* the first failure; who shares it fails together */
     uint64_t sequence;            /* of the collective started last */
     uint64_t agreed;              /* of the collective agreed on last */
     dtrain__work *queue, **queue_end, *idle; /* queue: not done, in the order of their start */
@@ -7059,7 +7069,7 @@ static dtrain_result dtrain__died_speaking(const dtrain_world *world)
 /* Return the failure that stands, after it was published. Nothing in flight will be finished. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
-    const dtrain__report *report = comm->report;
+    const dtrain__abort_record *report = comm->report;
     for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
@@ -7079,7 +7089,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
                                             const char *text)
 {
-    dtrain__report *report = comm->report;
+    dtrain__abort_record *report = comm->report;
     uint32_t none = 0;
     if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
@@ -7177,7 +7187,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
+        const dtrain__exit_record *fate = &comm->base.world->control->exits[world[i]];
         const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
                           now >= fate->ended_ns + comm->transport->grace_ns;
         if (!dtrain__waits_for(comm, work, i)) {
@@ -7318,7 +7328,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. The sentence of a peer's death
+/* The rarer half of a wait, after dtrain__wait_poll said `turn`. The sentence of a peer's death
  * becomes that of the communicator. Before anything is given up, what the others did until they
  * failed or left is looked at once more: it may be all that was needed. */
 static void dtrain__engine_look(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
@@ -7343,7 +7353,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
                                                              : dtrain__wait_turn(world, &wait);
-        if (wait.looked) dtrain__engine_look(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
     if (result == DTRAIN_OK && work->bounce) {
@@ -7362,7 +7372,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+        dtrain__engine_look(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -7686,12 +7696,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     if (moves != world->emulated_moves) wait->yields = 0;
     world->emulated_moves = moves;
     const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
-    if (wait->yields < 2 * DTRAIN__YIELDS_PER_LOOK || left < early + 20000)
+    if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
         return dtrain__wait_turn(world, wait);
     nap.tv_sec = 0;
     nap.tv_nsec = (long)(left - early < longest ? left - early : longest);
     nanosleep(&nap, NULL);
-    return dtrain__wait_look(world, wait);
+    return dtrain__wait_poll(world, wait);
 }
 
 /* ================================================================================================
@@ -8072,7 +8082,7 @@ typedef struct dtrain__channel {
 
 /* What one rank shows the others; all zero is the valid beginning. */
 struct dtrain__part {
-    dtrain__report report; /* of the first part only: the communicator's failure */
+    dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed;     /* atomic: ranks that have destroyed the communicator ... */
     uint32_t size;         /* ... out of so many */
     char *stage;           /* 2 chunks, made when first needed */
@@ -8980,7 +8990,7 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
 static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
 {
     (void)addresses;
-    comm->report = &comm->base.world->control->report;
+    comm->report = &comm->base.world->control->aborted;
 }
 
 static void dtrain__mpi_release(dtrain__engine *base)
@@ -9680,6 +9690,16 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         "dtrain_comm_ops_by_name: \"%.40s\" is not here; there are \"local\" and, in a "
         "program built by mpicc with -DDTRAIN_USE_MPI, \"mpi\"",
         name);
+}
+
+/* Emulated links are gates in the queue of the local communicator: no other one has them. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc)
+{
+    const bool local = !desc->comm_ops || desc->comm_ops == dtrain__local_comm_ops();
+    if (local || !desc->emulation.node_ranks) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
+                       "another one; clear one of them");
 }
 
 /* The one place where it is decided which backend makes the world's communicator. */

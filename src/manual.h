@@ -183,5 +183,6 @@
    inside a switch, loss of packets, or the processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
-   instruction sets. Peers are trusted: a rank that writes into another's memory is not defended
-   against.*/
+   instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
+   are refused when ranks meet; nothing is encrypted, and a rank that writes into another's memory
+   is not defended against.*/

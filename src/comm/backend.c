@@ -96,6 +96,16 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
+/* Emulated links are gates in the queue of the local communicator: no other one has them. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc)
+{
+    const bool local = !desc->comm_ops || desc->comm_ops == dtrain__local_comm_ops();
+    if (local || !desc->emulation.node_ranks) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
+                       "another one; clear one of them");
+}
+
 /* The one place where it is decided which backend makes the world's communicator. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {

@@ -191,7 +191,7 @@ static dtrain_result dtrain__died_speaking(const dtrain_world *world)
 /* Return the failure that stands, after it was published. Nothing in flight will be finished. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
-    const dtrain__report *report = comm->report;
+    const dtrain__abort_record *report = comm->report;
     for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
@@ -211,7 +211,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
                                             const char *text)
 {
-    dtrain__report *report = comm->report;
+    dtrain__abort_record *report = comm->report;
     uint32_t none = 0;
     if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
@@ -309,7 +309,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__fate *fate = &comm->base.world->control->fates[world[i]];
+        const dtrain__exit_record *fate = &comm->base.world->control->exits[world[i]];
         const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
                           now >= fate->ended_ns + comm->transport->grace_ns;
         if (!dtrain__waits_for(comm, work, i)) {
@@ -450,7 +450,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* The rarer half of a wait, after dtrain__wait_look said `turn`. The sentence of a peer's death
+/* The rarer half of a wait, after dtrain__wait_poll said `turn`. The sentence of a peer's death
  * becomes that of the communicator. Before anything is given up, what the others did until they
  * failed or left is looked at once more: it may be all that was needed. */
 static void dtrain__engine_look(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
@@ -475,7 +475,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
                                                              : dtrain__wait_turn(world, &wait);
-        if (wait.looked) dtrain__engine_look(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
     if (result == DTRAIN_OK && work->bounce) {
@@ -494,7 +494,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_look(comm, work, dtrain__wait_look(comm->base.world, &wait));
+        dtrain__engine_look(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }

@@ -185,10 +185,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     if (moves != world->emulated_moves) wait->yields = 0;
     world->emulated_moves = moves;
     const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
-    if (wait->yields < 2 * DTRAIN__YIELDS_PER_LOOK || left < early + 20000)
+    if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
         return dtrain__wait_turn(world, wait);
     nap.tv_sec = 0;
     nap.tv_nsec = (long)(left - early < longest ? left - early : longest);
     nanosleep(&nap, NULL);
-    return dtrain__wait_look(world, wait);
+    return dtrain__wait_poll(world, wait);
 }

@@ -68,7 +68,7 @@ typedef struct dtrain__channel {
 
 /* What one rank shows the others; all zero is the valid beginning. */
 struct dtrain__part {
-    dtrain__report report; /* of the first part only: the communicator's failure */
+    dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed;     /* atomic: ranks that have destroyed the communicator ... */
     uint32_t size;         /* ... out of so many */
     char *stage;           /* 2 chunks, made when first needed */

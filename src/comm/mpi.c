@@ -353,7 +353,7 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
 static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
 {
     (void)addresses;
-    comm->report = &comm->base.world->control->report;
+    comm->report = &comm->base.world->control->aborted;
 }
 
 static void dtrain__mpi_release(dtrain__engine *base)

@@ -1,4 +1,8 @@
-/* Shared memory. */
+/* Shared memory: the region and its arenas
+ *
+ * Address space is reserved for all ranks at once and committed page by page when it is touched, so
+ * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
+ * and the sum of all that ranks have been promised against what was free at the start. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -15,8 +19,8 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* The number behind `key` at the start of a line of a small text file; UINT64_MAX when there is
- * none (no file, no line, "max"). */
+/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
+ * is none (no file, no line, "max"). */
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[8192];
@@ -36,8 +40,9 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
     return UINT64_MAX;
 }
 
-/* What could be touched now without swapping or being killed: the machine's estimate and, in a
- * container (cgroup v2), its limit. File cache counts as free: it goes when memory is needed. */
+/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
+ * in a container (cgroup v2), its limit. File cache counts as free: it
+ * goes when memory is needed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
@@ -60,7 +65,7 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* A core file of the whole reserve helps nobody. */
+/* Keep the reserve out of core files, where it would fill the disk and help nobody. */
 DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
 {
 #ifdef MADV_DONTDUMP
@@ -70,7 +75,7 @@ DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
 #endif
 }
 
-/* A control page that has no arenas. */
+/* Map a control page that has no arenas. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
 {
     const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
@@ -84,8 +89,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
     return DTRAIN_OK;
 }
 
-/* Anonymous memory or, file >= 0, a file made that large; MAP_FAILED with errno. A file above the
- * limit of `ulimit -f` would be answered with a signal. */
+/* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
+ * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. */
 static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -98,9 +103,9 @@ static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
 }
 
-/* Address space, not memory: `given` bytes per rank or, 0, as much as the machine has. Where that
- * much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to 64 MiB; an
- * explicit size does not. */
+/* Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+ * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
+ * 64 MiB; an explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -136,7 +141,7 @@ DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
     return control->arenas + (size_t)rank * control->arena_bytes;
 }
 
-/* Every byte of it can be read and written by every rank, at this address. */
+/* Say whether every rank can read and write all of these bytes at this address. */
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes)
 {
     const uintptr_t begin = (uintptr_t)world->control->arenas, at = (uintptr_t)memory;
@@ -173,13 +178,14 @@ static dtrain_result dtrain__ranges_grow(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Whose memory the arena is: the CPU's. A GPU's ranks have only images in it. */
+/* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
+ * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
 }
 
-/* Zeroed whole pages of this rank's arena, first fit. */
+/* Hand out zeroed whole pages of this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
     const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
@@ -212,8 +218,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Gives the pages back at once: memory handed out next reads as zero without being cleared. Memory
- * that is not ours is left alone. */
+/* Take memory back and give its pages to the system at once, so that memory handed out next reads
+ * as zero without being cleared. Memory that the arena has not handed out is left alone. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = dtrain__arena(world->control, world->rank);

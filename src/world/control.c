@@ -1,4 +1,7 @@
-/* How ranks end. */
+/* The control page: how ranks end, wait for each other and gather
+ *
+ * Every field that another rank may read while it is written is stored last and atomically, so no
+ * lock is needed, and a rank that is killed half-way leaves nothing locked. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -29,13 +32,13 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
-    const dtrain__fate *fate = &control->fates[rank];
-    switch (dtrain__load(&fate->how)) {
+    const dtrain__exit_record *end = &control->exits[rank];
+    switch (dtrain__load(&end->how)) {
     case DTRAIN__LEFT: snprintf(text, room, "rank %d left (returned 0)", rank); break;
-    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, fate->value); break;
+    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, end->value); break;
     case DTRAIN__SIGNALED:
-        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, fate->value,
-                 dtrain__signal_name(fate->value));
+        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, end->value,
+                 dtrain__signal_name(end->value));
         break;
     case DTRAIN__UNSTARTED: snprintf(text, room, "rank %d could not start", rank); break;
     case DTRAIN__STOPPED:
@@ -51,7 +54,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
     }
 }
 
-/* An error sentence without the "rank 3: " that dtrain__fail will put in front of it again. */
+/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
 {
     char prefix[32];
@@ -59,52 +62,61 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
+/* Count a rank that has ended; the first one that failed stands. */
+static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
+{
+    uint32_t none = 0;
+    dtrain__fetch_add(&control->ended_count, 1u);
+    if (failed)
+        __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
+                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* Record how a rank ended. Called once for each rank. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
-    dtrain__fate *fate = &control->fates[rank];
-    uint32_t none = 0;
-    fate->value = value;
-    fate->ended_ns = dtrain__now_ns();
-    snprintf(fate->error, sizeof fate->error, "%s", dtrain__bare(error));
-    dtrain__store(&fate->how, (uint32_t)how);
-    dtrain__fetch_add(&control->ended_count, 1u);
-    if (how == DTRAIN__LEFT) return;
-    __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
-                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    dtrain__exit_record *record = &control->exits[rank];
+    record->value = value;
+    record->ended_ns = dtrain__now_ns();
+    snprintf(record->error, sizeof record->error, "%s", dtrain__bare(error));
+    dtrain__store(&record->how, (uint32_t)how);
+    dtrain__count_end(control, rank, how != DTRAIN__LEFT);
 }
 
-/* Several ranks may notice it at once: nothing is written but the word itself. */
-DTRAIN__PRIVATE void dtrain__record_lost(dtrain__control *control, int rank)
+/* Record that a running rank is lost; false when its end was known already. Several ranks may
+ * notice it at once, so nothing but `how` is written. */
+DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
 {
-    uint32_t running = DTRAIN__RUNNING, none = 0;
-    if (!__atomic_compare_exchange_n(&control->fates[rank].how, &running, (uint32_t)DTRAIN__LOST,
+    uint32_t running = DTRAIN__RUNNING;
+    if (!__atomic_compare_exchange_n(&control->exits[rank].how, &running, (uint32_t)DTRAIN__LOST,
                                      false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-        return;
-    dtrain__fetch_add(&control->ended_count, 1u);
-    __atomic_compare_exchange_n(&control->first_failed, &none, (uint32_t)rank + 1u, false,
-                                __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        return false;
+    dtrain__count_end(control, rank, true);
+    return true;
 }
 
-/* The first report stands. Ranks whose deadlines end together report together: who comes second
- * returns when the first one can be read, so that a look behind the call finds it. Its writer may
- * have been killed in the middle; hence the limit. */
-DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
-                                           const char *text)
+/* Record an abort; false when another one came first, which stands. Ranks whose deadlines end
+ * together abort together: who comes second returns when the first abort can be read, so that a
+ * poll after this call finds it. Its writer may have been killed half-way; hence the limit of
+ * 0.1 s. */
+DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
+                                          const char *text)
 {
-    dtrain__report *report = &control->report;
+    dtrain__abort_record *record = &control->aborted;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+    if (!__atomic_compare_exchange_n(&record->state, &none, 1, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE)) {
         const uint64_t begin = dtrain__now_ns();
-        while (dtrain__load(&report->state) != 2 && dtrain__now_ns() - begin < 100000000u)
+        while (dtrain__load(&record->state) != 2 && dtrain__now_ns() - begin < 100000000u)
             sched_yield();
-        return;
+        return false;
     }
-    report->rank = rank;
-    report->code = (int32_t)code;
-    snprintf(report->text, sizeof report->text, "%s", text);
-    dtrain__store(&report->state, 2);
+    record->rank = rank;
+    record->code = (int32_t)code;
+    snprintf(record->text, sizeof record->text, "%s", text);
+    dtrain__store(&record->state, 2);
+    return true;
 }
 
 /* ---- Waiting
@@ -116,8 +128,8 @@ DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, d
  * waited for may be the one that this core should run (a 4-rank barrier on 2 cores takes 3 us with
  * sched_yield, 67 us with 2000 pauses first, 100 us and more with futexes). After some 20 us waits
  * yield everywhere: on a machine that also does other work the peer may be waiting for a core. The
- * clock and the failure record are looked at between yields, and only then a turn can fail;
- * wait.looked tells the caller to make its own rarer checks.
+ * clock and the control page are polled at every 32nd yield, and only then a turn can fail;
+ * wait.polled tells the caller to make its own rarer checks.
  *
  * Only time in which this rank could look counts towards the deadline: a job that was suspended as
  * a whole and resumed an hour later does not time out. */
@@ -132,30 +144,32 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
     return wait;
 }
 
-/* Has a rank failed or reported a failure? */
+/* Say, as an error, whether a rank has failed or aborted. */
 DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
 {
     const dtrain__control *control = world->control;
     const uint32_t failed = dtrain__load(&control->first_failed);
     char text[160];
-    if (dtrain__load(&control->report.state) == 2)
-        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->report.rank,
-                           dtrain_result_name((dtrain_result)control->report.code),
-                           control->report.text);
+    if (dtrain__load(&control->aborted.state) == 2)
+        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->aborted.rank,
+                           dtrain_result_name((dtrain_result)control->aborted.code),
+                           control->aborted.text);
     if (!failed) return DTRAIN_OK;
     dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
 }
 
-/* TIMEOUT without a sentence (the caller knows what it was waiting for), PEER with one. */
-DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait)
+/* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
+ * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than
+ * a second between two polls counts as one second. */
+DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
     const uint64_t gap = wait->last_ns ? now - wait->last_ns : 0;
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
-    wait->looked = true;
-    dtrain__link_look(world);
+    wait->polled = true;
+    dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
         return dtrain_fail(DTRAIN_ERROR_PEER, "the process that launched the ranks is gone");
@@ -164,14 +178,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wai
 
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
 {
-    wait->looked = false;
+    wait->polled = false;
     if (!world->oversubscribed && wait->turns < DTRAIN__SPIN_TURNS) {
         wait->turns++;
         dtrain__pause();
         return DTRAIN_OK;
     }
     sched_yield();
-    return ++wait->yields % DTRAIN__YIELDS_PER_LOOK ? DTRAIN_OK : dtrain__wait_look(world, wait);
+    return ++wait->yields % DTRAIN__YIELDS_PER_POLL ? DTRAIN_OK : dtrain__wait_poll(world, wait);
 }
 
 /* A rank that forks by itself has a child with the same pointers and none of the rights.
@@ -184,26 +198,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, con
                        call);
 }
 
-/* ---- Exchange, report, look
- *
- * The control page is the one place where ranks tell each other how they are. */
+/* ---- Abort, poll, all-gather ------------------------------------------------------------------*/
 
 DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text)
 {
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
-    dtrain__record_report(world->control, world->rank, code, text ? dtrain__bare(text) : "");
-    dtrain__link_news(world);
+    const char *sentence = text ? dtrain__bare(text) : "";
+    if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
+    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, code, 0, sentence,
+                      strlen(world->control->aborted.text));
 }
 
-/* The first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
+/* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
 static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
 {
     const dtrain__control *control = world->control;
     if (!dtrain__load(&control->ended_count)) return -1;
     const uint64_t now = dtrain__now_ns();
     for (int i = 0; i < world->size; i++)
-        if (dtrain__load(&control->fates[i].how) == DTRAIN__LEFT &&
-            now >= control->fates[i].ended_ns + age_ns) /* it may have ended after `now` */
+        if (dtrain__load(&control->exits[i].how) == DTRAIN__LEFT &&
+            now >= control->exits[i].ended_ns + age_ns) /* it may have ended after `now` */
             return i;
     return -1;
 }
@@ -212,15 +226,16 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
-    dtrain__link_look(world);
+    dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     const int left = dtrain__who_left(world, 2000000000u);
     return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
 }
 
+/* Abort with a sentence and return it as this rank's own error. */
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_result code,
-                                                    const char *format, ...)
+DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_result code,
+                                                 const char *format, ...)
 {
     char text[480];
     va_list args;
@@ -231,35 +246,35 @@ DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_
     return dtrain_fail(code, "%s", text);
 }
 
-/* What has to come over the network is slept for. */
-static dtrain_result dtrain__exchange_turn(dtrain_world *world, dtrain__wait *wait)
+/* Sleep for what has to come over the network, spin for what comes through shared memory. */
+static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait)
 {
     if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
     dtrain__link_pump(world, 5);
-    return dtrain__wait_look(world, wait);
+    return dtrain__wait_poll(world, wait);
 }
 
-/* Waits until `rank` has posted for the `sequence`-th time. Whether it has left is asked before its
- * post is looked at for the last time: what it posted before leaving counts. */
-static dtrain_result dtrain__await_post(dtrain_world *world, int rank, uint64_t sequence,
-                                        dtrain__wait *wait)
+/* Wait until `rank` has written record number `sequence`. Whether it has left is asked before its
+ * slot is read for the last time, because a record that it wrote before leaving counts. */
+static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
+                                          dtrain__wait *wait)
 {
-    const dtrain__post *post = &world->control->posts[rank];
-    while (dtrain__load(&post->sequence) < sequence) {
-        const dtrain_result turn = dtrain__exchange_turn(world, wait);
-        if (!wait->looked) continue;
-        const bool left = dtrain__load(&world->control->fates[rank].how) == DTRAIN__LEFT;
-        if (dtrain__load(&post->sequence) >= sequence) break;
+    const dtrain__gather_slot *slot = &world->control->slots[rank];
+    while (dtrain__load(&slot->sequence) < sequence) {
+        const dtrain_result turn = dtrain__gather_turn(world, wait);
+        if (!wait->polled) continue;
+        const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
+        if (dtrain__load(&slot->sequence) >= sequence) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (left)
-            return dtrain__exchange_fail(
+            return dtrain__abort_with(
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(
-                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
-                world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__abort_with(world, turn,
+                                      "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
+                                      world->rank, 1e-9 * (double)world->timeout_ns, rank);
     }
     return DTRAIN_OK;
 }
@@ -275,30 +290,30 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
-    const uint64_t sequence = ++world->exchange_count;
+    const uint64_t sequence = ++world->gather_count;
     const size_t half = sequence % 2;
-    dtrain__post *posts = world->control->posts;
-    posts[world->rank].bytes[half] = bytes;
-    if (bytes) memcpy(posts[world->rank].data[half], mine, bytes);
-    dtrain__store(&posts[world->rank].sequence, sequence);
-    dtrain__link_news(world);
+    dtrain__gather_slot *slots = world->control->slots;
+    slots[world->rank].bytes[half] = bytes;
+    if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
+    dtrain__store(&slots[world->rank].sequence, sequence);
+    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, 0, sequence, mine, bytes);
     for (int i = 0; i < world->size; i++) {
-        DTRAIN__TRY(dtrain__await_post(world, i, sequence, &wait));
-        if (posts[i].bytes[half] != bytes)
-            return dtrain__exchange_fail(
+        DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
+        if (slots[i].bytes[half] != bytes)
+            return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
-                (unsigned long long)posts[i].bytes[half], world->rank, bytes);
-        if (bytes) memcpy((char *)all + (size_t)i * bytes, posts[i].data[half], bytes);
+                (unsigned long long)slots[i].bytes[half], world->rank, bytes);
+        if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
-    while (!dtrain__link_all_told(world)) { /* the caller may not look here again for long */
-        const dtrain_result turn = dtrain__exchange_turn(world, &wait);
+    while (!dtrain__link_all_sent(world)) { /* the caller may not wait here again for long */
+        const dtrain_result turn = dtrain__gather_turn(world, &wait);
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__exchange_fail(
+            return dtrain__abort_with(
                 world, turn,
-                "dtrain_world_all_gather: rank %d could not tell the others "
-                "in %.1f s: a rank does not read",
+                "dtrain_world_all_gather: rank %d could not tell the others in %.1f s: a rank does "
+                "not read",
                 world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;

@@ -25,14 +25,14 @@
 #define DTRAIN__DEFAULT_PORT 29500u
 #define DTRAIN__PORT_OFFSET 100u /* torchrun's own store listens on MASTER_PORT itself */
 
-/* NULL when unset; empty counts as unset. */
+/* Look up a variable; NULL when it is unset or empty. */
 static const char *dtrain__env_text(const dtrain__environment *env, const char *name)
 {
     const char *text = name ? env->lookup(env->user, name) : NULL;
     return text && text[0] ? text : NULL;
 }
 
-/* *found says whether it is set. At most nine digits, no sign, no blank. */
+/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
 static dtrain_result dtrain__env_number(const dtrain__environment *env, const char *name,
                                         bool *found, int *value)
 {
@@ -94,7 +94,7 @@ enum {
     DTRAIN__FAMILIES
 };
 
-/* "RANK=5" beside "WORLD_SIZE=1": a pair that cannot be. */
+/* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
 static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
                                           const char *rule)
 {
@@ -149,8 +149,9 @@ static dtrain_result dtrain__env_local(const dtrain__environment *env, const dtr
     return DTRAIN_OK;
 }
 
-/* RANK beside another launcher's variables that say something else: usually inherited by the shell
- * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
+/* Refuse RANK beside another launcher's variables that say something else: usually inherited by the
+ * shell that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the
+ * agent. */
 static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
                                               const dtrain__placement *taken)
 {
@@ -176,8 +177,8 @@ static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
 
 #define DTRAIN__HOSTS_MOST 1000000
 
-/* One bracket, "001-003,7]": how many numbers it stands for, -1 when malformed; number `index` of
- * them, zeros kept, goes to `out` (room 16). *end is set behind the bracket. */
+/* Read one bracket, "001-003,7]": return how many numbers it stands for, -1 when malformed; write
+ * number `index` of them, zeros kept, to `out` (room 16); set *end behind the bracket. */
 static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const char **end)
 {
     int64_t count = 0;
@@ -202,7 +203,8 @@ static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const
     return text[-1] == ']' ? count : -1;
 }
 
-/* How many names one entry stands for, "rack[1-2]-n[08-10]": six; up to a comma or the end. */
+/* Count the names for which one entry stands, up to a comma or the end: "rack[1-2]-n[08-10]" has
+ * six. */
 static int64_t dtrain__host_count(const char *entry, const char **end)
 {
     int64_t count = 1;
@@ -218,8 +220,8 @@ static int64_t dtrain__host_count(const char *entry, const char **end)
     return count;
 }
 
-/* Name number `index` of one entry that host_count has found well-formed; the last bracket runs
- * fastest. False when it does not fit. */
+/* Write name number `index` of one entry that host_count has found well-formed; the last bracket
+ * runs fastest. False when it does not fit. */
 static bool dtrain__host_write(const char *entry, int64_t index, char *out, size_t room)
 {
     size_t used = 0;
@@ -240,8 +242,8 @@ static bool dtrain__host_write(const char *entry, int64_t index, char *out, size
     return used > 0 && (!*entry || *entry == ',');
 }
 
-/* Host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is malformed
- * or has no such host. */
+/* Write host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is
+ * malformed or has no such host. */
 static bool dtrain__host_of_list(const char *list, int64_t index, char *out, size_t room)
 {
     while (*list) {
@@ -255,7 +257,7 @@ static bool dtrain__host_of_list(const char *list, int64_t index, char *out, siz
     return false;
 }
 
-/* Tasks of node number `node` in a list like "2(x3),1"; 0 when it cannot be told. */
+/* Read the tasks of node number `node` from a list like "2(x3),1"; 0 when it cannot be told. */
 static int dtrain__tasks_of_list(const char *list, int node)
 {
     while (list && *list) {
@@ -424,8 +426,8 @@ static dtrain_result dtrain__env_meeting(const dtrain__environment *env, int fam
                                  : "MASTER_ADDR");
 }
 
-/* DTRAIN_JOB_KEY, a secret; else what the launcher calls this run, which at least keeps two runs
- * apart that meet at one port. */
+/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
+ * run, which at least keeps two runs apart that meet at one port. */
 static void dtrain__env_key(const dtrain__environment *env, const dtrain__family *family,
                             dtrain__placement *out)
 {
@@ -455,8 +457,8 @@ static dtrain_result dtrain__env_prefer_slurm(const dtrain__environment *env, in
     return DTRAIN_OK;
 }
 
-/* The whole of it. A world of one is no launcher's business: dtrain_launch then does what its desc
- * says, as if nothing were set. */
+/* Read the environment: the first complete family wins. A world of one counts as no launcher, and
+ * dtrain_launch does what its desc says, as if nothing were set. */
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
                                                 dtrain__placement *out)
 {

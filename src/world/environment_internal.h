@@ -1,4 +1,5 @@
-/* What other files may use of world/ beside the public API. */
+/* What a launcher has said: the result of reading the environment, which launch.c acts on and the
+ * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
 
 #pragma once
 
@@ -12,7 +13,7 @@ typedef struct dtrain__environment {
     void *user;
 } dtrain__environment;
 
-/* What it says. */
+/* Where the environment places this process. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */

@@ -1,4 +1,10 @@
-/* A rank. */
+/* A rank's life, and dtrain_launch
+ *
+ *     dtrain_launch
+ *         settle       who starts the ranks: this call, another launcher, or this call on its node
+ *         map          the shared region, or a page of this process's own when ranks join a world
+ *         run          each rank, in a process or thread: make its world, rank_main, end
+ *         conclude     from the exit records: one result, one sentence, the info */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -9,7 +15,6 @@
 #include "world/link_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
-#include "comm/comm.h"
 #include "device/device.h"
 
 typedef struct dtrain__launch {
@@ -97,7 +102,7 @@ static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__laun
     return DTRAIN_OK;
 }
 
-/* *out may be half a world when it fails: what it has goes with dtrain__world_destroy. */
+/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -127,9 +132,10 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     return dtrain__world_parts(world, launch);
 }
 
-/* Where the others see how this rank ended: in the world's page; and, when it has joined a world of
- * another launcher, dtrain_launch sees it in the launch's own. What rank 0 knows of the others, and
- * a failed rank of why, goes along. */
+/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
+ * has joined a world of another launcher also records it in the page of this launch, where
+ * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
+ * cause. */
 static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
                              int code)
 {
@@ -141,11 +147,11 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
     if (!launch->here || (rank && !code)) return;
-    memcpy(launch->control->fates, world->control->fates, sizeof world->control->fates);
+    memcpy(launch->control->exits, world->control->exits, sizeof world->control->exits);
     launch->control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
-/* All of a rank's life, in a process or a thread of its own. */
+/* Run a rank from its start to its end, in a process or a thread of its own. */
 static int dtrain__rank_run(dtrain__launch *launch, int index)
 {
     const int rank = launch->place.rank + index;
@@ -180,11 +186,11 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* What waitpid said about one rank. A rank that returned has left its own, better record. */
+/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
 static void dtrain__reaped(dtrain__launch *launch, int index, int status)
 {
     const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->control->fates[rank].how);
+    const uint32_t known = dtrain__load(&launch->control->exits[rank].how);
     launch->pids[index] = 0;
     launch->live--;
     if (WIFSIGNALED(status)) {
@@ -360,7 +366,7 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Who starts the ranks: this call, another launcher, or this call on its node. */
+/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
 static dtrain_result dtrain__settle(dtrain__launch *launch)
 {
     const dtrain__environment env = {dtrain__getenv, NULL};
@@ -389,13 +395,12 @@ static dtrain_result dtrain__settle(dtrain__launch *launch)
     return DTRAIN_OK;
 }
 
-/* Not written as x <= 0: NaN must not pass. */
+/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
     const dtrain_launch_desc *desc = &launch->desc;
     const dtrain_emulation *asked = &desc->emulation;
     const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
-    const struct dtrain_comm_ops *local = NULL;
     const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
     if (!asked->node_ranks && !any) return DTRAIN_OK;
     if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
@@ -413,11 +418,7 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
                            "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
                            "datacenter network has 5 to 50",
                            latency);
-    DTRAIN__TRY(dtrain_comm_ops_by_name("local", &local));
-    if (!desc->comm_ops || desc->comm_ops == local) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
-                       "another one; clear one of them");
+    return dtrain__world_comm_check(desc);
 }
 
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -448,7 +449,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     return DTRAIN_OK;
 }
 
-/* Turns the fates of all ranks into one result, one sentence and the info. */
+/* Turn the exit records of all ranks into one result, one sentence and the info. */
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->control;
@@ -457,15 +458,15 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
     if (first < 0) return DTRAIN_OK;
-    const dtrain__fate *fate = &control->fates[first];
-    const bool killed = fate->how == DTRAIN__SIGNALED || fate->how == DTRAIN__STOPPED;
-    const dtrain__fate *own = &control->fates[launch->here ? launch->place.rank : first];
+    const dtrain__exit_record *end = &control->exits[first];
+    const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
-        others += i != first && control->fates[i].how > DTRAIN__LEFT;
+        others += i != first && control->exits[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
-    if (killed) info->signal = fate->value;
-    info->exit_code = killed ? 128 + fate->value : dtrain__exit_code(fate->value);
-    if (fate->how == DTRAIN__LOST) info->exit_code = 1;
+    if (killed) info->signal = end->value;
+    info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
+    if (end->how == DTRAIN__LOST) info->exit_code = 1;
     if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
     dtrain__describe_end(control, first, how, sizeof how);
     if (launch->forwarded)
@@ -474,8 +475,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
     return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                       info->seconds, stopped, too, fate->error[0] ? "; its last error: " : "",
-                       fate->error);
+                       info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
+                       end->error);
 }
 
 static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
@@ -497,7 +498,7 @@ static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_in
     }
     if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
         result =
-            dtrain_fail(launch->joined, "%s", launch->control->fates[launch->place.rank].error);
+            dtrain_fail(launch->joined, "%s", launch->control->exits[launch->place.rank].error);
     munmap(launch->region.control, launch->region.bytes);
     return result;
 }

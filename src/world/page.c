@@ -13,7 +13,8 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* The same for ranks that can see each other's processes and memory. */
+/* Hash what ranks have in common when they can see each other's processes and memory: host name,
+ * boot, and the namespaces of a container. */
 static uint64_t dtrain__host_id(void)
 {
     static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -29,21 +30,21 @@ static uint64_t dtrain__host_id(void)
     return dtrain__siphash(none, text, sizeof text);
 }
 
-/* Where a rank is, and where it is to believe it is. */
-typedef struct dtrain__whereabouts {
+/* The host on which a rank is, and the emulated nodes that its desc asks for. */
+typedef struct dtrain__host_record {
     uint64_t host;
     dtrain_emulation emulation;
-} dtrain__whereabouts;
+} dtrain__host_record;
 
-/* The nodes of ranks that a launcher has started: every one has read its own desc. */
-static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__whereabouts *all)
+/* Check that all ranks ask for the same emulated nodes: each has read its own desc. */
+static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__host_record *all)
 {
     const dtrain_emulation *mine = &world->emulation;
     for (int i = 0; i < world->size; i++) {
         const dtrain_emulation *other = &all[i].emulation;
         if (other->node_ranks != mine->node_ranks || other->latency_us != mine->latency_us ||
             other->gigabits_per_second != mine->gigabits_per_second)
-            return dtrain__exchange_fail(
+            return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
                 "us, rank %d for %u, %g, %g; give all ranks the same desc",
@@ -51,17 +52,17 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__w
                 mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
     }
     if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
-    return dtrain__exchange_fail(
+    return dtrain__abort_with(
         world, DTRAIN_ERROR_UNSUPPORTED,
         "dtrain_launch: emulation makes nodes of one host, and these ranks are on %d hosts; clear "
         "desc.emulation: their links are real",
         world->node_count);
 }
 
-/* Which ranks are neighbours. What the launcher said about local ranks stands. */
+/* Number the hosts and the ranks of each. What the launcher said about local ranks stands. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
-    dtrain__whereabouts own, all[DTRAIN_MAX_RANKS];
+    dtrain__host_record own, all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0;
     memset(&own, 0, sizeof own);
     const uint64_t mine = own.host = dtrain__host_id();
@@ -90,12 +91,13 @@ typedef struct dtrain__offer {
     int32_t pid, file; /* file < 0: rank 0 could not make it */
 } dtrain__offer;
 
-typedef struct dtrain__answer {
+typedef struct dtrain__region_reply {
     int32_t good;
     char why[180];
-} dtrain__answer;
+} dtrain__region_reply;
 
-/* Far from where programs, libraries and stacks are put, and from the shadows of sanitizers. */
+/* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
+ * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
 static void *dtrain__region_hint(int attempt)
 {
     static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
@@ -126,7 +128,8 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
     return DTRAIN_OK;
 }
 
-/* The file must be the one that was meant: the process may have gone, its number be another's. */
+/* Map rank 0's region at rank 0's address. The file must be the one that was meant: the process may
+ * have gone, and its number be another's. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
@@ -155,13 +158,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
-/* One attempt of all ranks; *good says whether everybody has the region, which then is open to all.
- * An error is the failure of the exchange itself. */
+/* Make one attempt, all ranks together; *good says whether every rank has mapped the region. An
+ * error is the failure of an all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region, bool *good)
 {
     dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
-    dtrain__answer mine, answers[DTRAIN_MAX_RANKS];
+    dtrain__region_reply mine, replies[DTRAIN_MAX_RANKS];
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
     memset(&mine, 0, sizeof mine);
@@ -169,28 +172,29 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
-    dtrain_result told = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
-    if (told == DTRAIN_OK) {
+    dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
+    if (gathered == DTRAIN_OK) {
         if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
         mine.good = result == DTRAIN_OK && offers[0].file >= 0;
         if (result != DTRAIN_OK)
             snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        told = dtrain_world_all_gather(world, &mine, sizeof mine, answers);
+        gathered = dtrain_world_all_gather(world, &mine, sizeof mine, replies);
     }
     if (offer.file >= 0) close(offer.file);
-    *good = told == DTRAIN_OK;
-    for (int i = world->size - 1; i >= 0 && told == DTRAIN_OK; i--) {
-        if (answers[i].good) continue;
+    *good = gathered == DTRAIN_OK;
+    for (int i = world->size - 1; i >= 0 && gathered == DTRAIN_OK; i--) {
+        if (replies[i].good) continue;
         *good = false;
-        answers[i].why[sizeof answers[i].why - 1] = 0;
-        if (answers[i].why[0])
-            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, answers[i].why);
+        replies[i].why[sizeof replies[i].why - 1] = 0;
+        if (replies[i].why[0])
+            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, replies[i].why);
     }
     if (!*good && region->control) munmap(region->control, region->bytes);
-    return told;
+    return gathered;
 }
 
-/* From here on the page is everybody's. Without a region the ranks go on as on several hosts. */
+/* Move from a control page of this rank's own to the shared one. Where no address is free in every
+ * rank, they go on without shared memory, as on several hosts. */
 static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
 {
     bool good = false;
@@ -201,13 +205,13 @@ static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_by
         munmap(world->page.control, world->page.bytes);
         world->page = region;
         world->control = region.control;
-        world->exchange_count = 0;
+        world->gather_count = 0;
         world->link->shared = true;
     }
     return DTRAIN_OK;
 }
 
-/* All that a launched rank does before it is a rank like any other. */
+/* Do all that makes a rank of another launcher a rank like any other. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
@@ -219,25 +223,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     world->link->met = true;
     DTRAIN__TRY(dtrain__find_hosts(world, place));
     return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
-}
-
-/* The end of a launched rank: the others learn how it was. Rank 0 stays until all have ended, as
- * the parent of forked ranks does, or until the grace period after a failure is over: through it
- * the others hear of each other. */
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
-{
-    uint64_t end_ns = 0, now;
-    bool all = false;
-    dtrain__link_news(world);
-    while (!all) {
-        dtrain__link_pump(world, 20);
-        dtrain__world_comm_linger(world);
-        now = dtrain__now_ns();
-        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
-            end_ns = now + (uint64_t)grace_ms * 1000000u;
-        all = dtrain__link_all_told(world);
-        for (int i = 0; i < world->size && world->rank == 0; i++)
-            all = all && dtrain__load(&world->control->fates[i].how) != DTRAIN__RUNNING;
-        if (end_ns && now >= end_ns) break;
-    }
 }

@@ -1,9 +1,11 @@
 /* World, launch
  *
- * First how ranks end, wait, exchange and share memory; then a keyed hash (hash.c), what
- * launchers say in the environment (environment.c), the link between ranks of a launcher (link.c),
- * how they meet (rendezvous.c), how they come to share memory (page.c), a rank's life and
- * dtrain_launch (launch.c).
+ * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
+ * start; or another launcher has started them, and they first have to find each other:
+ *
+ *     forked    launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
+ *     joined    environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed hash
+ *               (hash.c) --> link.c: control pages in step --> page.c: on one host, shared region
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -29,8 +31,9 @@
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
-/* Ranks of an emulated node; 0 without emulation. What the machine is shared by (cores, memory,
- * devices) goes by its real hosts, the members of dtrain_world. */
+/* Return the number of ranks of an emulated node, 0 without emulation. How cores, memory and
+ * devices are divided goes by the real hosts instead, which the members of
+ * dtrain_world describe. */
 DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
 {
     return (int)world->emulation.node_ranks;

@@ -16,9 +16,13 @@
  *
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
- * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. DTRAIN_JOB_KEY, the
- * same on all ranks, keeps others out: it is proved, not sent; the traffic is not encrypted, so the
- * network must be trusted. All this takes at most timeout_ms, and not more than five minutes.
+ * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
+ * timeout_ms, and not more than five minutes.
+ *
+ * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
+ * own; a stranger that says nothing is dropped after ten seconds. The key itself is not sent, only
+ * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
+ * away by the network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc

@@ -1,4 +1,14 @@
-/* What other files may use of world/ beside the public API. */
+/* The world's shared state: what the other rooms may know of it
+ *
+ * Every rank has a dtrain_world. It points to the control page, the one place where ranks tell each
+ * other how they are: how each one ended, who aborted, what each contributes to an all-gather.
+ * Whoever waits for another rank reads that page between two looks at what it waits for:
+ *
+ *     dtrain__wait_turn --(every 32nd)--> dtrain__wait_poll --> link, if any --> control page
+ *                                                 |
+ *                                                 +--> PEER, with a sentence; TIMEOUT; or OK
+ *
+ * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
 #pragma once
 
@@ -25,36 +35,39 @@
 
 typedef enum dtrain__end {
     DTRAIN__RUNNING = 0,
-    DTRAIN__LEFT = 1,     /* rank_main returned 0 */
-    DTRAIN__RETURNED = 2, /* something else */
-    DTRAIN__SIGNALED = 3,
+    DTRAIN__LEFT = 1,      /* rank_main returned 0 */
+    DTRAIN__RETURNED = 2,  /* rank_main returned something else */
+    DTRAIN__SIGNALED = 3,  /* killed by a signal */
     DTRAIN__UNSTARTED = 4, /* its world could not be made */
     DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
-    DTRAIN__LOST = 6       /* its connection closed without a word */
+    DTRAIN__LOST = 6       /* its connection closed without an exit */
 } dtrain__end;
 
-/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
-typedef struct dtrain__fate {
-    uint32_t how;      /* atomic, stored last: dtrain__end */
-    int32_t value;     /* return value or signal */
-    uint64_t ended_ns; /* when this was written */
-    char error[496];   /* the rank's last error, when it did not end well */
-} dtrain__fate;
+#define DTRAIN__EXIT_TEXT 496
 
-/* What a rank says in dtrain_world_all_gather, the n-th time in half n % 2. Two halves are enough:
- * a rank posts n + 2 after it has seen all posts n + 1, and each of those was written by a rank
- * that had read all posts n. */
-typedef struct dtrain__post {
-    uint64_t sequence; /* atomic, stored last: exchanges posted so far */
+/* How one rank ended. Written once: by the rank itself, or by the launcher when it could not. */
+typedef struct dtrain__exit_record {
+    uint32_t how;                  /* atomic, stored last: dtrain__end */
+    int32_t value;                 /* return value or signal */
+    uint64_t ended_ns;             /* when this was written */
+    char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
+} dtrain__exit_record;
+
+/* What a rank contributes to dtrain_world_all_gather: record number n goes to half n % 2. Two
+ * halves are enough: a rank writes record n + 2 after it has seen every record n + 1, and each of
+ * those was written by a rank that had read every record n. */
+typedef struct dtrain__gather_slot {
+    uint64_t sequence; /* atomic, stored last: the number of records written so far */
     uint64_t bytes[2];
     char data[2][DTRAIN_WORLD_ALL_GATHER_BYTES];
-} dtrain__post;
+} dtrain__gather_slot;
 
-typedef struct dtrain__report {
-    uint32_t state; /* atomic: 0 none, 1 being written, 2 stands */
+/* The first abort of the run. */
+typedef struct dtrain__abort_record {
+    uint32_t state; /* atomic: 0 none, 1 being written, 2 can be read */
     int32_t rank, code;
     char text[500];
-} dtrain__report;
+} dtrain__abort_record;
 
 /* One direction of a node's emulated link, see comm/links.c. */
 typedef struct dtrain__lane {
@@ -62,20 +75,22 @@ typedef struct dtrain__lane {
     uint64_t line[7];
 } dtrain__lane;
 
+/* All that ranks know of each other. It stands at the start of the shared region; ranks that share
+ * no memory have one each, which the link keeps up to date. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
-    uint32_t ended_count;  /* atomic: fates written */
+    uint32_t ended_count;  /* atomic: exit records written */
     uint64_t promised;     /* atomic: bytes handed out by all arenas */
     uint64_t free_at_start;
-    char *arenas; /* all of them */
+    char *arenas; /* (world size, arena_bytes); NULL: no memory is shared */
     size_t arena_bytes;
-    dtrain__report report;
-    dtrain__fate fates[DTRAIN_MAX_RANKS];
-    dtrain__post posts[DTRAIN_MAX_RANKS];
+    dtrain__abort_record aborted;
+    dtrain__exit_record exits[DTRAIN_MAX_RANKS];
+    dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
-/* A control page with or without arenas behind it, as it was mapped. */
+/* A control page, with or without arenas behind it, as it was mapped. */
 typedef struct dtrain__region {
     dtrain__control *control;
     size_t bytes;
@@ -112,23 +127,26 @@ struct dtrain_world {
     uint32_t math;
     bool tune;
     dtrain_comm *comm; /* all ranks */
-    uint64_t exchange_count;
+    uint64_t gather_count;
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
-/* The world's communicator comes from comm/. */
+/* These are implemented by comm/backend.c, because the world owns a communicator and may not know
+ * which: check what a launch desc asks for before anything is started, make it, end it, and let it
+ * send what it has while rank 0 waits for the others at the end. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 
-#define DTRAIN__YIELDS_PER_LOOK 32u /* 10 us on an idle machine */
+#define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
 typedef struct dtrain__wait {
     uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
-    bool looked;
-    uint64_t last_ns, waited_ns; /* last look at the clock, time waited so far */
+    bool polled;            /* the last turn polled: the caller may make its own rarer checks */
+    uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
 } dtrain__wait;
 
 /* world/world.c */
@@ -141,17 +159,17 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
-DTRAIN__PRIVATE void dtrain__record_lost(dtrain__control *control, int rank);
-DTRAIN__PRIVATE void dtrain__record_report(dtrain__control *control, int rank, dtrain_result code,
-                                           const char *text);
+DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
+                                          const char *text);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
 DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
-DTRAIN__PRIVATE dtrain_result dtrain__wait_look(dtrain_world *world, dtrain__wait *wait);
+DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
 DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__exchange_fail(dtrain_world *world, dtrain_result code,
-                                                    const char *format, ...);
+DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_result code,
+                                                 const char *format, ...);
 
 /* world/arena.c */
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);

@@ -20,7 +20,7 @@ typedef struct toy_letters { /* in one direction between two ranks */
     const dtrain__work *work;
 } toy_letters;
 typedef struct toy_half {
-    dtrain__report report; /* of rank 0 only */
+    dtrain__abort_record report; /* of rank 0 only */
     int32_t users;         /* atomic */
     toy_slot slots[TOY_SLOTS];
     toy_letters letters[DTRAIN_MAX_RANKS];

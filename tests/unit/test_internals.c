@@ -60,7 +60,7 @@ static void test_bucket_plan(void)
  * What rank 0 sees behind its own report must be rank 1's. */
 static int rank_reports_second(dtrain_world *world, void *user)
 {
-    dtrain__report *report = &world->control->report;
+    dtrain__abort_record *report = &world->control->aborted;
     char mine = 0, all[2];
     (void)user;
     if (dtrain_world_rank(world) == 1) dtrain__store(&report->state, 1);

@@ -805,7 +805,8 @@ static void test_strangers(void)
                   c.ends[i].error);
 }
 
-/* What calls itself rank 1, knows the protocol and not the key: refused, and the real one is let in. */
+/* What calls itself rank 1, knows the protocol and not the key: turned away, and the real one is let
+ * in. */
 static void test_false_rank_1(void)
 {
     crew c = make_crew(2, rank_is_glad, NULL);
@@ -814,8 +815,7 @@ static void test_false_rank_1(void)
     dtrain__placement place;
     dtrain_world world;
     dtrain__frame frame;
-    dtrain__card card;
-    uint64_t nonce = 5;
+    dtrain__hello hello;
     int i;
     memset(&r, 0, sizeof r);
     memset(&place, 0, sizeof place);
@@ -827,24 +827,57 @@ static void test_false_rank_1(void)
     c.words[0] = c.words[1] = "DTRAIN_JOB_KEY=blue";
     crew_start(&c, 0, 0);
     end->socket = call_patiently(c.port);
-    dtrain__frame_put(end, DTRAIN__HELLO, 1, 0, DTRAIN__PROTOCOL, &nonce, sizeof nonce);
-    CHECK(dtrain__flush(end));
+    hello = dtrain__hello_make(&r); /* with a key of zeros */
+    dtrain__frame_send(end, DTRAIN__FRAME_HELLO, 1, 0, DTRAIN__PROTOCOL, &hello, sizeof hello);
     CHECK(dtrain__await_frame(end, dtrain__now_ns() + 20000000000u, &frame) == 1);
-    CHECK(frame.kind == DTRAIN__CHALLENGE);
-    end->nonce[0] = nonce;
-    end->nonce[1] = frame.number;
+    CHECK(frame.kind == DTRAIN__FRAME_WELCOME);
+    CHECK(frame.number != dtrain__welcome_proof(&place, &hello));
     dtrain__frame_drop(end, &frame);
-    dtrain__card_make(&r, end->nonce, &card); /* with a key of zeros */
-    dtrain__frame_put(end, DTRAIN__JOIN, 1, 0, 0, &card, sizeof card);
-    CHECK(dtrain__flush(end));
-    CHECK(dtrain__await_frame(end, dtrain__now_ns() + 20000000000u, &frame) == 1);
-    CHECK(frame.kind == DTRAIN__REFUSED && frame.value == DTRAIN_ERROR_MISMATCH);
+    CHECK(dtrain__await_frame(end, dtrain__now_ns() + 20000000000u, &frame) == -1); /* closed */
     crew_start(&c, 1, 1);
     crew_wait(&c);
     for (i = 0; i < 2; i++)
         CHECK_MSG(c.ends[i].result == DTRAIN_OK, "rank %d: %s", i, c.ends[i].error);
     close(end->socket);
     free(end);
+}
+
+/* What listens where rank 0 should be, knows the protocol and not the key: it says WELCOME and BEGIN
+ * to all that call, or refuses with an error of zero, and nobody takes it for rank 0. */
+static void test_false_welcome(void)
+{
+    int how, i;
+    for (how = 0; how < 2; how++) {
+        crew c = make_crew(2, rank_never_runs, NULL);
+        struct sockaddr_in address;
+        const int on = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+        dtrain__connection *end = (dtrain__connection *)calloc(1, sizeof *end);
+        dtrain__frame frame;
+        int callers = 0, status;
+        memset(&address, 0, sizeof address);
+        address.sin_family = AF_INET;
+        address.sin_port = htons(c.port);
+        address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        CHECK(bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && listen(fd, 9) == 0);
+        c.timeout_ms = 1500;
+        crew_start(&c, 0, 1);
+        for (i = 0; i < 20000 && !test_wait(c.pids[0], 0, &status); i++, ranks_sleep_us(1000)) {
+            end->socket = accept(fd, NULL, NULL);
+            end->in_bytes = 0;
+            if (end->socket < 0) continue;
+            callers += dtrain__await_frame(end, dtrain__now_ns() + 2000000000u, &frame) == 1;
+            dtrain__frame_send(end, how ? DTRAIN__FRAME_REFUSED : DTRAIN__FRAME_WELCOME, 0, 0, 7,
+                               NULL, 0);
+            dtrain__frame_send(end, DTRAIN__FRAME_BEGIN, 0, 0, 0, NULL, 0);
+            close(end->socket);
+        }
+        close(fd);
+        free(end);
+        CHECK_MSG(callers > 0, "nobody called");
+        CHECK_MSG(c.ends[0].done && c.ends[0].exit_code != 0, "%s", c.ends[0].error);
+        if (how == 0) crew_check(&c, 0, 1, DTRAIN_ERROR_MISMATCH, "DTRAIN_JOB_KEY", "127.0.0.1");
+    }
 }
 
 /* What calls itself rank 0 and is not. */
@@ -1158,11 +1191,10 @@ static int rank_lies(dtrain_world *world, void *user)
     lie *l = (lie *)user;
     RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     if (rank == 2) {
-        const dtrain__frame_kind kind = l->kind;
-        dtrain__frame_put(end, kind, 1, 3, kind == DTRAIN__FATE ? DTRAIN__RETURNED : 2, &mine,
-                          sizeof mine);
-        (void)dtrain__flush(end);
-        ranks_await(&l->heard, 2);
+        const dtrain__frame_kind kind = *(dtrain__frame_kind *)user;
+        dtrain__frame_send(end, kind, 1, 3, kind == DTRAIN__FRAME_EXIT ? DTRAIN__RETURNED : 2,
+                           &mine, sizeof mine);
+        ranks_sleep_us(200000);
         return 0;
     }
     while (result == DTRAIN_OK) result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
@@ -1174,13 +1206,48 @@ static int rank_lies(dtrain_world *world, void *user)
 
 static void test_lies(void)
 {
-    lie *l = (lie *)ranks_shared(sizeof *l);
-    for (l->kind = DTRAIN__POST; l->kind <= DTRAIN__REPORT;
-         l->kind = (dtrain__frame_kind)(l->kind + 1)) {
-        l->heard = 0;
-        apart_run(3, rank_lies, l);
-    }
+    dtrain__frame_kind kind;
+    for (kind = DTRAIN__FRAME_GATHER; kind <= DTRAIN__FRAME_ABORT;
+         kind = (dtrain__frame_kind)(kind + 1))
+        apart_run(3, rank_lies, &kind);
 }
+
+/* A rank that sends every record in time and reads none: rank 0 cannot tell it the others' records,
+ * and says so at its deadline. */
+typedef struct deaf {
+    int32_t rounds, over; /* of rank 0, in shared memory */
+} deaf;
+
+static int rank_is_deaf(dtrain_world *world, void *user)
+{
+    static unsigned char mine[DTRAIN_WORLD_ALL_GATHER_BYTES],
+        all[3 * DTRAIN_WORLD_ALL_GATHER_BYTES];
+    deaf *d = (deaf *)user;
+    const int rank = dtrain_world_rank(world), little = 4096;
+    dtrain_result result = DTRAIN_OK;
+    int32_t round;
+    if (rank == 2) {
+        dtrain__connection *end = &world->link->ends[0];
+        setsockopt(end->socket, SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
+        for (round = 1; !dtrain__load(&d->over); round++) {
+            dtrain__frame_send(end, DTRAIN__FRAME_GATHER, 2, 0, (uint64_t)round, mine, sizeof mine);
+            while (dtrain__load(&d->rounds) < round && !dtrain__load(&d->over)) sched_yield();
+        }
+        return 0;
+    }
+    if (rank == 0) world->timeout_ns = 500000000u;
+    for (round = 1; result == DTRAIN_OK && round < 20000; round++) {
+        result = dtrain_world_all_gather(world, mine, sizeof mine, all);
+        if (rank == 0) dtrain__store(&d->rounds, round);
+    }
+    dtrain__store(&d->over, 1);
+    CHECK_MSG(result == (rank ? DTRAIN_ERROR_PEER : DTRAIN_ERROR_TIMEOUT) &&
+                  has(dtrain_last_error(), "a rank does not read"),
+              "round %d: %s", round, dtrain_last_error());
+    return 0;
+}
+
+static void test_deaf_rank(void) { apart_run(3, rank_is_deaf, ranks_shared(sizeof(deaf))); }
 
 /* ---- several hosts ---- */
 
@@ -1579,12 +1646,14 @@ int main(int argc, char **argv)
     RUN(test_strangers);
     RUN(test_false_rank_1);
     RUN(test_false_rank_0);
+    RUN(test_false_welcome);
     RUN(test_deaths);
     RUN(test_rank_0_stays);
     RUN(test_apart);
     RUN(test_deaths_apart);
     RUN(test_mad_rank);
     RUN(test_lies);
+    RUN(test_deaf_rank);
     if (can_be_a_host()) {
         RUN(test_several_hosts);
         RUN(test_across_hosts);
