@@ -171,17 +171,6 @@ static dtrain_result call_sum(dtrain_device *device, const kernel *k, void *cons
     return device->ops->sum(device, &a);
 }
 
-static void describe_finite(kernel *k)
-{
-    reads(k, k->count, k->dtype, NOISE);
-    updates(k, 1, DTRAIN_DTYPE_I32, ZERO);
-}
-static dtrain_result call_finite(dtrain_device *device, const kernel *k, void *const *m)
-{
-    dtrain_finite_args a = {k->count, m[0], k->dtype, m[1]};
-    return device->ops->finite(device, &a);
-}
-
 /* ---- Kernels over rows ---- */
 
 static void describe_layernorm(kernel *k) /* fused with the residual addition */
@@ -321,19 +310,17 @@ static void optimizer_tensors(const kernel *k, void *const *m, bool two_moments,
                               dtrain_optimizer_tensor *tensors)
 {
     int64_t part = k->count / PIECES;
-    uint16_t *low = m[0];
-    float *grad = m[1], *value = m[2], *first = m[3], *second = two_moments ? m[4] : NULL;
+    float *grad = m[0], *value = m[1], *first = m[2], *second = two_moments ? m[3] : NULL;
     for (int64_t i = 0; i < PIECES; i++) {
         int64_t at = i * part, count = i + 1 < PIECES ? part : k->count - at;
-        dtrain_optimizer_tensor t = {count,     0.1f,       DTRAIN_DTYPE_BF16,           value + at,
-                                     grad + at, first + at, second ? second + at : NULL, low + at};
+        dtrain_optimizer_tensor t = {count,     0.1f,       value + at,
+                                     grad + at, first + at, second ? second + at : NULL};
         tensors[i] = t;
     }
 }
 
 static void describe_sgd(kernel *k) /* with momentum */
 {
-    writes(k, k->count, DTRAIN_DTYPE_BF16);
     reads(k, k->count, DTRAIN_DTYPE_F32, NOISE);
     updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
     updates(k, k->count, DTRAIN_DTYPE_F32, NOISE);
@@ -341,7 +328,7 @@ static void describe_sgd(kernel *k) /* with momentum */
 static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *const *m)
 {
     dtrain_optimizer_tensor tensors[PIECES];
-    dtrain_sgd_args a = {PIECES, tensors, 0.01f, 0.9f, 1, false, false, false, 0, NULL};
+    dtrain_sgd_args a = {PIECES, tensors, 0.01f, 0.9f, 1, false, false, NULL};
     optimizer_tensors(k, m, false, tensors);
     return device->ops->sgd(device, &a);
 }
@@ -354,16 +341,7 @@ static void describe_adamw(kernel *k)
 static dtrain_result call_adamw(dtrain_device *device, const kernel *k, void *const *m)
 {
     dtrain_optimizer_tensor tensors[PIECES];
-    dtrain_adamw_args a = {PIECES, tensors, 1e-3f, 0.9f,  0.95f, 1e-8f,
-                           0.1f,   0.05f,   1,     false, 0,     NULL};
-    optimizer_tensors(k, m, true, tensors);
-    return device->ops->adamw(device, &a);
-}
-static dtrain_result call_adamw_stochastic(dtrain_device *device, const kernel *k, void *const *m)
-{
-    dtrain_optimizer_tensor tensors[PIECES];
-    dtrain_adamw_args a = {PIECES, tensors, 1e-3f, 0.9f, 0.95f, 1e-8f,
-                           0.1f,   0.05f,   1,     true, 7,     NULL};
+    dtrain_adamw_args a = {PIECES, tensors, 1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.05f, 1, NULL};
     optimizer_tensors(k, m, true, tensors);
     return device->ops->adamw(device, &a);
 }
@@ -566,7 +544,6 @@ static const struct operation {
     {"convert", describe_convert, call_convert, SIZED},
     {"activation_backward", describe_activation_backward, call_activation_backward, SIZED},
     {"sum", describe_sum, call_sum, SIZED},
-    {"finite", describe_finite, call_finite, SIZED},
     {"layernorm", describe_layernorm, call_layernorm, SIZED},
     {"layernorm_backward", describe_layernorm_backward, call_layernorm_backward, SIZED},
     {"embedding", describe_embedding, call_embedding, SIZED},
@@ -575,7 +552,6 @@ static const struct operation {
     {"cross_entropy_backward", describe_cross_entropy_backward, call_cross_entropy_backward, SIZED},
     {"sgd", describe_sgd, call_sgd, FP32_ONLY},
     {"adamw", describe_adamw, call_adamw, FP32_ONLY},
-    {"adamw, stochastic", describe_adamw, call_adamw_stochastic, FP32_ONLY},
     {"topk", describe_topk, call_topk, FP32_ONLY},
     {"scatter_add", describe_scatter_add, call_scatter_add, FP32_ONLY},
     {"clip", describe_clip, call_clip, ONCE},
@@ -730,39 +706,37 @@ static dtrain_result compare(dtrain_device *device, dtrain_device *cpu, const ke
 
 /* ---- Timing ---- */
 
+static double seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 /* Microseconds of one call, as the mean over `calls` that follow each other. */
 static dtrain_result time_calls(dtrain_device *device, const kernel *k, void *sets[][MAX_ARRAYS],
-                                int set_count, int calls, dtrain_event *const *events, double *us)
+                                int set_count, int calls, double *us)
 {
-    const dtrain_device_ops *ops = device->ops;
-    float milliseconds = 0;
-    dtrain_result result = ops->event_record(device, events[0], NULL);
+    dtrain_result result = device->ops->synchronize(device);
+    const double begin = seconds();
     for (int i = 0; i < calls && result == DTRAIN_OK; i++)
         result = k->call(device, k, sets[i % set_count]);
-    if (result == DTRAIN_OK) result = ops->event_record(device, events[1], NULL);
-    if (result == DTRAIN_OK) result = ops->synchronize(device);
-    if (result == DTRAIN_OK)
-        result = ops->event_elapsed(device, events[0], events[1], &milliseconds);
-    *us = 1e3 * milliseconds / calls;
+    if (result == DTRAIN_OK) result = device->ops->synchronize(device);
+    *us = 1e6 * (seconds() - begin) / calls;
     return result;
 }
 
 static dtrain_result measure(dtrain_device *device, const kernel *k, void *sets[][MAX_ARRAYS],
                              int set_count, spread *t)
 {
-    const dtrain_device_ops *ops = device->ops;
-    dtrain_event *events[2] = {NULL, NULL};
     double us[MAX_REPS] = {0}, once = 0;
-    dtrain_result result = ops->event_create(device, true, &events[0]);
-    if (result == DTRAIN_OK) result = ops->event_create(device, true, &events[1]);
+    dtrain_result result = DTRAIN_OK;
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++) /* the first also warms up */
-        result = time_calls(device, k, sets, set_count, set_count, events, &once);
+        result = time_calls(device, k, sets, set_count, set_count, &once);
     int calls = opt.quick ? 1 : once < 1 ? 1000 : once > 1000 ? 1 : (int)(1000 / once) + 1;
     for (int r = 0; r < opt.reps && result == DTRAIN_OK; r++)
-        result = time_calls(device, k, sets, set_count, calls, events, &us[r]);
+        result = time_calls(device, k, sets, set_count, calls, &us[r]);
     *t = spread_of(us, opt.reps); /* microseconds */
-    ops->event_destroy(device, events[0]);
-    ops->event_destroy(device, events[1]);
     return result;
 }
 

@@ -116,7 +116,6 @@ extern "C" {
 #include "device/cpu/launch.c"
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_sparse.c"
-#include "device/cpu/gemm_kernels.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
 

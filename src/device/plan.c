@@ -76,33 +76,6 @@ static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes
                        device->ops->name, bytes);
 }
 
-static dtrain_result dtrain__plan_event_create(dtrain_device *device, bool timing,
-                                               dtrain_event **out)
-{
-    (void)timing;
-    *out = (dtrain_event *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-static void dtrain__plan_event_destroy(dtrain_device *device, dtrain_event *event)
-{
-    (void)device;
-    (void)event;
-}
-static dtrain_result dtrain__plan_event_record(dtrain_device *device, dtrain_event *event,
-                                               dtrain_stream *stream)
-{
-    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
-}
-static dtrain_result dtrain__plan_event_elapsed(dtrain_device *device, dtrain_event *begin,
-                                                dtrain_event *end, float *milliseconds)
-{
-    (void)device;
-    (void)begin;
-    (void)end;
-    *milliseconds = 0;
-    return DTRAIN_OK;
-}
-
 #define DTRAIN__PLAN_KERNEL(op)                                                                   \
     static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
     {                                                                                             \
@@ -134,12 +107,11 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
                                           dtrain__cpu_stream_create,
                                           dtrain__cpu_stream_destroy,
                                           dtrain__cpu_stream_native,
-                                          dtrain__plan_event_create,
-                                          dtrain__plan_event_destroy,
-                                          dtrain__plan_event_record,
+                                          dtrain__cpu_event_create,
+                                          dtrain__cpu_event_destroy,
+                                          dtrain__cpu_event_record,
                                           dtrain__cpu_event_wait,
                                           dtrain__cpu_event_query,
-                                          dtrain__plan_event_elapsed,
                                           dtrain__cpu_is_device_memory,
                                           dtrain__cpu_graph_begin,
                                           dtrain__cpu_graph_end,

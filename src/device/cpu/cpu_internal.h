@@ -44,16 +44,12 @@ typedef struct dtrain__wide_list {
     dtrain_result result;
 } dtrain__wide_list;
 
-struct dtrain_event {
-    uint64_t recorded_ns;
-};
-
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X)                                                               \
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(finite) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
     X(orthogonalize)
 /* clang-format on */
 
@@ -119,11 +115,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
-                                                 const dtrain_finite_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args);
-DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end);
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
                                                  size_t tensor_count,
                                                  const dtrain_optimizer_tensor *tensors,
@@ -151,6 +144,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, b
                                                         dtrain_stream **out);
 DTRAIN__PRIVATE void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream);
 DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
+                                                       dtrain_event **out);
+DTRAIN__PRIVATE void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
+                                                       dtrain_stream *stream);
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
                                                      dtrain_stream *stream);
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event,

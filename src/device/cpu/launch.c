@@ -267,33 +267,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
-                                                 const dtrain_finite_args *args)
-{
-    const bool wide = dtrain__is_f32(args->dtype);
-    const uint32_t exponent = wide                               ? 0x7f800000u
-                              : args->dtype == DTRAIN_DTYPE_BF16 ? 0x7f80u
-                                                                 : 0x7c00u;
-    const char *x = (const char *)args->x;
-    uint32_t found = 0;
-    (void)device;
-    if (!wide && args->dtype != DTRAIN_DTYPE_BF16 && args->dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "finite: %s has no infinity",
-                           dtrain_dtype_name(args->dtype));
-    for (int64_t i = 0; i < args->count; i++) {
-        uint32_t bits = 0;
-        uint16_t half;
-        if (wide) memcpy(&bits, x + (size_t)i * sizeof bits, sizeof bits);
-        else {
-            memcpy(&half, x + (size_t)i * sizeof half, sizeof half);
-            bits = half;
-        }
-        found |= (bits & exponent) == exponent;
-    }
-    args->found[0] |= found;
-    return DTRAIN_OK;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
@@ -307,39 +280,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
-/* The fraction that rounding would discard, against as many random bits: up with exactly its
- * probability. fp16 discards 13 bits where it is normal; below that it rounds to nearest. */
-static uint16_t dtrain__round_random(float value, dtrain_dtype dtype, uint32_t random)
-{
-    const uint32_t bits = dtrain__f32_bits(value), magnitude = bits & 0x7fffffffu;
-    const uint32_t discarded = dtype == DTRAIN_DTYPE_BF16 ? 0xffffu : 0x1fffu;
-    const uint32_t smallest = dtype == DTRAIN_DTYPE_BF16 ? 0 : 0x38800000u; /* 2^-14 */
-    float up;
-    if (magnitude >= 0x7f800000u || magnitude < smallest)
-        return dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
-    const uint32_t raised = (bits + (random & discarded)) & ~discarded;
-    memcpy(&up, &raised, sizeof up);
-    return dtype == DTRAIN_DTYPE_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
-}
-
-DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end)
-{
-    const dtrain_optimizer_tensor *t = update->tensor;
-    uint16_t *low = (uint16_t *)t->low;
-    uint32_t words[4];
-    if (!update->stochastic) {
-        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_DTYPE_F32, t->low_dtype};
-        dtrain__job job = dtrain__job_make(&args, end, 1);
-        dtrain__kernels_select()->convert(&job, begin, end, 0);
-        return;
-    }
-    for (int64_t i = begin; i < end; i++) {
-        if (i == begin || i % 4 == 0)
-            dtrain_philox(update->seed + update->now.seed, update->stream, (uint64_t)i / 4, words);
-        low[i] = dtrain__round_random(t->value[i], t->low_dtype, words[i % 4]);
-    }
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
                                                  size_t tensor_count,
                                                  const dtrain_optimizer_tensor *tensors,
@@ -349,7 +289,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__
     if (scalars) update->now = *scalars;
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
-        update->stream = i;
         DTRAIN__TRY(dtrain__cpu_elementwise(device, update, tensors[i].count, range));
     }
     return DTRAIN_OK;
@@ -361,8 +300,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     dtrain__update update;
     memset(&update, 0, sizeof update);
     update.adamw = args;
-    update.seed = args->seed;
-    update.stochastic = args->stochastic_rounding;
     update.now.lr = args->lr;
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
@@ -376,8 +313,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     dtrain__update update;
     memset(&update, 0, sizeof update);
     update.sgd = args;
-    update.seed = args->seed;
-    update.stochastic = args->stochastic_rounding;
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,

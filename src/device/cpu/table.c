@@ -58,7 +58,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void
     return device->ops->copy(device, to, from, bytes, kind);
 }
 
-/* A stream has no state: any address will do, and the table itself is one. */
+/* A stream or an event has no state: any address will do, and the table itself is one. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
                                                         dtrain_stream **out)
 {
@@ -78,26 +78,22 @@ DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_st
     return NULL;
 }
 
-static dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
-                                              dtrain_event **out)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
+                                                       dtrain_event **out)
 {
-    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
     (void)timing;
-    *out = (dtrain_event *)dtrain__alloc(&allocator, 1, sizeof **out, "an event");
-    return *out ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    *out = (dtrain_event *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
 }
-static void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
-{
-    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
-    dtrain__free(&allocator, event, 1, sizeof *event);
-}
-static dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
-                                              dtrain_stream *stream)
+DTRAIN__PRIVATE void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
 {
     (void)device;
-    (void)stream;
-    event->recorded_ns = dtrain__now_ns();
-    return DTRAIN_OK;
+    (void)event;
+}
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
+                                                       dtrain_stream *stream)
+{
+    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
 }
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
                                                      dtrain_stream *stream)
@@ -113,13 +109,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtr
     (void)device;
     (void)event;
     *done = true;
-    return DTRAIN_OK;
-}
-static dtrain_result dtrain__cpu_event_elapsed(dtrain_device *device, dtrain_event *begin,
-                                               dtrain_event *end, float *milliseconds)
-{
-    (void)device;
-    *milliseconds = (float)(1e-6 * (double)(end->recorded_ns - begin->recorded_ns));
     return DTRAIN_OK;
 }
 DTRAIN__PRIVATE bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
@@ -183,7 +172,6 @@ DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
                                           dtrain__cpu_event_record,
                                           dtrain__cpu_event_wait,
                                           dtrain__cpu_event_query,
-                                          dtrain__cpu_event_elapsed,
                                           dtrain__cpu_is_device_memory,
                                           dtrain__cpu_graph_begin,
                                           dtrain__cpu_graph_end,

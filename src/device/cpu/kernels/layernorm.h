@@ -2,11 +2,8 @@
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
-#define dtrain__row_sum DTRAIN__INSTANCE(dtrain__row_sum)
-#define dtrain__row_spread DTRAIN__INSTANCE(dtrain__row_spread)
-
 /* Four accumulators, because one would wait for itself. */
-DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
+DTRAIN__ROUTINE float DTRAIN__K(row_sum)(const float *x, int64_t n)
 {
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
     int64_t i = 0;
@@ -21,7 +18,7 @@ DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
 }
 
 /* Sum of (x - mean)^2. */
-DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
+DTRAIN__ROUTINE float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
 {
     const dtrain__v m = dtrain__vset(mean);
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
@@ -36,15 +33,14 @@ DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
         d = dtrain__vfma(h, h, d);
     }
     for (; i < n; i += DTRAIN__W) {
-        const dtrain__v e = dtrain__vfirst(dtrain__vload_n(x + i, n - i) - m, n - i);
+        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
         a = dtrain__vfma(e, e, a);
     }
     return dtrain__vsum((a + b) + (c + d));
 }
 
 /* sum = x + residual of one row; returns it. */
-#define dtrain__row_add DTRAIN__INSTANCE(dtrain__row_add)
-DTRAIN__KERNEL const float *dtrain__row_add(const dtrain_layernorm_args *a, int64_t row)
+DTRAIN__ROUTINE const float *DTRAIN__K(row_add)(const dtrain_layernorm_args *a, int64_t row)
 {
     const float *x = (const float *)a->x + row * a->n;
     const float *residual = (const float *)a->residual + row * a->n;
@@ -56,17 +52,15 @@ DTRAIN__KERNEL const float *dtrain__row_add(const dtrain_layernorm_args *a, int6
     return sum;
 }
 
-#define dtrain__range_layernorm DTRAIN__INSTANCE(dtrain__range_layernorm)
-DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         const float *x = (const float *)a->x + row * a->n;
         float *y = (float *)a->y + row * a->n;
-        if (a->residual) x = dtrain__row_add(a, row);
-        const float mean = dtrain__row_sum(x, a->n) / (float)a->n;
-        const float variance = dtrain__row_spread(x, a->n, mean) / (float)a->n;
+        if (a->residual) x = DTRAIN__K(row_add)(a, row);
+        const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
+        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -86,9 +80,8 @@ DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-#define dtrain__layernorm_sums DTRAIN__INSTANCE(dtrain__layernorm_sums)
-DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args *a, int64_t row,
-                                           float *weight_sum, float means[2])
+DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               float *weight_sum, float means[2])
 {
     const float *x = (const float *)a->x + row * a->n;
     const float *d_y = (const float *)a->d_y + row * a->n;
@@ -109,9 +102,8 @@ DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args 
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-#define dtrain__layernorm_slope DTRAIN__INSTANCE(dtrain__layernorm_slope)
-DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args *a, int64_t row,
-                                            const float means[2])
+DTRAIN__ROUTINE void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a,
+                                                int64_t row, const float means[2])
 {
     const float *x = (const float *)a->x + row * a->n;
     const float *d_y = (const float *)a->d_y + row * a->n;
@@ -129,33 +121,27 @@ DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-#define dtrain__range_layernorm_backward DTRAIN__INSTANCE(dtrain__range_layernorm_backward)
-DTRAIN__KERNEL void dtrain__range_layernorm_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__KERNEL(layernorm_backward)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float means[2];
-    (void)index;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
         const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            dtrain__layernorm_sums(a, row, sums, means);
-            if (a->d_x) dtrain__layernorm_slope(a, row, means);
+            DTRAIN__K(layernorm_sums)(a, row, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, means);
         }
     }
 }
 
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
-#define dtrain__range_layernorm_params DTRAIN__INSTANCE(dtrain__range_layernorm_params)
-DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t begin, int64_t end,
-                                                   int index)
+DTRAIN__KERNEL(layernorm_params)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float *const out[2] = {a->d_weight, a->d_bias};
-    (void)index;
     for (int which = 0; which < 2; which++) {
         if (!out[which]) continue;
         for (int64_t i = begin; i < end; i += DTRAIN__W) {

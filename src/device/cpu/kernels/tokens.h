@@ -1,28 +1,26 @@
 /* ---- Activation -------------------------------------------------------------------------------*/
 
-#define dtrain__vactivate DTRAIN__INSTANCE(dtrain__vactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
 {
-    if (activation == DTRAIN_ACTIVATION_GELU) return dtrain__vgelu(x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
     if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
     return x;
 }
 
 /* d_out * act'(x); the slope of relu at 0 is 0. */
-#define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain__vgelu_slope(x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
     if (activation == DTRAIN_ACTIVATION_RELU)
-        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
+        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
     return d_out;
 }
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-#define dtrain__activation_backward_as DTRAIN__INSTANCE(dtrain__activation_backward_as)
-DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
-                                                   int64_t begin, int64_t end, dtrain_dtype dtype)
+DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_backward_args *a,
+                                                      int64_t begin, int64_t end,
+                                                      dtrain_dtype dtype)
 {
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
@@ -32,30 +30,25 @@ DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backw
             const int64_t at = row * a->n + j, n = end - j;
             dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
             if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
+                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
             if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
 }
 
-#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
-DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                      int index)
+DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    (void)index;
     if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
-        dtrain__activation_backward_as(a, begin, end, a->dtype);
-    else dtrain__activation_backward_as(a, begin, end, DTRAIN_DTYPE_F32);
+        DTRAIN__K(activation_backward_as)(a, begin, end, a->dtype);
+    else DTRAIN__K(activation_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
-#define dtrain__range_activate DTRAIN__INSTANCE(dtrain__range_activate)
-DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         float *c = (float *)a->c + row * a->ldc;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
@@ -63,18 +56,16 @@ DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int6
             dtrain__v x = dtrain__vload_n(c + j, n);
             if (a->bias) x += dtrain__vload_n(a->bias + j, n);
             if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, dtrain__vactivate(a->activation, x), n);
+            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
         }
     }
 }
 
 /* ---- Embedding --------------------------------------------------------------------------------*/
 
-#define dtrain__range_embedding DTRAIN__INSTANCE(dtrain__range_embedding)
-DTRAIN__KERNEL void dtrain__range_embedding(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(embedding)
 {
     const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         const float *token = a->wte + a->tokens[row] * a->n;
         const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
@@ -89,12 +80,9 @@ DTRAIN__KERNEL void dtrain__range_embedding(dtrain__job *job, int64_t begin, int
 }
 
 /* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
-#define dtrain__range_embedding_backward DTRAIN__INSTANCE(dtrain__range_embedding_backward)
-DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
-    (void)index;
     for (int64_t row = 0; row < a->rows; row++) {
         const float *d_y = (const float *)a->d_y + row * a->n;
         float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
@@ -115,8 +103,7 @@ DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t b
  * logit. */
 
 /* Maximum of count floats, not below `top`. */
-#define dtrain__row_top DTRAIN__INSTANCE(dtrain__row_top)
-DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
+DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
 {
     dtrain__v a = dtrain__vset(top), b = a;
     int64_t i = 0;
@@ -124,13 +111,12 @@ DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
         a = dtrain__vmax(dtrain__vload(x + i), a);
         b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
     }
-    top = dtrain__vtop(dtrain__vmax(a, b));
+    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
     for (; i < count; i++) top = x[i] > top ? x[i] : top;
     return top;
 }
 
-#define dtrain__row_exp_sum DTRAIN__INSTANCE(dtrain__row_exp_sum)
-DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float top)
+DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
 {
     const dtrain__v t = dtrain__vset(top);
     dtrain__v a = dtrain__vset(0), b = a;
@@ -141,17 +127,14 @@ DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float to
     }
     for (; i < count; i += DTRAIN__W) {
         const int64_t n = count - i;
-        a += dtrain__vfirst(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
+        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
     }
     return dtrain__vsum(a + b);
 }
 
-#define dtrain__range_cross_entropy DTRAIN__INSTANCE(dtrain__range_cross_entropy)
-DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin, int64_t end,
-                                                int index)
+DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         const float *x = (const float *)a->logits + row * a->n;
         double sum = 0;
@@ -162,10 +145,10 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin,
         }
         for (int64_t i = 0; i < a->n; i += 2048) {
             const int64_t count = a->n - i < 2048 ? a->n - i : 2048;
-            const float higher = dtrain__row_top(x + i, count, top);
+            const float higher = DTRAIN__K(row_top)(x + i, count, top);
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
-            sum += (double)dtrain__row_exp_sum(x + i, count, top);
+            sum += (double)DTRAIN__K(row_exp_sum)(x + i, count, top);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
@@ -173,15 +156,12 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin,
     }
 }
 
-#define dtrain__range_cross_entropy_backward DTRAIN__INSTANCE(dtrain__range_cross_entropy_backward)
-DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64_t begin,
-                                                         int64_t end, int index)
+DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const dtrain__v scale = dtrain__vset(factor);
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         const float *x = (const float *)a->logits + row * a->n;
         float *d = (float *)a->d_logits + row * a->n;
