@@ -43,7 +43,7 @@
        src/train/data.h                     Data, samplers.
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics.
-       src/device/backend.h                 Numbers that change from step to step, in device memory: kernels that are given their address
+       src/device/backend.h                 For authors of devices and operations: the arguments of every kernel, and a device's table.
        src/comm/backend.h                   One operation as a backend sees it; the calls above check and fill it.
        src/core/platform.c                  Platform.
        src/core/platform_internal.h         What other files may use of core/ beside the public API.
@@ -67,9 +67,9 @@
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What other files may use of comm/ beside the public API.
        src/comm/reduce.c                    Reductions
-       src/device/cpu/kernels_internal.h    What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/gemm_internal.h       What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/pool_internal.h       What other files may use of device/cpu/ beside the public API.
+       src/device/cpu/kernels_internal.h    What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+       src/device/cpu/gemm_internal.h       Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share.
+       src/device/cpu/pool_internal.h       A pool of threads that run one function together.
        src/comm/local_collectives.c         The local backend: shared structures
        src/comm/local_internal.h            What other files may use of comm/ beside the public API.
        src/comm/links.c                     Emulated links
@@ -123,12 +123,11 @@
        src/train/queued_step.c              a step without the host: how it runs.
        src/train/plan.c                     evaluation.
        src/train/metrics.c                  Metrics
-       src/device/device.c                  A device of one's own.
-       src/device/plan.c                    The plan device
-       src/device/cpu/cpu_internal.h        What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/pool.c                Device
+       src/device/device.c                  Devices: creation, copies between memories, tables by name.
+       src/device/cpu/pool.c                The threads of one rank
        src/device/cpu/cpu.c                 The CPU device: state and memory.
-       src/device/cpu/table.c               Streams, events, pinned memory: everything is done when the call returns.
+       src/device/cpu/cpu_internal.h        The CPU device's state, and the functions that its launchers use.
+       src/device/cpu/table.c               The tables of the CPU device and of the plan device
        src/device/cpu/launch.c              Kernels.
        src/device/cpu/launch_gemm.c         Matrix multiplication.
        src/device/cpu/launch_sparse.c       Sparse gradients
@@ -140,7 +139,7 @@
        src/device/cpu/kernels/layernorm.h   ---- Layernorm ----------------------------------------------------------------------------------
        src/device/cpu/kernels/tokens.h      ---- Activation -------------------------------------------------------------------------------
        src/device/cpu/kernels/sparse.h      ---- Top-k: the pass that meets every element -------------------------------------------------
-       src/device/cpu/kernels/gemm.h        ---- Matrix multiplication: what depends on the instruction set; device/cpu/gemm.c has the plan -
+       src/device/cpu/kernels/gemm.h        ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------
        src/device/cpu/kernels/pairs.h       ---- Pairs of bf16
        src/device/cpu/kernels/attention.h   Attention.
        src/device/cpu/kernels/table.h       ---- The table of this instance ---------------------------------------------------------------
@@ -1732,6 +1731,8 @@ DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics);
  * src/device/backend.h
  * ==============================================================================================*/
 
+/* For authors of devices and operations: the arguments of every kernel, and a device's table. */
+
 typedef struct dtrain_stream dtrain_stream; /* NULL = the compute stream */
 typedef struct dtrain_event dtrain_event;
 typedef struct dtrain_graph dtrain_graph;
@@ -1771,8 +1772,8 @@ typedef struct dtrain_gemm_args {
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
- * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only
+ * d_bias is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
@@ -2111,8 +2112,8 @@ struct dtrain_device {
     void *waiting_user;
 };
 
-/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is in
- * use and what would help. Devices and communicators call it before they allocate. */
+/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is
+ * in use and what would help. Devices and communicators call it before they allocate. */
 DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
 
 /* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update
@@ -6402,19 +6403,20 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * src/device/cpu/kernels_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of device/cpu/ beside the public API. */
+/* What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+ * structures of single operations. */
 
 /* ================================================================================================
  * src/device/cpu/gemm_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of device/cpu/ beside the public API. */
+/* Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
 
 /* ================================================================================================
  * src/device/cpu/pool_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of device/cpu/ beside the public API. */
+/* A pool of threads that run one function together. */
 
 typedef void (*dtrain__task_fn)(void *ctx, int index, int count);
 
@@ -6580,13 +6582,15 @@ typedef struct dtrain__topk_pass {
 #define DTRAIN__SMALL 16384
 #endif
 
-/* One item of attention. q, k, v, y, d_y, d_qkv begin at the head's columns of the sequence's
- * first row; the rest is scratch of this thread. */
+/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
+ * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
 typedef struct dtrain__head {
     int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
     bool causal;
     float scale;
-    const float *q, *k, *v, *y, *d_y;
+    const void *qkv, *y, *d_y;
+    dtrain_dtype dtype;
+    int64_t q, k, v, at;        /* elements */
     float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
     float *keys;                /* (64, width): K, or V in the forward pass */
     float *scores;              /* (64 keys, 64 queries) */
@@ -6596,6 +6600,7 @@ typedef struct dtrain__head {
     float *slopes;              /* (64, 64): dS^T */
     float *delta, *lse;         /* (64): rowsum(dO O) */
     float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *values;              /* (64, width): V of halves, backward */
 } dtrain__head;
 
 /* Which part of a product of attention is not zero. */
@@ -19313,7 +19318,7 @@ DTRAIN_API dtrain_result dtrain_metrics_destroy(dtrain_metrics *metrics)
  * src/device/device.c
  * ==============================================================================================*/
 
-/* A device of one's own. */
+/* Devices: creation, copies between memories, tables by name. */
 
 /* The allocator is kept behind the public part: backends need not. */
 typedef struct dtrain__owned_device {
@@ -19380,277 +19385,6 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     dtrain__free(&allocator, owned, 1, sizeof *owned);
 }
 
-/* ================================================================================================
- * src/device/plan.c
- * ==============================================================================================*/
-
-/* The plan device
-*
- * Addresses without memory: an allocation is a step of a counter that lives in device->state
- * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
- * answer. Streams and events are the CPU's or nothing. */
-
-/* ================================================================================================
- * src/device/cpu/cpu_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of device/cpu/ beside the public API. */
-
-#define DTRAIN__WIDE 4 /* operands of one operation that may have to be widened */
-
-typedef struct dtrain__cpu {
-    dtrain_allocator allocator;
-    dtrain__pool *pool;
-    int thread_count;
-    const dtrain__kernels *kernels;
-    dtrain__gemm_workspace gemm;
-    float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
-    size_t scratch_bytes;
-    double sums[DTRAIN__SUM_CHUNKS];
-    float *wide[DTRAIN__WIDE]; /* half-precision operands in fp32; they grow in the first step */
-    size_t wide_bytes[DTRAIN__WIDE];
-} dtrain__cpu;
-
-enum { DTRAIN__READ = 1, DTRAIN__WRITE = 2 };
-
-typedef struct dtrain__wide_item {
-    void *narrow;
-    float *wide;
-    int64_t count;
-    dtrain_dtype dtype;
-    int access;
-} dtrain__wide_item;
-
-typedef struct dtrain__wide_list {
-    dtrain__cpu *cpu;
-    dtrain__wide_item items[DTRAIN__WIDE];
-    int count;
-    dtrain_result result;
-} dtrain__wide_list;
-
-/* clang-format off */
-#define DTRAIN__KERNEL_LIST(X)                                                               \
-    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
-    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
-    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
-    X(orthogonalize)
-/* clang-format on */
-
-/* device/cpu/cpu.c */
-DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit);
-DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes);
-DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
-                                          size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
-                                                  int64_t floats);
-DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
-                                                 dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory);
-DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
-                                               size_t bytes, dtrain_copy_kind kind);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
-                                              dtrain__range_fn range, int64_t elements);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
-                                                      int64_t count, dtrain__range_fn range);
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device);
-
-/* device/cpu/launch_gemm.c */
-DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device);
-DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype);
-DTRAIN__PRIVATE void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                             void *y, dtrain_dtype y_dtype, int64_t count);
-DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype dtype,
-                                    int64_t count, int access);
-DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const void *args,
-                                                       int64_t count, dtrain__range_fn range);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args);
-
-/* device/cpu/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
-                                                    const dtrain_layernorm_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
-                                                    const dtrain_embedding_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
-                                                    const dtrain_attention_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
-    dtrain_device *device, const dtrain_cross_entropy_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
-                                                        const dtrain_cross_entropy_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
-                                                const dtrain_axpby_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
-                                                  const dtrain_convert_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                                 size_t tensor_count,
-                                                 const dtrain_optimizer_tensor *tensors,
-                                                 const dtrain_step_scalars *scalars,
-                                                 dtrain__range_fn range);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
-                                                const dtrain_adamw_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args);
-
-/* device/cpu/launch_sparse.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
-                                                      const dtrain_scatter_add_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
-                                                        const dtrain_orthogonalize_args *args);
-
-/* device/cpu/table.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory,
-                                                        size_t bytes);
-DTRAIN__PRIVATE void dtrain__cpu_host_unregister(dtrain_device *device, void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
-                                                     const void *from, size_t bytes,
-                                                     dtrain_copy_kind kind, dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
-                                                        dtrain_stream **out);
-DTRAIN__PRIVATE void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream);
-DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
-                                                       dtrain_event **out);
-DTRAIN__PRIVATE void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
-                                                       dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
-                                                     dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event,
-                                                      bool *done);
-DTRAIN__PRIVATE bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_begin(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph);
-DTRAIN__PRIVATE void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph);
-
-static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
-{
-    (void)desc;
-    device->state = (void *)(uintptr_t)4096;
-    return DTRAIN_OK;
-}
-
-static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
-
-static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
-{
-    (void)device;
-    memset(info, 0, sizeof *info);
-    snprintf(info->name, sizeof info->name, "plan");
-    snprintf(info->id, sizeof info->id, "plan");
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    const uintptr_t at = (uintptr_t)device->state;
-    *memory = NULL;
-    if (bytes > UINTPTR_MAX - at - 128)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
-                           (unsigned long long)bytes);
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    *memory = (void *)at;
-    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
-    return DTRAIN_OK;
-}
-
-static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
-{
-    if (memory) device->allocated_bytes -= bytes;
-}
-
-static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
-                                       size_t bytes, dtrain_copy_kind kind)
-{
-    (void)device;
-    (void)to;
-    (void)from;
-    (void)bytes;
-    (void)kind;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
-{
-    (void)device;
-    (void)memory;
-    (void)bytes;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    *memory = NULL;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
-                       device->ops->name, bytes);
-}
-
-#define DTRAIN__PLAN_KERNEL(op)                                                                   \
-    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
-    {                                                                                             \
-        (void)device;                                                                             \
-        (void)args;                                                                               \
-        return DTRAIN_OK;                                                                         \
-    }
-DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
-
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
-{
-#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "plan",
-                                          false,
-                                          dtrain__plan_create,
-                                          dtrain__plan_destroy,
-                                          dtrain__plan_query,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__plan_alloc,
-                                          dtrain__plan_free,
-                                          dtrain__plan_copy,
-                                          dtrain__plan_zero,
-                                          dtrain__plan_host_alloc,
-                                          dtrain__plan_free,
-                                          dtrain__cpu_host_register,
-                                          dtrain__cpu_host_unregister,
-                                          dtrain__cpu_copy_async,
-                                          dtrain__cpu_stream_create,
-                                          dtrain__cpu_stream_destroy,
-                                          dtrain__cpu_stream_native,
-                                          dtrain__cpu_event_create,
-                                          dtrain__cpu_event_destroy,
-                                          dtrain__cpu_event_record,
-                                          dtrain__cpu_event_wait,
-                                          dtrain__cpu_event_query,
-                                          dtrain__cpu_is_device_memory,
-                                          dtrain__cpu_graph_begin,
-                                          dtrain__cpu_graph_end,
-                                          dtrain__cpu_graph_launch,
-                                          dtrain__cpu_graph_destroy,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
-    return &ops;
-}
-
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
 {
     if (!name || !out)
@@ -19673,18 +19407,15 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  * src/device/cpu/pool.c
  * ==============================================================================================*/
 
-/* Device
+/* The threads of one rank
  *
- * The CPU device in six parts, each a review sitting:
- *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
- *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else; the same text is compiled once per instruction set
- *     S24.5  attention    likewise
- *     S24.6  device       memory, launchers, the CPU table and the plan table */
+ * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
+ * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
+ * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
+ * instruction set. */
 
 /* ---- The pool
-*
+ *
  * One generation number says which job is current; a worker has run jobs up to its own copy of it.
  *
  *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
@@ -19846,6 +19577,65 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
 
 /* The CPU device: state and memory. */
 
+/* ================================================================================================
+ * src/device/cpu/cpu_internal.h
+ * ==============================================================================================*/
+
+/* The CPU device's state, and the functions that its launchers use. */
+
+typedef struct dtrain__cpu {
+    dtrain_allocator allocator;
+    dtrain__pool *pool;
+    int thread_count;
+    const dtrain__kernels *kernels;
+    dtrain__gemm_workspace gemm;
+    float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
+    size_t scratch_bytes;
+    double sums[DTRAIN__SUM_CHUNKS];
+} dtrain__cpu;
+
+/* Every kernel in the order of dtrain_device_ops. */
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X)                                                               \
+    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
+    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
+    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
+    X(orthogonalize)
+/* clang-format on */
+
+/* device/cpu/cpu.c */
+DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit);
+DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes);
+DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
+                                          size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
+                                                  int64_t floats);
+DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
+                                                 dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory);
+DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
+                                               size_t bytes, dtrain_copy_kind kind);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit);
+DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
+                                              dtrain__range_fn range, int64_t elements);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
+                                                      int64_t count, dtrain__range_fn range);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device);
+
+/* device/cpu/launch.c, launch_gemm.c, launch_sparse.c: checks, cuts the work and runs it */
+DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype);
+#define DTRAIN__CPU_LAUNCHER(op)                                          \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
+                                                   const dtrain_##op##_args *args);
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
+#undef DTRAIN__CPU_LAUNCHER
+
 /* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
  * kept in the bytes before the memory that is handed out. */
 #define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
@@ -19920,8 +19710,6 @@ DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device)
     dtrain__pool_destroy(cpu->pool);
     dtrain__gemm_workspace_free(&cpu->gemm);
     dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
-    for (int i = 0; i < DTRAIN__WIDE; i++)
-        dtrain__aligned_free(&allocator, cpu->wide[i], cpu->wide_bytes[i]);
     dtrain__free(&allocator, cpu, 1, sizeof *cpu);
     device->state = NULL;
 }
@@ -20082,7 +19870,125 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *devi
  * src/device/cpu/table.c
  * ==============================================================================================*/
 
-/* Streams, events, pinned memory: everything is done when the call returns. */
+/* The tables of the CPU device and of the plan device
+ *
+ * Streams, events and pinned memory are the same in both: all work is done when a call returns. */
+
+static dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_host_unregister(dtrain_device *device, void *memory)
+{
+    (void)device;
+    (void)memory;
+}
+
+static dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes, dtrain_copy_kind kind,
+                                            dtrain_stream *stream)
+{
+    (void)stream;
+    return device->ops->copy(device, to, from, bytes, kind);
+}
+
+/* A stream or an event has no state: any address will do, and the table itself is one. */
+static dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
+                                               dtrain_stream **out)
+{
+    (void)high_priority;
+    *out = (dtrain_stream *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+}
+static void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+    return NULL;
+}
+
+static dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
+                                              dtrain_event **out)
+{
+    (void)timing;
+    *out = (dtrain_event *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
+{
+    (void)device;
+    (void)event;
+}
+static dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
+                                            dtrain_stream *stream)
+{
+    (void)device;
+    (void)event;
+    (void)stream;
+    return DTRAIN_OK;
+}
+static dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
+                                              dtrain_stream *stream)
+{
+    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
+}
+static dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event, bool *done)
+{
+    (void)device;
+    (void)event;
+    *done = true;
+    return DTRAIN_OK;
+}
+static bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
+{
+    (void)device;
+    (void)memory;
+    return false; /* host memory, all of it */
+}
+
+static dtrain_result dtrain__no_graphs(const dtrain_device *device)
+{
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device cannot record graphs",
+                       device->ops->name);
+}
+static dtrain_result dtrain__cpu_graph_begin(dtrain_device *device)
+{
+    return dtrain__no_graphs(device);
+}
+static dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out)
+{
+    *out = NULL;
+    return dtrain__no_graphs(device);
+}
+static dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph)
+{
+    (void)graph;
+    return dtrain__no_graphs(device);
+}
+static void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph)
+{
+    (void)device;
+    (void)graph;
+}
+
+/* The entries from host_register to graph_destroy. */
+#define DTRAIN__NO_ORDER                                                                  \
+    dtrain__cpu_host_register, dtrain__cpu_host_unregister, dtrain__cpu_copy_async,       \
+        dtrain__cpu_stream_create, dtrain__cpu_stream_destroy, dtrain__cpu_stream_native, \
+        dtrain__cpu_event_create, dtrain__cpu_event_destroy, dtrain__cpu_event_record,    \
+        dtrain__cpu_event_wait, dtrain__cpu_event_query, dtrain__cpu_is_device_memory,    \
+        dtrain__cpu_graph_begin, dtrain__cpu_graph_end, dtrain__cpu_graph_launch,         \
+        dtrain__cpu_graph_destroy
+
+/* ---- The CPU device */
 
 static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info *info)
 {
@@ -20111,115 +20017,6 @@ static void dtrain__cpu_host_free(dtrain_device *device, void *memory, size_t by
     dtrain__aligned_free(&allocator, memory, bytes);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory,
-                                                        size_t bytes)
-{
-    (void)device;
-    (void)memory;
-    (void)bytes;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE void dtrain__cpu_host_unregister(dtrain_device *device, void *memory)
-{
-    (void)device;
-    (void)memory;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
-                                                     const void *from, size_t bytes,
-                                                     dtrain_copy_kind kind, dtrain_stream *stream)
-{
-    (void)stream;
-    return device->ops->copy(device, to, from, bytes, kind);
-}
-
-/* A stream or an event has no state: any address will do, and the table itself is one. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
-                                                        dtrain_stream **out)
-{
-    (void)high_priority;
-    *out = (dtrain_stream *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-}
-DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-    return NULL;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
-                                                       dtrain_event **out)
-{
-    (void)timing;
-    *out = (dtrain_event *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
-{
-    (void)device;
-    (void)event;
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
-                                                       dtrain_stream *stream)
-{
-    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
-                                                     dtrain_stream *stream)
-{
-    (void)device;
-    (void)event;
-    (void)stream;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event,
-                                                      bool *done)
-{
-    (void)device;
-    (void)event;
-    *done = true;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
-{
-    (void)device;
-    (void)memory;
-    return false; /* host memory, all of it */
-}
-
-static dtrain_result dtrain__no_graphs(const dtrain_device *device)
-{
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device cannot record graphs",
-                       device->ops->name);
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_begin(dtrain_device *device)
-{
-    return dtrain__no_graphs(device);
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out)
-{
-    *out = NULL;
-    return dtrain__no_graphs(device);
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph)
-{
-    (void)graph;
-    return dtrain__no_graphs(device);
-}
-DTRAIN__PRIVATE void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph)
-{
-    (void)device;
-    (void)graph;
-}
-
-/* Every kernel in the table's order. */
-
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
@@ -20236,23 +20033,110 @@ DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
                                           dtrain__cpu_zero,
                                           dtrain__cpu_host_alloc,
                                           dtrain__cpu_host_free,
-                                          dtrain__cpu_host_register,
-                                          dtrain__cpu_host_unregister,
-                                          dtrain__cpu_copy_async,
-                                          dtrain__cpu_stream_create,
-                                          dtrain__cpu_stream_destroy,
-                                          dtrain__cpu_stream_native,
-                                          dtrain__cpu_event_create,
-                                          dtrain__cpu_event_destroy,
-                                          dtrain__cpu_event_record,
-                                          dtrain__cpu_event_wait,
-                                          dtrain__cpu_event_query,
-                                          dtrain__cpu_is_device_memory,
-                                          dtrain__cpu_graph_begin,
-                                          dtrain__cpu_graph_end,
-                                          dtrain__cpu_graph_launch,
-                                          dtrain__cpu_graph_destroy,
+                                          DTRAIN__NO_ORDER,
                                           DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
+#undef DTRAIN__CPU_ENTRY
+    return &ops;
+}
+
+/* ---- The plan device
+ *
+ * Addresses without memory: an allocation is a step of a counter that lives in device->state.
+ * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
+ * answer. */
+
+static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    (void)desc;
+    device->state = (void *)(uintptr_t)4096;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
+
+static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
+{
+    (void)device;
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "plan");
+    snprintf(info->id, sizeof info->id, "plan");
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    const uintptr_t at = (uintptr_t)device->state;
+    *memory = NULL;
+    if (bytes > UINTPTR_MAX - at - 128)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
+                           (unsigned long long)bytes);
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    *memory = (void *)at;
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (memory) device->allocated_bytes -= bytes;
+}
+
+static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
+                                       size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    (void)kind;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = NULL;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
+                       device->ops->name, bytes);
+}
+
+#define DTRAIN__PLAN_KERNEL(op)                                                                   \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
+    {                                                                                             \
+        (void)device;                                                                             \
+        (void)args;                                                                               \
+        return DTRAIN_OK;                                                                         \
+    }
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
+#undef DTRAIN__PLAN_KERNEL
+
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+{
+#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "plan",
+                                          false,
+                                          dtrain__plan_create,
+                                          dtrain__plan_destroy,
+                                          dtrain__plan_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__plan_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__plan_copy,
+                                          dtrain__plan_zero,
+                                          dtrain__plan_host_alloc,
+                                          dtrain__plan_free,
+                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
+#undef DTRAIN__PLAN_ENTRY
     return &ops;
 }
 
@@ -20262,31 +20146,41 @@ DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 
 /* Kernels. */
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+{
+    if (dtype >= DTRAIN_DTYPE_NONE && dtype <= DTRAIN_DTYPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "activations of type %s: expected f32, bf16 or f16",
+                       dtrain_dtype_name(dtype));
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
                                                     const dtrain_layernorm_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_layernorm_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     if (!args->residual != !args->sum)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "layernorm: residual and sum are given together or not at all");
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
-    wide.sum = dtrain__wide(&w, args->sum, args->x_dtype, count, DTRAIN__WRITE);
-    wide.residual = dtrain__wide(&w, args->residual, args->y_dtype, count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->y_dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->layernorm, count));
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
 }
 
 /* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
-static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
-                                                    const dtrain_layernorm_backward_args *args)
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
 {
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
     const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
     dtrain__job job = dtrain__job_make(args, chunk_count, 1);
+    if (args->d_residual && !args->d_x)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.chunk = chunk;
     job.chunk_count = chunk_count;
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n));
@@ -20294,26 +20188,6 @@ static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
     job.total = args->n;
     job.unit = DTRAIN__LINE;
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
-{
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_layernorm_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
-    if (args->d_residual && !args->d_x)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
-    wide.d_y = dtrain__wide(&w, args->d_y, args->y_dtype, count, DTRAIN__READ);
-    wide.d_x = dtrain__wide(&w, args->d_x, args->x_dtype, count,
-                            DTRAIN__WRITE | (args->accumulate_x ? DTRAIN__READ : 0));
-    if (w.result == DTRAIN_OK) w.result = dtrain__layernorm_backward_run(w.cpu, &wide);
-    if (w.result == DTRAIN_OK && args->d_residual)
-        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_DTYPE_F32, args->d_residual,
-                                dtrain__is_f32(args->y_dtype) ? DTRAIN_DTYPE_F32 : args->y_dtype,
-                                count);
-    return dtrain__wide_end(&w, w.result);
 }
 
 static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
@@ -20338,27 +20212,21 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_embedding_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->rows * args->n, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding, args->rows * args->n));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->embedding, args->rows * args->n);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_embedding_backward_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, args->rows * args->n, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->n, DTRAIN__LINE);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding_backward, args->rows * args->n));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->embedding_backward, args->rows * args->n);
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
@@ -20367,7 +20235,7 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
     int64_t floats = 4 * block * width + block * block + 3 * block;
     if (backward) {
-        floats += 2 * block * width + block * block + 2 * block;
+        floats += 3 * block * width + block * block + 2 * block;
         floats += 2 * dtrain__multiple(sequence, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
@@ -20384,69 +20252,50 @@ static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_attention_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads * blocks, 1);
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
     DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__WRITE);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
-    if (w.result == DTRAIN_OK)
-        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
-    if (w.result == DTRAIN_OK) dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention, 8 * count);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_attention_backward_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads, 1);
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
     DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__READ);
-    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, count, DTRAIN__READ);
-    wide.d_qkv = dtrain__wide(&w, args->d_qkv, args->dtype, 3 * count, DTRAIN__WRITE);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
-    if (w.result == DTRAIN_OK)
-        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
-    if (w.result == DTRAIN_OK)
-        dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention_backward, 16 * count);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_cross_entropy_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
-    wide.d_logits = dtrain__wide(&w, args->d_logits, args->dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy_backward, count));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy_backward, args->rows * args->n);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_cross_entropy_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy, count);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy, args->rows * args->n);
     if (!args->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
         args->rows, args->n,        args->scale, args->logits, args->targets,
@@ -20456,53 +20305,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_add_args wide = *args;
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->y_dtype, args->count, DTRAIN__READ);
-    wide.out = dtrain__wide(&w, args->out, args->x_dtype, args->count, DTRAIN__WRITE);
-    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->add);
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_axpby_args wide = *args;
-    wide.x =
-        dtrain__wide(&w, args->x, args->dtype, args->broadcast ? 1 : args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
-                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
-    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->axpby);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_dropout_args wide = *args;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
-                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
-    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->dropout, args->count));
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->dropout, args->count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_sum_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, (args->count + chunk - 1) / chunk, 1);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
     double sum = 0;
     job.chunk = chunk;
-    job.sums = w.cpu->sums;
-    dtrain__job_run(w.cpu, &job, w.cpu->kernels->sum, args->count);
-    for (int64_t i = 0; i < job.total; i++) sum += w.cpu->sums[i];
+    job.sums = cpu->sums;
+    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
+    for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->accumulate) sum += args->total[0];
     if (args->total) args->total[0] = sum;
@@ -20534,11 +20369,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                                 size_t tensor_count,
-                                                 const dtrain_optimizer_tensor *tensors,
-                                                 const dtrain_step_scalars *scalars,
-                                                 dtrain__range_fn range)
+static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
+                                        size_t tensor_count, const dtrain_optimizer_tensor *tensors,
+                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
 {
     if (scalars) update->now = *scalars;
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
@@ -20579,20 +20412,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
 
 /* Matrix multiplication. */
 
-/* With an external library only products that the processor multiplies in bf16 stay here. */
-static bool dtrain__is_built_in(dtrain__cpu *cpu, const dtrain_gemm_args *args)
-{
-#ifdef DTRAIN_USE_CBLAS
-    dtrain__gemm_select(&cpu->gemm);
-    return cpu->gemm.pairs && args->a_dtype == DTRAIN_DTYPE_BF16 &&
-           args->b_dtype == DTRAIN_DTYPE_BF16;
-#else
-    (void)cpu;
-    (void)args;
-    return true;
-#endif
-}
-
 static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
     if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
@@ -20602,70 +20421,26 @@ static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gem
 
 #ifdef DTRAIN_USE_CBLAS
 
-/* A copy of a (rows, columns) matrix as fp32, or back; both with leading dimension ld. */
-static void dtrain__cpu_convert_matrix(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                       void *y, dtrain_dtype y_dtype, int64_t rows, int64_t columns,
-                                       int64_t ld)
-{
-    for (int64_t row = 0; row < rows; row++) {
-        dtrain_convert_args args;
-        args.count = columns;
-        args.x = (const char *)x + (size_t)(row * ld) * dtrain_dtype_bytes(x_dtype);
-        args.y = (char *)y + (size_t)(row * ld) * dtrain_dtype_bytes(y_dtype);
-        args.x_dtype = x_dtype;
-        args.y_dtype = y_dtype;
-        dtrain__job job = dtrain__job_make(&args, columns, DTRAIN__LINE);
-        dtrain__job_run(cpu, &job, cpu->kernels->convert, columns);
-    }
-}
-
-/* The library multiplies fp32; operands in half precision are converted through the scratch; bias,
- * aux and activation follow in a second pass over C. */
+/* The library multiplies fp32; bias, aux and activation follow in a second pass over C. Products
+ * with half precision are the built-in GEMM's, which reads and writes it. */
 static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
-    const bool trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
-    const int64_t a_rows = trans_a ? args->k : args->m, b_rows = trans_b ? args->n : args->k;
-    const int64_t a_size = args->a_dtype == DTRAIN_DTYPE_F32 ? 0 : a_rows * args->lda;
-    const int64_t b_size = args->b_dtype == DTRAIN_DTYPE_F32 ? 0 : b_rows * args->ldb;
-    const int64_t c_size = args->c_dtype == DTRAIN_DTYPE_F32 ? 0 : args->m * args->ldc;
-    dtrain_gemm_args plain = *args;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
-    if (dtrain__is_built_in(cpu, args)) return dtrain__built_in_product(cpu, args);
+    if (args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32 ||
+        args->c_dtype != DTRAIN_DTYPE_F32)
+        return dtrain__built_in_product(cpu, args);
     if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
         args->ldb > INT_MAX || args->ldc > INT_MAX)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
-    dtrain__job job = dtrain__job_make(&plain, args->m, 1);
-    const dtrain_result result = dtrain__cpu_scratch(cpu, &job, a_size + b_size + c_size);
-    if (result != DTRAIN_OK) return result;
-    if (a_size) {
-        plain.a = job.scratch;
-        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_DTYPE_F32,
-                                   a_rows, trans_a ? args->m : args->k, args->lda);
-    }
-    if (b_size) {
-        plain.b = job.scratch + a_size;
-        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size,
-                                   DTRAIN_DTYPE_F32, b_rows, trans_b ? args->k : args->n,
-                                   args->ldb);
-    }
-    if (c_size) {
-        plain.c = job.scratch + a_size + b_size;
-        if (args->beta != 0)
-            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_DTYPE_F32,
-                                       args->m, args->n, args->ldc);
-    }
-    cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans,
-                trans_b ? CblasTrans : CblasNoTrans, (int)args->m, (int)args->n, (int)args->k,
-                args->alpha, (const float *)plain.a, (int)args->lda, (const float *)plain.b,
-                (int)args->ldb, args->beta, (float *)plain.c, (int)args->ldc);
-    if (args->bias || args->aux || args->activation != DTRAIN_ACTIVATION_NONE)
-        dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
-    if (c_size)
-        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_DTYPE_F32, args->c, args->c_dtype, args->m,
-                                   args->n, args->ldc);
-    return DTRAIN_OK;
+    cblas_sgemm(CblasRowMajor, args->flags & DTRAIN_GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
+                args->flags & DTRAIN_GEMM_TRANS_B ? CblasTrans : CblasNoTrans, (int)args->m,
+                (int)args->n, (int)args->k, args->alpha, (const float *)args->a, (int)args->lda,
+                (const float *)args->b, (int)args->ldb, args->beta, (float *)args->c,
+                (int)args->ldc);
+    if (!args->bias && !args->aux && args->activation == DTRAIN_ACTIVATION_NONE) return DTRAIN_OK;
+    dtrain__job job = dtrain__job_make(args, args->m, 1);
+    return dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
 }
 
 #else
@@ -20676,109 +20451,6 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 }
 
 #endif
-
-/* ---- Half precision
-*
- * Kernels compute in fp32 on fp32. Operands in BF16 or F16 are widened into buffers of the device
- * first, and results are rounded back once at the end: exact, and the price is two more passes.
- *
- *     dtrain__wide_list w = dtrain__wide_begin(device);
- *     args.x = dtrain__wide(&w, args.x, args.dtype, count, DTRAIN__READ);
- *     ... run on args ...
- *     return dtrain__wide_end(&w, result);
- *
- * A buffer that appears twice, as input and output in place, is one buffer here too. GEMM and the
- * activation's backward pass, the largest of all, read and write half precision themselves. */
-
-DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device)
-{
-    dtrain__wide_list list;
-    memset(&list, 0, sizeof list);
-    list.cpu = (dtrain__cpu *)device->state;
-    return list;
-}
-
-DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype)
-{
-    return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_NONE;
-}
-
-static dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
-{
-    if (dtrain__is_f32(dtype) || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "activations of type %s: expected f32, bf16 or f16",
-                       dtrain_dtype_name(dtype));
-}
-
-DTRAIN__PRIVATE void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                             void *y, dtrain_dtype y_dtype, int64_t count)
-{
-    dtrain_convert_args args = {count, x, y, x_dtype, y_dtype};
-    dtrain__job job = dtrain__job_make(&args, count, DTRAIN__LINE);
-    dtrain__job_run(cpu, &job, cpu->kernels->convert, count);
-}
-
-static bool dtrain__wide_grow(dtrain__wide_list *list, int slot, size_t bytes)
-{
-    dtrain__cpu *cpu = list->cpu;
-    if (bytes <= cpu->wide_bytes[slot]) return true;
-    dtrain__aligned_free(&cpu->allocator, cpu->wide[slot], cpu->wide_bytes[slot]);
-    cpu->wide_bytes[slot] = 0;
-    cpu->wide[slot] = (float *)dtrain__aligned_alloc(&cpu->allocator, bytes);
-    if (cpu->wide[slot]) cpu->wide_bytes[slot] = bytes;
-    else
-        list->result = dtrain_fail(DTRAIN_ERROR_MEMORY,
-                                   "no memory for %zu bytes to widen half precision", bytes);
-    return cpu->wide[slot] != NULL;
-}
-
-/* x (count) as fp32; x itself when it is. NULL stays NULL, and is also the answer to an error. */
-DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype dtype,
-                                    int64_t count, int access)
-{
-    if (!x || dtrain__is_f32(dtype) || list->result != DTRAIN_OK) return (float *)(uintptr_t)x;
-    list->result = dtrain__check_dtype(dtype);
-    if (list->result != DTRAIN_OK) return NULL;
-    for (int i = 0; i < list->count; i++)
-        if (list->items[i].narrow == x && list->items[i].count == count) {
-            list->items[i].access |= access;
-            return list->items[i].wide;
-        }
-    if (!dtrain__wide_grow(list, list->count, (size_t)count * sizeof(float))) return NULL;
-    dtrain__wide_item *item = &list->items[list->count];
-    item->narrow = (void *)(uintptr_t)x;
-    item->wide = list->cpu->wide[list->count++];
-    item->count = count;
-    item->dtype = dtype;
-    item->access = access;
-    if (access & DTRAIN__READ)
-        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_DTYPE_F32, count);
-    return item->wide;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_result result)
-{
-    if (list->result != DTRAIN_OK || result != DTRAIN_OK)
-        return list->result != DTRAIN_OK ? list->result : result;
-    for (int i = 0; i < list->count; i++) {
-        const dtrain__wide_item *item = &list->items[i];
-        if (item->access & DTRAIN__WRITE)
-            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_DTYPE_F32, item->narrow,
-                                    item->dtype, item->count);
-    }
-    return DTRAIN_OK;
-}
-
-/* Runs an elementwise kernel on arguments that have been widened. */
-DTRAIN__PRIVATE dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const void *args,
-                                                       int64_t count, dtrain__range_fn range)
-{
-    if (list->result != DTRAIN_OK) return list->result;
-    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
-    return dtrain__wide_end(list, dtrain__job_run(list->cpu, &job, range, count));
-}
 
 /* ---- Activation, backward ---------------------------------------------------------------------*/
 
@@ -20798,11 +20470,16 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
 
 /* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
 
-static void dtrain__row_sums(const dtrain_gemm_args *args, const float *a)
+static void dtrain__row_sums(const dtrain_gemm_args *args)
 {
+    const float *a = (const float *)args->a;
+    const uint16_t *half = (const uint16_t *)args->a;
     for (int64_t i = 0; i < args->m; i++) {
         float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
-        for (int64_t k = 0; k < args->k; k++) sum += a[i * args->lda + k];
+        for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
+            sum += args->a_dtype == DTRAIN_DTYPE_BF16  ? dtrain_bf16_to_f32(half[at])
+                   : args->a_dtype == DTRAIN_DTYPE_F16 ? dtrain_f16_to_f32(half[at])
+                                                       : a[at];
         args->bias_grad[i] = sum;
     }
 }
@@ -20843,60 +20520,45 @@ static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm
 }
 
 /* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
-static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, dtrain__wide_list *list,
-                                            const dtrain_gemm_args *args)
+static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    if (args->flags & DTRAIN_GEMM_TRANS_A) {
-        const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
-                                                      args->accumulate_bias_grad,
-                                                      args->k,
-                                                      args->m,
-                                                      NULL,
-                                                      args->a,
-                                                      (void *)(uintptr_t)args->a,
-                                                      args->bias_grad,
-                                                      args->a_dtype};
-        return dtrain__cpu_activation_backward(device, &sums);
+    if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
+        dtrain__row_sums(args);
+        return DTRAIN_OK;
     }
-    const float *a = dtrain__wide(list, args->a, args->a_dtype, args->m * args->lda, DTRAIN__READ);
-    if (list->result == DTRAIN_OK) dtrain__row_sums(args, a);
-    return list->result;
+    const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
+                                                  args->accumulate_bias_grad,
+                                                  args->k,
+                                                  args->m,
+                                                  NULL,
+                                                  args->a,
+                                                  (void *)(uintptr_t)args->a,
+                                                  args->bias_grad,
+                                                  args->a_dtype};
+    return dtrain__cpu_activation_backward(device, &sums);
 }
 
-/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. The built-in
- * GEMM finishes the tiles of a C in half precision by itself, slopes included; others compute such
- * a C, and aux, in fp32. */
+/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. A C in half
+ * precision gets its slopes in the tiles, before it is rounded; one in fp32 in the second pass,
+ * which takes the column sums as well. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
     const bool of_c = args->bias_grad && (args->flags & DTRAIN_GEMM_BIAS_GRAD_C);
-    const bool half = !dtrain__is_f32(args->c_dtype);
-    const bool finished = half && dtrain__is_built_in((dtrain__cpu *)device->state, args);
-    if (!backward && !args->bias_grad && (!args->aux || !half || finished))
-        return dtrain__cpu_product(device, args);
-    dtrain__wide_list w = dtrain__wide_begin(device);
+    const void *z = backward && args->c_dtype <= DTRAIN_DTYPE_F32 ? args->aux : NULL;
     dtrain_gemm_args plain = *args;
+    if (!backward && !args->bias_grad) return dtrain__cpu_product(device, args);
     DTRAIN__TRY(dtrain__check_gemm(args));
-    if (!finished) {
-        const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
-        plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
-        plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
-                                 backward ? DTRAIN__READ : DTRAIN__WRITE);
-        plain.c_dtype = DTRAIN_DTYPE_F32;
-    }
-    const void *z = backward && !finished ? plain.aux : NULL;
     if (z) {
         plain.flags &= ~DTRAIN_GEMM_ACT_BACKWARD;
         plain.activation = DTRAIN_ACTIVATION_NONE;
         plain.aux = NULL;
     }
-    if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);
-    if ((z || of_c) && w.result == DTRAIN_OK)
-        w.result =
-            dtrain__gemm_after(device, &plain, args->activation, z, of_c ? args->bias_grad : NULL);
-    if (args->bias_grad && !of_c && w.result == DTRAIN_OK)
-        w.result = dtrain__gemm_bias_grad(device, &w, args);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_product(device, &plain));
+    if (z || of_c)
+        DTRAIN__TRY(
+            dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
+    return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -20904,7 +20566,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
  * ==============================================================================================*/
 
 /* Sparse gradients
-*
+ *
  * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
  * only, gives a threshold that lets somewhat more than k through:
  *
@@ -21086,8 +20748,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
  *
  * Gram-Schmidt in double, column after column: each is projected twice against those before it
  * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
- * double, and leaves as floats. One thread: a rank has few columns, and the products beside this step
- * cost far more. */
+ * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
+ * step cost far more. */
 
 static double dtrain__dot(const double *a, const double *b, int64_t count)
 {
@@ -21101,9 +20763,9 @@ static double dtrain__dot(const double *a, const double *b, int64_t count)
     return even + odd;
 }
 
-/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when an
- * element is not finite. Below 1e-6 of the column's length only the rounding of floats is left, and
- * the column counts as zero. */
+/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
+ * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
+ * and the column counts as zero. */
 static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
 {
     double *x = q + j * rows;
@@ -21471,8 +21133,8 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
  * ==============================================================================================*/
 
 /* Kernels: how work is cut
-*
- *     launcher (below)      checks what only it can see, cuts the work, wakes the pool
+ *
+ *     launcher              checks what only it can see, cuts the work, wakes the pool
  *       -> dtrain__job        what is common to all threads of one kernel
  *         -> range function     the arithmetic on [begin, end), one per instruction set
  *
@@ -21586,8 +21248,8 @@ DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
  *
  * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
  * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
- * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops of
- * unknown length scalar.
+ * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops
+ * of unknown length scalar.
  *
  * Tails: vload_n and vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
  * That is one well predicted branch per vector, and every element goes through the same
@@ -21645,6 +21307,9 @@ DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
 #define dtrain__vkeep DTRAIN__K(vkeep)
 #define dtrain__vsum DTRAIN__K(vsum)
 #define dtrain__vexp DTRAIN__K(vexp)
+#define dtrain__product DTRAIN__K(product)
+#define dtrain__pack_rows DTRAIN__K(pack_rows)
+#define dtrain__unpack_rows DTRAIN__K(unpack_rows)
 
 /* ---- Vectors ----------------------------------------------------------------------------------*/
 
@@ -21891,8 +21556,9 @@ DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
     return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
 }
 
-/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. x = n ln2 + r
- * as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below 5.2e-9. */
+/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
+ * n ln2 + r as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below
+ * 5.2e-9. Another polynomial than vexp: the bits of every trained GPT hang on it. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
 {
     const dtrain__v cubic = dtrain__vfma(dtrain__vset(0.044715f), x * x * x, x);
@@ -21922,6 +21588,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu)(dtrain__v x)
     return x / (dtrain__vset(1.0f) + DTRAIN__K(gelu_exp)(x));
 }
 
+/* The slope for a C in half precision, by gelu_exp: vgelu_slope below, by vexp, is that of fp32. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope_low)(dtrain__v x)
 {
     const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
@@ -22024,11 +21691,14 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 }
 #endif
 
-/* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. A tail of halves goes
- * through a buffer of full width. */
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
+ * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
+ * once. A tail of halves goes through a buffer of full width. Where memory is fast the test of
+ * dtype costs as much as the arithmetic: such kernels are helpers with dtype as an argument, called
+ * with the constant F32 where it is that. */
 DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
+    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
@@ -22041,7 +21711,7 @@ DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int
 DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) {
+    if (dtype <= DTRAIN_DTYPE_F32) {
         dtrain__vstore_n((float *)p + at, v, n);
         return;
     }
@@ -22051,48 +21721,68 @@ DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, d
     if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
 }
 
+/* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
+ * whole vectors. */
+DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
+                                               int64_t count, float *buffer)
+{
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)p + at;
+    for (int64_t i = 0; i < count; i += DTRAIN__W)
+        dtrain__vstore(buffer + i, dtrain__vload_as(p, dtype, at + i, count - i));
+    return buffer;
+}
+
 /* ================================================================================================
  * src/device/cpu/kernels/elementwise.h
  * ==============================================================================================*/
 
 /* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
 
-DTRAIN__KERNEL(add)
+DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
+                                      dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
-    const dtrain_add_args *args = (const dtrain_add_args *)job->args;
-    const float *x = (const float *)args->x, *y = (const float *)args->y;
-    float *out = (float *)args->out;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
+    }
+}
+
+DTRAIN__KERNEL(add)
+{
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(add_as)(a, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(add_as)(a, begin, end, a->x_dtype, a->y_dtype);
+}
+
+DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t begin, int64_t end,
+                                        dtrain_dtype dtype)
+{
+    const bool constant = args->broadcast || !args->x;
+    float value = args->a, lanes[DTRAIN__W];
+    if (constant && args->x) {
+        dtrain__vstore(lanes, dtrain__vload_as(args->x, dtype, 0, 1));
+        value *= lanes[0];
+    }
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v y = a;
+        if (args->accumulate) {
+            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
+            y = constant ? dtrain__vfma(b, old, a)
+                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
+        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
+        dtrain__vstore_as(args->y, dtype, i, y, n);
     }
 }
 
 DTRAIN__KERNEL(axpby)
 {
-    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
-    const bool constant = args->broadcast || !args->x;
-    const float *x = (const float *)args->x;
-    float *y = (float *)args->y;
-    const dtrain__v a = dtrain__vset(constant && x ? args->a * x[0] : args->a);
-    const dtrain__v b = dtrain__vset(args->b);
-    if (constant)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = dtrain__vload_n(y + i, args->accumulate ? n : 0);
-            dtrain__vstore_n(y + i, args->accumulate ? dtrain__vfma(b, old, a) : a, n);
-        }
-    else if (args->accumulate)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = b * dtrain__vload_n(y + i, n);
-            dtrain__vstore_n(y + i, dtrain__vfma(a, dtrain__vload_n(x + i, n), old), n);
-        }
-    else
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            dtrain__vstore_n(y + i, a * dtrain__vload_n(x + i, n), n);
-        }
+    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
+    if (a->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(axpby_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(axpby_as)(a, begin, end, a->dtype);
 }
 
 /* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
@@ -22159,29 +21849,28 @@ typedef double DTRAIN__K(vd);
 DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p) { return (double)*p; }
 #endif
 
-DTRAIN__ROUTINE double DTRAIN__K(sum_chunk)(const float *x, int64_t count, bool squares)
+DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
+                                           dtrain_dtype dtype, bool squares)
 {
     DTRAIN__K(vd) even, odd;
     double lanes[DTRAIN__H], total = 0;
-    int64_t i = 0;
+    float buffer[2 * DTRAIN__H];
+    int64_t i = begin;
     memset(&even, 0, sizeof even);
     odd = even;
-    if (squares)
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            const DTRAIN__K(vd) a = DTRAIN__K(vwiden)(x + i),
-                                b = DTRAIN__K(vwiden)(x + i + DTRAIN__H);
-            even += a * a;
-            odd += b * b;
-        }
-    else
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            even += DTRAIN__K(vwiden)(x + i);
-            odd += DTRAIN__K(vwiden)(x + i + DTRAIN__H);
-        }
+    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
+        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
+        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
+        even += squares ? low * low : low;
+        odd += squares ? high * high : high;
+    }
     even += odd;
     memcpy(lanes, &even, sizeof lanes);
     for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
-    for (; i < count; i++) total += squares ? (double)x[i] * (double)x[i] : (double)x[i];
+    for (; i < end; i++) {
+        const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
+        total += squares ? x * x : x;
+    }
     return total;
 }
 
@@ -22189,69 +21878,36 @@ DTRAIN__KERNEL(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk;
-        const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
-        job->sums[chunk] = DTRAIN__K(sum_chunk)((const float *)a->x + first, count, a->squares);
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->count ? past : a->count;
+        job->sums[chunk] =
+            a->dtype > DTRAIN_DTYPE_F32 ? DTRAIN__K(sum_chunk)(a, first, last, a->dtype, a->squares)
+            : a->squares ? DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, true)
+                         : DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, false);
     }
 }
 
-/* ---- Conversions ------------------------------------------------------------------------------*/
-
-/* Without vector code for a whole row: count elements, either direction. */
-DTRAIN__ROUTINE void DTRAIN__K(to_half)(uint16_t *to, const float *from, int64_t count,
-                                        dtrain_dtype dtype)
+/* One vector at a time, through fp32. */
+DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
+                                          dtrain_dtype from, dtrain_dtype to)
 {
-    uint16_t tail[DTRAIN__W];
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            DTRAIN__K(to_bf16)(to + i, dtrain__vload(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            DTRAIN__K(to_f16)(to + i, dtrain__vload(from + i));
-    if (i == count) return;
-    const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(tail, rest);
-    else DTRAIN__K(to_f16)(tail, rest);
-    memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(from_half)(float *to, const uint16_t *from, int64_t count,
-                                          dtrain_dtype dtype)
-{
-    uint16_t tail[DTRAIN__W] = {0};
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, DTRAIN__K(from_bf16)(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, DTRAIN__K(from_f16)(from + i));
-    if (i == count) return;
-    memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
-    dtrain__vstore_n(
-        to + i, dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(tail) : DTRAIN__K(from_f16)(tail),
-        count - i);
+    for (int64_t i = begin; i < end; i += DTRAIN__W)
+        dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
 DTRAIN__KERNEL(convert)
 {
     const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
-    const size_t x_bytes = dtrain_dtype_bytes(a->x_dtype), y_bytes = dtrain_dtype_bytes(a->y_dtype);
-    const char *x = (const char *)a->x + (size_t)begin * x_bytes;
-    char *y = (char *)a->y + (size_t)begin * y_bytes;
-    float between[256];
-    if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
-    else if (a->x_dtype == DTRAIN_DTYPE_F32) DTRAIN__K(to_half)
-    ((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin, a->y_dtype);
-    else if (a->y_dtype == DTRAIN_DTYPE_F32) DTRAIN__K(from_half)(
-        (float *)(void *)y, (const uint16_t *)(const void *)x, end - begin, a->x_dtype);
-    else for (int64_t i = begin; i < end; i += 256, x += 512, y += 512)
-    {
-        const int64_t n = end - i < 256 ? end - i : 256;
-        DTRAIN__K(from_half)(between, (const uint16_t *)(const void *)x, n, a->x_dtype);
-        DTRAIN__K(to_half)((uint16_t *)(void *)y, between, n, a->y_dtype);
-    }
+    const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (from == to) {
+        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
+        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
+    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
+    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
+    else if (from == f32) DTRAIN__K(convert_as)(a, begin, end, f32, DTRAIN_DTYPE_F16);
+    else if (to == f32) DTRAIN__K(convert_as)(a, begin, end, DTRAIN_DTYPE_F16, f32);
+    else DTRAIN__K(convert_as)(a, begin, end, from, to);
 }
 
 /* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
@@ -22336,21 +21992,19 @@ DTRAIN__KERNEL(dropout)
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const float *x = (const float *)a->x;
     uint32_t words[4 * DTRAIN__H];
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
         DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)i / 4, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
-            float *y = (float *)a->y + i + j;
             dtrain__vi u;
             memcpy(&u, words + j, sizeof u);
             u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
             const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + i + j, n);
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
             kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_n(y, n);
-            dtrain__vstore_n(y, kept, n);
+            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
+            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
         }
     }
 }
@@ -22364,7 +22018,7 @@ DTRAIN__KERNEL(dropout)
  * A row stays in L1 between its passes: memory is read once and written once. */
 
 /* Four accumulators, because one would wait for itself. */
-DTRAIN__ROUTINE float DTRAIN__K(row_sum)(const float *x, int64_t n)
+DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
 {
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
     int64_t i = 0;
@@ -22379,7 +22033,7 @@ DTRAIN__ROUTINE float DTRAIN__K(row_sum)(const float *x, int64_t n)
 }
 
 /* Sum of (x - mean)^2. */
-DTRAIN__ROUTINE float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
+DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
 {
     const dtrain__v m = dtrain__vset(mean);
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
@@ -22400,26 +22054,30 @@ DTRAIN__ROUTINE float DTRAIN__K(row_spread)(const float *x, int64_t n, float mea
     return dtrain__vsum((a + b) + (c + d));
 }
 
-/* sum = x + residual of one row; returns it. */
-DTRAIN__ROUTINE const float *DTRAIN__K(row_add)(const dtrain_layernorm_args *a, int64_t row)
+/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
+ * is rounded for storage: the mean is that of the unrounded row. */
+DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
+                                                 float *buffer)
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *residual = (const float *)a->residual + row * a->n;
-    float *sum = (float *)a->sum + row * a->n;
+    const int64_t first = row * a->n;
+    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        dtrain__vstore_n(sum + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(residual + i, n), n);
+        const int64_t at = first + i, n = a->n - i;
+        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
+                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
+        dtrain__vstore(buffer + i, sum);
+        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
     }
-    return sum;
+    return buffer;
 }
 
-DTRAIN__KERNEL(layernorm)
+DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int64_t end, int index,
+                                            dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    void *y = a->y;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->x + row * a->n;
-        float *y = (float *)a->y + row * a->n;
-        if (a->residual) x = DTRAIN__K(row_add)(a, row);
+        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
         const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
@@ -22429,30 +22087,39 @@ DTRAIN__KERNEL(layernorm)
             const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
             __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
             const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias),
-                             n);
+            dtrain__vstore_as(y, y_dtype, row * a->n + i,
+                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
         a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
 }
 
+DTRAIN__KERNEL(layernorm)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    if (a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_as)(job, begin, end, index, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_as)(job, begin, end, index, a->y_dtype);
+}
+
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                               float *weight_sum, float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                              float *weight_sum, float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_n(d_y + i, n);
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
         const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
         g_sum += g;
         gh_sum = dtrain__vfma(g, h, gh_sum);
@@ -22463,26 +22130,30 @@ DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_a
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a,
-                                                int64_t row, const float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                               const float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
-    float *d_x = (float *)a->d_x + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    void *d_x = a->d_x, *d_residual = a->d_residual;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
-        const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g =
+            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
         dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_n(d_x + i, n);
-        dtrain__vstore_n(d_x + i, slope, n);
+        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
+        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
+        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
     }
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__KERNEL(layernorm_backward)
+DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t begin, int64_t end,
+                                                     dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float means[2];
@@ -22492,10 +22163,18 @@ DTRAIN__KERNEL(layernorm_backward)
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            DTRAIN__K(layernorm_sums)(a, row, sums, means);
-            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, means);
+            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
         }
     }
+}
+
+DTRAIN__KERNEL(layernorm_backward)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_backward_as)(job, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_backward_as)(job, begin, end, a->x_dtype, a->y_dtype);
 }
 
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
@@ -22592,12 +22271,11 @@ DTRAIN__KERNEL(embedding)
     for (int64_t row = begin; row < end; row++) {
         const float *token = a->wte + a->tokens[row] * a->n;
         const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
-        float *y = (float *)a->y + row * a->n;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
             dtrain__v v = dtrain__vload_n(token + j, n);
             if (place) v += dtrain__vload_n(place + j, n);
-            dtrain__vstore_n(y + j, v, n);
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
         }
     }
 }
@@ -22607,12 +22285,11 @@ DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
     for (int64_t row = 0; row < a->rows; row++) {
-        const float *d_y = (const float *)a->d_y + row * a->n;
         float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
         float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t n = end - j;
-            const dtrain__v d = dtrain__vload_n(d_y + j, n);
+            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
             if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
             if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
         }
@@ -22624,6 +22301,8 @@ DTRAIN__KERNEL(embedding_backward)
  * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
  * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
  * logit. */
+
+enum { DTRAIN__K(LOGITS) = 2048 };
 
 /* Maximum of count floats, not below `top`. */
 DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
@@ -22659,23 +22338,52 @@ DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
         double sum = 0;
-        float top = -FLT_MAX;
+        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         if (a->targets[row] == -1) {
             a->loss[row] = a->lse[row] = 0;
             continue;
         }
-        for (int64_t i = 0; i < a->n; i += 2048) {
-            const int64_t count = a->n - i < 2048 ? a->n - i : 2048;
-            const float higher = DTRAIN__K(row_top)(x + i, count, top);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = a->n - i, most = DTRAIN__K(LOGITS);
+            const int64_t count = left < most ? left : most;
+            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
+            const float higher = DTRAIN__K(row_top)(x, count, top);
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
-            sum += (double)DTRAIN__K(row_exp_sum)(x + i, count, top);
+            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
-        a->loss[row] = (float)(lse - (double)x[a->targets[row]]);
+        const int64_t at = row * a->n + a->targets[row];
+        a->loss[row] =
+            (float)(lse - (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0]);
+    }
+}
+
+DTRAIN__HELPER void
+DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a, int64_t begin,
+                                     int64_t end, dtrain_dtype dtype)
+{
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const dtrain__v scale = dtrain__vset(factor);
+    for (int64_t row = begin; row < end; row++) {
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const int64_t first = row * a->n, target = first + a->targets[row];
+        if (a->targets[row] == -1) {
+            for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+                dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+            continue;
+        }
+        /* The target's element is read before d_logits, which may be logits, is written. */
+        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
+        }
+        dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
+                          1);
     }
 }
 
@@ -22683,22 +22391,9 @@ DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const dtrain__v scale = dtrain__vset(factor);
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
-        float *d = (float *)a->d_logits + row * a->n;
-        const dtrain__v lse = dtrain__vset(a->lse[row]);
-        if (a->targets[row] == -1) {
-            memset(d, 0, (size_t)a->n * sizeof *d);
-            continue;
-        }
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__vstore_n(d + i, dtrain__vexp(dtrain__vload_n(x + i, n) - lse) * scale, n);
-        }
-        d[a->targets[row]] -= factor;
-    }
+    if (a->dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(cross_entropy_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(cross_entropy_backward_as)(a, begin, end, a->dtype);
 }
 
 /* ================================================================================================
@@ -22710,8 +22405,8 @@ DTRAIN__KERNEL(cross_entropy_backward)
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 
 /* Return v behind an optimisation barrier: a product that passes here is rounded before it is added
- * to anything, also where the compiler may contract the two. So every instruction set gives the same
- * bits. */
+ * to anything, also where the compiler may contract the two. So every instruction set gives the
+ * same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
 {
 #if defined(__x86_64__)
@@ -22767,8 +22462,8 @@ DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
 }
 
 /* Folds elements [begin, end) and appends the candidates among them, in order; returns how many. 16
- * elements are looked at together. Most groups have no candidate, and mispredicting the others costs
- * more than the rest of the pass: those that have one are listed first, without a branch. */
+ * elements are looked at together. Most groups have no candidate, and mispredicting the others
+ * costs more than the rest of the pass: those that have one are listed first, without a branch. */
 DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_t begin,
                                                int64_t end, int32_t below, float *values,
                                                int32_t *indices)
@@ -22822,7 +22517,7 @@ DTRAIN__KERNEL(topk)
  * src/device/cpu/kernels/gemm.h
  * ==============================================================================================*/
 
-/* ---- Matrix multiplication: what depends on the instruction set; device/cpu/gemm.c has the plan - */
+/* ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------*/
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
 #define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
@@ -22834,12 +22529,12 @@ DTRAIN__KERNEL(topk)
 #define DTRAIN__ROWS(DO) DTRAIN__SIX(DO)
 #endif
 
-/* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library that
- * multiplies matrices in fp32. Each accumulator has a name of its own, because compilers do not keep
- * arrays of vectors in registers. Per step there are two loads of B and, for each row, one broadcast
- * of A and two multiply-adds. Rows beyond `rows` repeat the last one and are not stored; beta == 0
- * does not read C. Unrolling hides the loop behind 12 multiply-adds (5 % on Zen 3); with the 24 of
- * AVX-512 it gains nothing and gcc 12 spills a vector. */
+/* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library
+ * that multiplies matrices in fp32. Each accumulator has a name of its own, because compilers do
+ * not keep arrays of vectors in registers. Per step there are two loads of B and, for each row, one
+ * broadcast of A and two multiply-adds. Rows beyond `rows` repeat the last one and are not stored;
+ * beta == 0 does not read C. Unrolling hides the loop behind 12 multiply-adds (5 % on Zen 3); with
+ * the 24 of AVX-512 it gains nothing and gcc 12 spills a vector. */
 #if DTRAIN__ISA == 2 && defined(__clang__)
 #define DTRAIN__UNROLL _Pragma("clang loop unroll_count(2)")
 #elif DTRAIN__ISA == 2
@@ -22960,14 +22655,14 @@ DTRAIN__HELPER void DTRAIN__K(pack_runs)(float *panel, int width, const dtrain__
     }
 }
 
-/* `count` of `width` elements from `at` on, zeros behind them; both are constants where whole panels
- * are packed. */
-DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const dtrain__operand *x, int64_t at,
-                                         int count)
+/* `count` of `width` elements from `at` on, zeros behind them; both are constants where whole
+ * panels are packed. */
+DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const void *data, dtrain_dtype dtype,
+                                         int64_t at, int count)
 {
     for (int j = 0; j < width; j += DTRAIN__W) {
         dtrain__v v = dtrain__vset(0);
-        if (j < count) v = dtrain__vload_as(x->data, x->dtype, at + j, count - j);
+        if (j < count) v = dtrain__vload_as(data, dtype, at + j, count - j);
         if (j + DTRAIN__W <= width) dtrain__vstore(to + j, v);
         else memcpy(to + j, &v, (size_t)(width - j) * sizeof *to);
     }
@@ -22978,11 +22673,18 @@ DTRAIN__HELPER void DTRAIN__K(pack_steps)(float *panel, int width, const dtrain_
                                           int64_t index, int count, int64_t p, int k)
 {
     int64_t at = p * x->ld + index;
-    for (int i = 0; i < k; i++, at += x->ld, panel += width)
-        if (count < width) DTRAIN__K(pack_step)(panel, width, x, at, count);
-        else if (x->dtype == DTRAIN_DTYPE_F32)
+    if (count < width)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, x->dtype, at, count);
+    else if (x->dtype == DTRAIN_DTYPE_F32)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
             memcpy(panel, (const float *)x->data + at, (size_t)width * sizeof *panel);
-        else DTRAIN__K(pack_step)(panel, width, x, at, width);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, DTRAIN_DTYPE_BF16, at, width);
+    else
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, DTRAIN_DTYPE_F16, at, width);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_a)(float *panel, const dtrain__operand *x, int64_t index,
@@ -23061,7 +22763,7 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
  * ==============================================================================================*/
 
 /* ---- Pairs of bf16
-*
+ *
  * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
  * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
  * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
@@ -23376,9 +23078,9 @@ static bool dtrain__has_amx(void)
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
-DTRAIN__ROUTINE void DTRAIN__K(product)(int shape, int64_t m, int64_t n, int64_t k, const float *a,
-                                        int64_t a_row, int64_t a_step, const float *b,
-                                        int64_t b_row, float *c, int64_t c_row, bool accumulate)
+DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
+                                     int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                                     float *c, int64_t c_row, bool accumulate)
 {
     for (int64_t i = 0; i < m; i += 6) {
         const int rows = m - i < 6 ? (int)(m - i) : 6;
@@ -23391,19 +23093,32 @@ DTRAIN__ROUTINE void DTRAIN__K(product)(int shape, int64_t m, int64_t n, int64_t
     }
 }
 
-/* to (padded, width) = scale * from (rows, d), zeros around it. width is d rounded up to
- * vectors. */
-DTRAIN__ROUTINE void DTRAIN__K(pack_rows)(float *to, int64_t width, int64_t padded,
-                                          const float *from, int64_t stride, int64_t rows,
-                                          int64_t d, float scale)
+/* to (padded, width) = scale * from (rows, d) from element `at` on, zeros around it. width is d
+ * rounded up to vectors. */
+DTRAIN__HELPER void DTRAIN__K(pack_rows_as)(float *to, int64_t width, int64_t padded,
+                                            const void *from, dtrain_dtype dtype, int64_t at,
+                                            int64_t stride, int64_t rows, int64_t d, float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < padded; r++, to += width, from += stride)
+    for (int64_t r = 0; r < padded; r++, to += width, at += stride)
         for (int64_t j = 0; j < width; j += DTRAIN__W) {
             const bool inside = r < rows && j < d;
-            const dtrain__v x = inside ? dtrain__vload_n(from + j, d - j) : dtrain__vset(0);
+            dtrain__v x = dtrain__vset(0);
+            if (inside) x = dtrain__vload_as(from, dtype, at + j, d - j);
             dtrain__vstore(to + j, s * x);
         }
+}
+
+DTRAIN__ROUTINE void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const void *from,
+                                       dtrain_dtype dtype, int64_t at, int64_t stride, int64_t rows,
+                                       int64_t d, float scale)
+{
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (dtype <= f32)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, f32, at, stride, rows, d, scale);
+    else if (dtype == bf16)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, bf16, at, stride, rows, d, scale);
+    else DTRAIN__K(pack_rows_as)(to, width, padded, from, dtype, at, stride, rows, d, scale);
 }
 
 /* to (width, 64) = transpose of from (padded, width). */
@@ -23428,7 +23143,9 @@ DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attent
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
-    h->q = (const float *)a->qkv + row * h->stride + column;
+    h->qkv = a->qkv;
+    h->dtype = a->dtype;
+    h->q = row * h->stride + column;
     h->k = h->q + a->n;
     h->v = h->k + a->n;
     h->queries = scratch;
@@ -23440,6 +23157,17 @@ DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attent
     h->sum = h->top + DTRAIN__ATTENTION_BLOCK;
     h->factor = h->sum + DTRAIN__ATTENTION_BLOCK;
     return h->factor + DTRAIN__ATTENTION_BLOCK;
+}
+
+/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
+                                                 float *buffer, int64_t *stride)
+{
+    *stride = h->stride;
+    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    *stride = h->width;
+    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
+    return buffer;
 }
 
 DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
@@ -23520,8 +23248,8 @@ DTRAIN__KERNEL(attention)
                       m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
         const int64_t limit = a->causal ? q0 + m : a->sequence;
         DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
-        DTRAIN__K(pack_rows)
-        (h.queries, h.width, DTRAIN__K(padded)(m), h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
+                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
         DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
         for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
             h.top[i] = -FLT_MAX;
@@ -23531,24 +23259,25 @@ DTRAIN__KERNEL(attention)
             const int64_t keys =
                 limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
             const bool diagonal = a->causal && k0 == q0;
-            DTRAIN__K(product)
-            (diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m), h.d,
-             h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
-             DTRAIN__ATTENTION_BLOCK, false);
+            int64_t k_stride;
+            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
+                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
+                            DTRAIN__ATTENTION_BLOCK, false);
             DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
             if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
-            DTRAIN__K(pack_rows)
-            (h.keys, h.width, keys, h.v + k0 * h.stride, h.stride, keys, h.d, 1);
-            DTRAIN__K(product)
-            (diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores, 1,
-             DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
+            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
+                              h.stride, keys, h.d, 1);
+            dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
+                            1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
         }
         for (int64_t r = 0; r < m; r++) {
             const int64_t row = batch * a->sequence + q0 + r;
-            float *y = (float *)a->y + row * a->n + head % a->heads * h.d;
+            const int64_t at = row * a->n + head % a->heads * h.d;
             const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
             for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_n(y + j, dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
+                dtrain__vstore_as(a->y, a->dtype, at + j,
+                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
             a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
         }
     }
@@ -23561,18 +23290,19 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, 
                                              const float *lse)
 {
     const int64_t padded = DTRAIN__K(padded)(m);
-    DTRAIN__K(pack_rows)
-    (h->queries, h->width, padded, h->q + q0 * h->stride, h->stride, m, h->d, h->scale);
-    DTRAIN__K(pack_rows)
-    (h->d_out, h->width, padded, h->d_y + q0 * h->y_stride, h->y_stride, m, h->d, 1);
+    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
+                      h->stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
+                      h->y_stride, m, h->d, 1);
     DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
     DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
         dtrain__v delta = dtrain__vset(0);
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
-            delta =
-                dtrain__vfma(dtrain__vload(h->d_out + r * h->width + j),
-                             dtrain__vload_n(h->y + (q0 + r) * h->y_stride + j, h->d - j), delta);
+            delta = dtrain__vfma(
+                dtrain__vload(h->d_out + r * h->width + j),
+                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
+                delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
@@ -23605,31 +23335,31 @@ DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    DTRAIN__K(pack_rows)(h->keys, h->width, keys, h->k + k0 * h->stride, h->stride, keys, h->d, 1);
-    DTRAIN__K(product)
-    (inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b, false);
-    DTRAIN__K(product)
-    (inner, keys, n, h->d, h->v + k0 * h->stride, h->stride, 1, h->d_out_t, b, h->slopes, b, false);
+    int64_t v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
+    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+                      keys, h->d, 1);
+    dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
+                    false);
+    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
     DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
-    DTRAIN__K(product)
-    (over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
-     h->d_values + k0 * h->width, h->width, true);
-    DTRAIN__K(product)
-    (over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
-     h->d_keys + k0 * h->width, h->width, true);
-    DTRAIN__K(product)
-    (over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out, h->width,
-     !first_keys);
+    dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
+                    h->d_values + k0 * h->width, h->width, true);
+    dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
+                    h->d_keys + k0 * h->width, h->width, true);
+    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out,
+                    h->width, !first_keys);
 }
 
-/* to (rows, d) = scale * from (rows, width). */
-DTRAIN__ROUTINE void DTRAIN__K(unpack_rows)(float *to, int64_t stride, const float *from,
-                                            int64_t width, int64_t rows, int64_t d, float scale)
+/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
+                                         const float *from, int64_t width, int64_t rows, int64_t d,
+                                         float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, to += stride, from += width)
+    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
-            dtrain__vstore_n(to + j, dtrain__vload(from + j) * s, d - j);
+            dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Item: one head of one sequence, so that no two threads write one element. */
@@ -23643,15 +23373,15 @@ DTRAIN__KERNEL(attention_backward)
     forward.n = a->n;
     forward.causal = a->causal;
     forward.qkv = a->qkv;
+    forward.dtype = a->dtype;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
         float *scratch = DTRAIN__K(head_open)(&h, &forward, item, job->scratch + index * job->slot);
-        const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        float *d_q = (float *)a->d_qkv + (h.q - (const float *)a->qkv);
-        h.y = (const float *)a->y + at;
-        h.d_y = (const float *)a->d_y + at;
+        h.y = a->y;
+        h.d_y = a->d_y;
+        h.at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         h.d_out = scratch;
         h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
         h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
@@ -23659,6 +23389,7 @@ DTRAIN__KERNEL(attention_backward)
         h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
         h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
         h.d_values = h.d_keys + rounded * h.width;
+        h.values = h.d_values + rounded * h.width;
         memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
         for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
             const int64_t left = a->sequence - q0,
@@ -23670,10 +23401,13 @@ DTRAIN__KERNEL(attention_backward)
                     limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
                 DTRAIN__K(attend_backward)(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
             }
-            DTRAIN__K(unpack_rows)(d_q + q0 * h.stride, h.stride, h.out, h.width, m, h.d, h.scale);
+            dtrain__unpack_rows(a->d_qkv, a->dtype, h.q + q0 * h.stride, h.stride, h.out, h.width,
+                                m, h.d, h.scale);
         }
-        DTRAIN__K(unpack_rows)(d_q + a->n, h.stride, h.d_keys, h.width, a->sequence, h.d, 1);
-        DTRAIN__K(unpack_rows)(d_q + 2 * a->n, h.stride, h.d_values, h.width, a->sequence, h.d, 1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+                            1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+                            h.d, 1);
     }
 }
 
@@ -23727,6 +23461,9 @@ static const dtrain__kernels DTRAIN__K(kernels) = {
 #undef dtrain__vkeep
 #undef dtrain__vsum
 #undef dtrain__vexp
+#undef dtrain__product
+#undef dtrain__pack_rows
+#undef dtrain__unpack_rows
 #undef DTRAIN__SUFFIX
 #undef DTRAIN__W
 #undef DTRAIN__H

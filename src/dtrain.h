@@ -109,7 +109,6 @@ extern "C" {
 #include "train/plan.c"
 #include "train/metrics.c"
 #include "device/device.c"
-#include "device/plan.c"
 #include "device/cpu/pool.c"
 #include "device/cpu/cpu.c"
 #include "device/cpu/table.c"

@@ -1,4 +1,4 @@
-
+/* For authors of devices and operations: the arguments of every kernel, and a device's table. */
 
 #pragma once
 
@@ -46,8 +46,8 @@ typedef struct dtrain_gemm_args {
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
- * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only
+ * d_bias is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
@@ -386,8 +386,8 @@ struct dtrain_device {
     void *waiting_user;
 };
 
-/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is in
- * use and what would help. Devices and communicators call it before they allocate. */
+/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is
+ * in use and what would help. Devices and communicators call it before they allocate. */
 DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
 
 /* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update

@@ -1,4 +1,4 @@
-/* What other files may use of device/cpu/ beside the public API. */
+/* Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
 
 #pragma once
 

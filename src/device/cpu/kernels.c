@@ -1,6 +1,6 @@
 /* Kernels: how work is cut
-*
- *     launcher (below)      checks what only it can see, cuts the work, wakes the pool
+ *
+ *     launcher              checks what only it can see, cuts the work, wakes the pool
  *       -> dtrain__job        what is common to all threads of one kernel
  *         -> range function     the arithmetic on [begin, end), one per instruction set
  *

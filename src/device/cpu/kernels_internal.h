@@ -1,4 +1,5 @@
-/* What other files may use of device/cpu/ beside the public API. */
+/* What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+ * structures of single operations. */
 
 #pragma once
 
@@ -62,13 +63,15 @@ typedef struct dtrain__topk_pass {
 #define DTRAIN__SMALL 16384
 #endif
 
-/* One item of attention. q, k, v, y, d_y, d_qkv begin at the head's columns of the sequence's
- * first row; the rest is scratch of this thread. */
+/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
+ * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
 typedef struct dtrain__head {
     int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
     bool causal;
     float scale;
-    const float *q, *k, *v, *y, *d_y;
+    const void *qkv, *y, *d_y;
+    dtrain_dtype dtype;
+    int64_t q, k, v, at;        /* elements */
     float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
     float *keys;                /* (64, width): K, or V in the forward pass */
     float *scores;              /* (64 keys, 64 queries) */
@@ -78,6 +81,7 @@ typedef struct dtrain__head {
     float *slopes;              /* (64, 64): dS^T */
     float *delta, *lse;         /* (64): rowsum(dO O) */
     float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *values;              /* (64, width): V of halves, backward */
 } dtrain__head;
 
 /* Which part of a product of attention is not zero. */

@@ -1,5 +1,5 @@
 /* Sparse gradients
-*
+ *
  * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
  * only, gives a threshold that lets somewhat more than k through:
  *
@@ -188,8 +188,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
  *
  * Gram-Schmidt in double, column after column: each is projected twice against those before it
  * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
- * double, and leaves as floats. One thread: a rank has few columns, and the products beside this step
- * cost far more. */
+ * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
+ * step cost far more. */
 
 static double dtrain__dot(const double *a, const double *b, int64_t count)
 {
@@ -203,9 +203,9 @@ static double dtrain__dot(const double *a, const double *b, int64_t count)
     return even + odd;
 }
 
-/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when an
- * element is not finite. Below 1e-6 of the column's length only the rounding of floats is left, and
- * the column counts as zero. */
+/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
+ * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
+ * and the column counts as zero. */
 static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
 {
     double *x = q + j * rows;

@@ -23,9 +23,9 @@
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
-DTRAIN__ROUTINE void DTRAIN__K(product)(int shape, int64_t m, int64_t n, int64_t k, const float *a,
-                                        int64_t a_row, int64_t a_step, const float *b,
-                                        int64_t b_row, float *c, int64_t c_row, bool accumulate)
+DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
+                                     int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                                     float *c, int64_t c_row, bool accumulate)
 {
     for (int64_t i = 0; i < m; i += 6) {
         const int rows = m - i < 6 ? (int)(m - i) : 6;
@@ -38,19 +38,32 @@ DTRAIN__ROUTINE void DTRAIN__K(product)(int shape, int64_t m, int64_t n, int64_t
     }
 }
 
-/* to (padded, width) = scale * from (rows, d), zeros around it. width is d rounded up to
- * vectors. */
-DTRAIN__ROUTINE void DTRAIN__K(pack_rows)(float *to, int64_t width, int64_t padded,
-                                          const float *from, int64_t stride, int64_t rows,
-                                          int64_t d, float scale)
+/* to (padded, width) = scale * from (rows, d) from element `at` on, zeros around it. width is d
+ * rounded up to vectors. */
+DTRAIN__HELPER void DTRAIN__K(pack_rows_as)(float *to, int64_t width, int64_t padded,
+                                            const void *from, dtrain_dtype dtype, int64_t at,
+                                            int64_t stride, int64_t rows, int64_t d, float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < padded; r++, to += width, from += stride)
+    for (int64_t r = 0; r < padded; r++, to += width, at += stride)
         for (int64_t j = 0; j < width; j += DTRAIN__W) {
             const bool inside = r < rows && j < d;
-            const dtrain__v x = inside ? dtrain__vload_n(from + j, d - j) : dtrain__vset(0);
+            dtrain__v x = dtrain__vset(0);
+            if (inside) x = dtrain__vload_as(from, dtype, at + j, d - j);
             dtrain__vstore(to + j, s * x);
         }
+}
+
+DTRAIN__ROUTINE void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const void *from,
+                                       dtrain_dtype dtype, int64_t at, int64_t stride, int64_t rows,
+                                       int64_t d, float scale)
+{
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (dtype <= f32)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, f32, at, stride, rows, d, scale);
+    else if (dtype == bf16)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, bf16, at, stride, rows, d, scale);
+    else DTRAIN__K(pack_rows_as)(to, width, padded, from, dtype, at, stride, rows, d, scale);
 }
 
 /* to (width, 64) = transpose of from (padded, width). */
@@ -75,7 +88,9 @@ DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attent
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
-    h->q = (const float *)a->qkv + row * h->stride + column;
+    h->qkv = a->qkv;
+    h->dtype = a->dtype;
+    h->q = row * h->stride + column;
     h->k = h->q + a->n;
     h->v = h->k + a->n;
     h->queries = scratch;
@@ -87,6 +102,17 @@ DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attent
     h->sum = h->top + DTRAIN__ATTENTION_BLOCK;
     h->factor = h->sum + DTRAIN__ATTENTION_BLOCK;
     return h->factor + DTRAIN__ATTENTION_BLOCK;
+}
+
+/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
+                                                 float *buffer, int64_t *stride)
+{
+    *stride = h->stride;
+    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    *stride = h->width;
+    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
+    return buffer;
 }
 
 DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
@@ -167,8 +193,8 @@ DTRAIN__KERNEL(attention)
                       m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
         const int64_t limit = a->causal ? q0 + m : a->sequence;
         DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
-        DTRAIN__K(pack_rows)
-        (h.queries, h.width, DTRAIN__K(padded)(m), h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
+                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
         DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
         for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
             h.top[i] = -FLT_MAX;
@@ -178,24 +204,25 @@ DTRAIN__KERNEL(attention)
             const int64_t keys =
                 limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
             const bool diagonal = a->causal && k0 == q0;
-            DTRAIN__K(product)
-            (diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m), h.d,
-             h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
-             DTRAIN__ATTENTION_BLOCK, false);
+            int64_t k_stride;
+            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
+                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
+                            DTRAIN__ATTENTION_BLOCK, false);
             DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
             if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
-            DTRAIN__K(pack_rows)
-            (h.keys, h.width, keys, h.v + k0 * h.stride, h.stride, keys, h.d, 1);
-            DTRAIN__K(product)
-            (diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores, 1,
-             DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
+            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
+                              h.stride, keys, h.d, 1);
+            dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
+                            1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
         }
         for (int64_t r = 0; r < m; r++) {
             const int64_t row = batch * a->sequence + q0 + r;
-            float *y = (float *)a->y + row * a->n + head % a->heads * h.d;
+            const int64_t at = row * a->n + head % a->heads * h.d;
             const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
             for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_n(y + j, dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
+                dtrain__vstore_as(a->y, a->dtype, at + j,
+                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
             a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
         }
     }
@@ -208,18 +235,19 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, 
                                              const float *lse)
 {
     const int64_t padded = DTRAIN__K(padded)(m);
-    DTRAIN__K(pack_rows)
-    (h->queries, h->width, padded, h->q + q0 * h->stride, h->stride, m, h->d, h->scale);
-    DTRAIN__K(pack_rows)
-    (h->d_out, h->width, padded, h->d_y + q0 * h->y_stride, h->y_stride, m, h->d, 1);
+    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
+                      h->stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
+                      h->y_stride, m, h->d, 1);
     DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
     DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
         dtrain__v delta = dtrain__vset(0);
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
-            delta =
-                dtrain__vfma(dtrain__vload(h->d_out + r * h->width + j),
-                             dtrain__vload_n(h->y + (q0 + r) * h->y_stride + j, h->d - j), delta);
+            delta = dtrain__vfma(
+                dtrain__vload(h->d_out + r * h->width + j),
+                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
+                delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
@@ -252,31 +280,31 @@ DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    DTRAIN__K(pack_rows)(h->keys, h->width, keys, h->k + k0 * h->stride, h->stride, keys, h->d, 1);
-    DTRAIN__K(product)
-    (inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b, false);
-    DTRAIN__K(product)
-    (inner, keys, n, h->d, h->v + k0 * h->stride, h->stride, 1, h->d_out_t, b, h->slopes, b, false);
+    int64_t v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
+    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+                      keys, h->d, 1);
+    dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
+                    false);
+    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
     DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
-    DTRAIN__K(product)
-    (over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
-     h->d_values + k0 * h->width, h->width, true);
-    DTRAIN__K(product)
-    (over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
-     h->d_keys + k0 * h->width, h->width, true);
-    DTRAIN__K(product)
-    (over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out, h->width,
-     !first_keys);
+    dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
+                    h->d_values + k0 * h->width, h->width, true);
+    dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
+                    h->d_keys + k0 * h->width, h->width, true);
+    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out,
+                    h->width, !first_keys);
 }
 
-/* to (rows, d) = scale * from (rows, width). */
-DTRAIN__ROUTINE void DTRAIN__K(unpack_rows)(float *to, int64_t stride, const float *from,
-                                            int64_t width, int64_t rows, int64_t d, float scale)
+/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
+                                         const float *from, int64_t width, int64_t rows, int64_t d,
+                                         float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, to += stride, from += width)
+    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
-            dtrain__vstore_n(to + j, dtrain__vload(from + j) * s, d - j);
+            dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Item: one head of one sequence, so that no two threads write one element. */
@@ -290,15 +318,15 @@ DTRAIN__KERNEL(attention_backward)
     forward.n = a->n;
     forward.causal = a->causal;
     forward.qkv = a->qkv;
+    forward.dtype = a->dtype;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
         float *scratch = DTRAIN__K(head_open)(&h, &forward, item, job->scratch + index * job->slot);
-        const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        float *d_q = (float *)a->d_qkv + (h.q - (const float *)a->qkv);
-        h.y = (const float *)a->y + at;
-        h.d_y = (const float *)a->d_y + at;
+        h.y = a->y;
+        h.d_y = a->d_y;
+        h.at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         h.d_out = scratch;
         h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
         h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
@@ -306,6 +334,7 @@ DTRAIN__KERNEL(attention_backward)
         h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
         h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
         h.d_values = h.d_keys + rounded * h.width;
+        h.values = h.d_values + rounded * h.width;
         memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
         for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
             const int64_t left = a->sequence - q0,
@@ -317,9 +346,12 @@ DTRAIN__KERNEL(attention_backward)
                     limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
                 DTRAIN__K(attend_backward)(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
             }
-            DTRAIN__K(unpack_rows)(d_q + q0 * h.stride, h.stride, h.out, h.width, m, h.d, h.scale);
+            dtrain__unpack_rows(a->d_qkv, a->dtype, h.q + q0 * h.stride, h.stride, h.out, h.width,
+                                m, h.d, h.scale);
         }
-        DTRAIN__K(unpack_rows)(d_q + a->n, h.stride, h.d_keys, h.width, a->sequence, h.d, 1);
-        DTRAIN__K(unpack_rows)(d_q + 2 * a->n, h.stride, h.d_values, h.width, a->sequence, h.d, 1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+                            1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+                            h.d, 1);
     }
 }

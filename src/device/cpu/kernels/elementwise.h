@@ -1,41 +1,50 @@
 /* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
 
-DTRAIN__KERNEL(add)
+DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
+                                      dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
-    const dtrain_add_args *args = (const dtrain_add_args *)job->args;
-    const float *x = (const float *)args->x, *y = (const float *)args->y;
-    float *out = (float *)args->out;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
+    }
+}
+
+DTRAIN__KERNEL(add)
+{
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(add_as)(a, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(add_as)(a, begin, end, a->x_dtype, a->y_dtype);
+}
+
+DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t begin, int64_t end,
+                                        dtrain_dtype dtype)
+{
+    const bool constant = args->broadcast || !args->x;
+    float value = args->a, lanes[DTRAIN__W];
+    if (constant && args->x) {
+        dtrain__vstore(lanes, dtrain__vload_as(args->x, dtype, 0, 1));
+        value *= lanes[0];
+    }
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v y = a;
+        if (args->accumulate) {
+            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
+            y = constant ? dtrain__vfma(b, old, a)
+                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
+        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
+        dtrain__vstore_as(args->y, dtype, i, y, n);
     }
 }
 
 DTRAIN__KERNEL(axpby)
 {
-    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
-    const bool constant = args->broadcast || !args->x;
-    const float *x = (const float *)args->x;
-    float *y = (float *)args->y;
-    const dtrain__v a = dtrain__vset(constant && x ? args->a * x[0] : args->a);
-    const dtrain__v b = dtrain__vset(args->b);
-    if (constant)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = dtrain__vload_n(y + i, args->accumulate ? n : 0);
-            dtrain__vstore_n(y + i, args->accumulate ? dtrain__vfma(b, old, a) : a, n);
-        }
-    else if (args->accumulate)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = b * dtrain__vload_n(y + i, n);
-            dtrain__vstore_n(y + i, dtrain__vfma(a, dtrain__vload_n(x + i, n), old), n);
-        }
-    else
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            dtrain__vstore_n(y + i, a * dtrain__vload_n(x + i, n), n);
-        }
+    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
+    if (a->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(axpby_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(axpby_as)(a, begin, end, a->dtype);
 }
 
 /* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
@@ -102,29 +111,28 @@ typedef double DTRAIN__K(vd);
 DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p) { return (double)*p; }
 #endif
 
-DTRAIN__ROUTINE double DTRAIN__K(sum_chunk)(const float *x, int64_t count, bool squares)
+DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
+                                           dtrain_dtype dtype, bool squares)
 {
     DTRAIN__K(vd) even, odd;
     double lanes[DTRAIN__H], total = 0;
-    int64_t i = 0;
+    float buffer[2 * DTRAIN__H];
+    int64_t i = begin;
     memset(&even, 0, sizeof even);
     odd = even;
-    if (squares)
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            const DTRAIN__K(vd) a = DTRAIN__K(vwiden)(x + i),
-                                b = DTRAIN__K(vwiden)(x + i + DTRAIN__H);
-            even += a * a;
-            odd += b * b;
-        }
-    else
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            even += DTRAIN__K(vwiden)(x + i);
-            odd += DTRAIN__K(vwiden)(x + i + DTRAIN__H);
-        }
+    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
+        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
+        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
+        even += squares ? low * low : low;
+        odd += squares ? high * high : high;
+    }
     even += odd;
     memcpy(lanes, &even, sizeof lanes);
     for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
-    for (; i < count; i++) total += squares ? (double)x[i] * (double)x[i] : (double)x[i];
+    for (; i < end; i++) {
+        const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
+        total += squares ? x * x : x;
+    }
     return total;
 }
 
@@ -132,69 +140,36 @@ DTRAIN__KERNEL(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk;
-        const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
-        job->sums[chunk] = DTRAIN__K(sum_chunk)((const float *)a->x + first, count, a->squares);
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->count ? past : a->count;
+        job->sums[chunk] =
+            a->dtype > DTRAIN_DTYPE_F32 ? DTRAIN__K(sum_chunk)(a, first, last, a->dtype, a->squares)
+            : a->squares ? DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, true)
+                         : DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, false);
     }
 }
 
-/* ---- Conversions ------------------------------------------------------------------------------*/
-
-/* Without vector code for a whole row: count elements, either direction. */
-DTRAIN__ROUTINE void DTRAIN__K(to_half)(uint16_t *to, const float *from, int64_t count,
-                                        dtrain_dtype dtype)
+/* One vector at a time, through fp32. */
+DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
+                                          dtrain_dtype from, dtrain_dtype to)
 {
-    uint16_t tail[DTRAIN__W];
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            DTRAIN__K(to_bf16)(to + i, dtrain__vload(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            DTRAIN__K(to_f16)(to + i, dtrain__vload(from + i));
-    if (i == count) return;
-    const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(tail, rest);
-    else DTRAIN__K(to_f16)(tail, rest);
-    memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(from_half)(float *to, const uint16_t *from, int64_t count,
-                                          dtrain_dtype dtype)
-{
-    uint16_t tail[DTRAIN__W] = {0};
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, DTRAIN__K(from_bf16)(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, DTRAIN__K(from_f16)(from + i));
-    if (i == count) return;
-    memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
-    dtrain__vstore_n(
-        to + i, dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(tail) : DTRAIN__K(from_f16)(tail),
-        count - i);
+    for (int64_t i = begin; i < end; i += DTRAIN__W)
+        dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
 DTRAIN__KERNEL(convert)
 {
     const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
-    const size_t x_bytes = dtrain_dtype_bytes(a->x_dtype), y_bytes = dtrain_dtype_bytes(a->y_dtype);
-    const char *x = (const char *)a->x + (size_t)begin * x_bytes;
-    char *y = (char *)a->y + (size_t)begin * y_bytes;
-    float between[256];
-    if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
-    else if (a->x_dtype == DTRAIN_DTYPE_F32) DTRAIN__K(to_half)
-    ((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin, a->y_dtype);
-    else if (a->y_dtype == DTRAIN_DTYPE_F32) DTRAIN__K(from_half)(
-        (float *)(void *)y, (const uint16_t *)(const void *)x, end - begin, a->x_dtype);
-    else for (int64_t i = begin; i < end; i += 256, x += 512, y += 512)
-    {
-        const int64_t n = end - i < 256 ? end - i : 256;
-        DTRAIN__K(from_half)(between, (const uint16_t *)(const void *)x, n, a->x_dtype);
-        DTRAIN__K(to_half)((uint16_t *)(void *)y, between, n, a->y_dtype);
-    }
+    const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (from == to) {
+        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
+        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
+    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
+    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
+    else if (from == f32) DTRAIN__K(convert_as)(a, begin, end, f32, DTRAIN_DTYPE_F16);
+    else if (to == f32) DTRAIN__K(convert_as)(a, begin, end, DTRAIN_DTYPE_F16, f32);
+    else DTRAIN__K(convert_as)(a, begin, end, from, to);
 }
 
 /* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
@@ -279,21 +254,19 @@ DTRAIN__KERNEL(dropout)
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const float *x = (const float *)a->x;
     uint32_t words[4 * DTRAIN__H];
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
         DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)i / 4, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
-            float *y = (float *)a->y + i + j;
             dtrain__vi u;
             memcpy(&u, words + j, sizeof u);
             u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
             const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + i + j, n);
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
             kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_n(y, n);
-            dtrain__vstore_n(y, kept, n);
+            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
+            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
         }
     }
 }

@@ -1,4 +1,4 @@
-/* ---- Matrix multiplication: what depends on the instruction set; device/cpu/gemm.c has the plan - */
+/* ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------*/
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
 #define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
@@ -10,12 +10,12 @@
 #define DTRAIN__ROWS(DO) DTRAIN__SIX(DO)
 #endif
 
-/* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library that
- * multiplies matrices in fp32. Each accumulator has a name of its own, because compilers do not keep
- * arrays of vectors in registers. Per step there are two loads of B and, for each row, one broadcast
- * of A and two multiply-adds. Rows beyond `rows` repeat the last one and are not stored; beta == 0
- * does not read C. Unrolling hides the loop behind 12 multiply-adds (5 % on Zen 3); with the 24 of
- * AVX-512 it gains nothing and gcc 12 spills a vector. */
+/* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library
+ * that multiplies matrices in fp32. Each accumulator has a name of its own, because compilers do
+ * not keep arrays of vectors in registers. Per step there are two loads of B and, for each row, one
+ * broadcast of A and two multiply-adds. Rows beyond `rows` repeat the last one and are not stored;
+ * beta == 0 does not read C. Unrolling hides the loop behind 12 multiply-adds (5 % on Zen 3); with
+ * the 24 of AVX-512 it gains nothing and gcc 12 spills a vector. */
 #if DTRAIN__ISA == 2 && defined(__clang__)
 #define DTRAIN__UNROLL _Pragma("clang loop unroll_count(2)")
 #elif DTRAIN__ISA == 2
@@ -136,14 +136,14 @@ DTRAIN__HELPER void DTRAIN__K(pack_runs)(float *panel, int width, const dtrain__
     }
 }
 
-/* `count` of `width` elements from `at` on, zeros behind them; both are constants where whole panels
- * are packed. */
-DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const dtrain__operand *x, int64_t at,
-                                         int count)
+/* `count` of `width` elements from `at` on, zeros behind them; both are constants where whole
+ * panels are packed. */
+DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const void *data, dtrain_dtype dtype,
+                                         int64_t at, int count)
 {
     for (int j = 0; j < width; j += DTRAIN__W) {
         dtrain__v v = dtrain__vset(0);
-        if (j < count) v = dtrain__vload_as(x->data, x->dtype, at + j, count - j);
+        if (j < count) v = dtrain__vload_as(data, dtype, at + j, count - j);
         if (j + DTRAIN__W <= width) dtrain__vstore(to + j, v);
         else memcpy(to + j, &v, (size_t)(width - j) * sizeof *to);
     }
@@ -154,11 +154,18 @@ DTRAIN__HELPER void DTRAIN__K(pack_steps)(float *panel, int width, const dtrain_
                                           int64_t index, int count, int64_t p, int k)
 {
     int64_t at = p * x->ld + index;
-    for (int i = 0; i < k; i++, at += x->ld, panel += width)
-        if (count < width) DTRAIN__K(pack_step)(panel, width, x, at, count);
-        else if (x->dtype == DTRAIN_DTYPE_F32)
+    if (count < width)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, x->dtype, at, count);
+    else if (x->dtype == DTRAIN_DTYPE_F32)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
             memcpy(panel, (const float *)x->data + at, (size_t)width * sizeof *panel);
-        else DTRAIN__K(pack_step)(panel, width, x, at, width);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, DTRAIN_DTYPE_BF16, at, width);
+    else
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, DTRAIN_DTYPE_F16, at, width);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_a)(float *panel, const dtrain__operand *x, int64_t index,

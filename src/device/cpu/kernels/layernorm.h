@@ -3,7 +3,7 @@
  * A row stays in L1 between its passes: memory is read once and written once. */
 
 /* Four accumulators, because one would wait for itself. */
-DTRAIN__ROUTINE float DTRAIN__K(row_sum)(const float *x, int64_t n)
+DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
 {
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
     int64_t i = 0;
@@ -18,7 +18,7 @@ DTRAIN__ROUTINE float DTRAIN__K(row_sum)(const float *x, int64_t n)
 }
 
 /* Sum of (x - mean)^2. */
-DTRAIN__ROUTINE float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
+DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
 {
     const dtrain__v m = dtrain__vset(mean);
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
@@ -39,26 +39,30 @@ DTRAIN__ROUTINE float DTRAIN__K(row_spread)(const float *x, int64_t n, float mea
     return dtrain__vsum((a + b) + (c + d));
 }
 
-/* sum = x + residual of one row; returns it. */
-DTRAIN__ROUTINE const float *DTRAIN__K(row_add)(const dtrain_layernorm_args *a, int64_t row)
+/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
+ * is rounded for storage: the mean is that of the unrounded row. */
+DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
+                                                 float *buffer)
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *residual = (const float *)a->residual + row * a->n;
-    float *sum = (float *)a->sum + row * a->n;
+    const int64_t first = row * a->n;
+    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        dtrain__vstore_n(sum + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(residual + i, n), n);
+        const int64_t at = first + i, n = a->n - i;
+        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
+                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
+        dtrain__vstore(buffer + i, sum);
+        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
     }
-    return sum;
+    return buffer;
 }
 
-DTRAIN__KERNEL(layernorm)
+DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int64_t end, int index,
+                                            dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    void *y = a->y;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->x + row * a->n;
-        float *y = (float *)a->y + row * a->n;
-        if (a->residual) x = DTRAIN__K(row_add)(a, row);
+        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
         const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
@@ -68,30 +72,39 @@ DTRAIN__KERNEL(layernorm)
             const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
             __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
             const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias),
-                             n);
+            dtrain__vstore_as(y, y_dtype, row * a->n + i,
+                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
         a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
 }
 
+DTRAIN__KERNEL(layernorm)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    if (a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_as)(job, begin, end, index, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_as)(job, begin, end, index, a->y_dtype);
+}
+
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                               float *weight_sum, float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                              float *weight_sum, float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_n(d_y + i, n);
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
         const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
         g_sum += g;
         gh_sum = dtrain__vfma(g, h, gh_sum);
@@ -102,26 +115,30 @@ DTRAIN__ROUTINE void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_a
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a,
-                                                int64_t row, const float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                               const float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
-    float *d_x = (float *)a->d_x + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    void *d_x = a->d_x, *d_residual = a->d_residual;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
-        const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g =
+            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
         dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_n(d_x + i, n);
-        dtrain__vstore_n(d_x + i, slope, n);
+        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
+        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
+        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
     }
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__KERNEL(layernorm_backward)
+DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t begin, int64_t end,
+                                                     dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float means[2];
@@ -131,10 +148,18 @@ DTRAIN__KERNEL(layernorm_backward)
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            DTRAIN__K(layernorm_sums)(a, row, sums, means);
-            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, means);
+            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
         }
     }
+}
+
+DTRAIN__KERNEL(layernorm_backward)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_backward_as)(job, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_backward_as)(job, begin, end, a->x_dtype, a->y_dtype);
 }
 
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */

@@ -1,5 +1,5 @@
 /* ---- Pairs of bf16
-*
+ *
  * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
  * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
  * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals

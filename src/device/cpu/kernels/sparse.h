@@ -3,8 +3,8 @@
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 
 /* Return v behind an optimisation barrier: a product that passes here is rounded before it is added
- * to anything, also where the compiler may contract the two. So every instruction set gives the same
- * bits. */
+ * to anything, also where the compiler may contract the two. So every instruction set gives the
+ * same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
 {
 #if defined(__x86_64__)
@@ -60,8 +60,8 @@ DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
 }
 
 /* Folds elements [begin, end) and appends the candidates among them, in order; returns how many. 16
- * elements are looked at together. Most groups have no candidate, and mispredicting the others costs
- * more than the rest of the pass: those that have one are listed first, without a branch. */
+ * elements are looked at together. Most groups have no candidate, and mispredicting the others
+ * costs more than the rest of the pass: those that have one are listed first, without a branch. */
 DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_t begin,
                                                int64_t end, int32_t below, float *values,
                                                int32_t *indices)

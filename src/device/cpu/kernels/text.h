@@ -30,6 +30,9 @@
 #undef dtrain__vkeep
 #undef dtrain__vsum
 #undef dtrain__vexp
+#undef dtrain__product
+#undef dtrain__pack_rows
+#undef dtrain__unpack_rows
 #undef DTRAIN__SUFFIX
 #undef DTRAIN__W
 #undef DTRAIN__H

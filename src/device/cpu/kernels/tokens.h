@@ -69,12 +69,11 @@ DTRAIN__KERNEL(embedding)
     for (int64_t row = begin; row < end; row++) {
         const float *token = a->wte + a->tokens[row] * a->n;
         const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
-        float *y = (float *)a->y + row * a->n;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
             dtrain__v v = dtrain__vload_n(token + j, n);
             if (place) v += dtrain__vload_n(place + j, n);
-            dtrain__vstore_n(y + j, v, n);
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
         }
     }
 }
@@ -84,12 +83,11 @@ DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
     for (int64_t row = 0; row < a->rows; row++) {
-        const float *d_y = (const float *)a->d_y + row * a->n;
         float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
         float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t n = end - j;
-            const dtrain__v d = dtrain__vload_n(d_y + j, n);
+            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
             if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
             if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
         }
@@ -101,6 +99,8 @@ DTRAIN__KERNEL(embedding_backward)
  * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
  * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
  * logit. */
+
+enum { DTRAIN__K(LOGITS) = 2048 };
 
 /* Maximum of count floats, not below `top`. */
 DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
@@ -136,23 +136,52 @@ DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
         double sum = 0;
-        float top = -FLT_MAX;
+        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         if (a->targets[row] == -1) {
             a->loss[row] = a->lse[row] = 0;
             continue;
         }
-        for (int64_t i = 0; i < a->n; i += 2048) {
-            const int64_t count = a->n - i < 2048 ? a->n - i : 2048;
-            const float higher = DTRAIN__K(row_top)(x + i, count, top);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = a->n - i, most = DTRAIN__K(LOGITS);
+            const int64_t count = left < most ? left : most;
+            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
+            const float higher = DTRAIN__K(row_top)(x, count, top);
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
-            sum += (double)DTRAIN__K(row_exp_sum)(x + i, count, top);
+            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
-        a->loss[row] = (float)(lse - (double)x[a->targets[row]]);
+        const int64_t at = row * a->n + a->targets[row];
+        a->loss[row] =
+            (float)(lse - (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0]);
+    }
+}
+
+DTRAIN__HELPER void
+DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a, int64_t begin,
+                                     int64_t end, dtrain_dtype dtype)
+{
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const dtrain__v scale = dtrain__vset(factor);
+    for (int64_t row = begin; row < end; row++) {
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const int64_t first = row * a->n, target = first + a->targets[row];
+        if (a->targets[row] == -1) {
+            for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+                dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+            continue;
+        }
+        /* The target's element is read before d_logits, which may be logits, is written. */
+        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
+        }
+        dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
+                          1);
     }
 }
 
@@ -160,20 +189,7 @@ DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const dtrain__v scale = dtrain__vset(factor);
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
-        float *d = (float *)a->d_logits + row * a->n;
-        const dtrain__v lse = dtrain__vset(a->lse[row]);
-        if (a->targets[row] == -1) {
-            memset(d, 0, (size_t)a->n * sizeof *d);
-            continue;
-        }
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__vstore_n(d + i, dtrain__vexp(dtrain__vload_n(x + i, n) - lse) * scale, n);
-        }
-        d[a->targets[row]] -= factor;
-    }
+    if (a->dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(cross_entropy_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(cross_entropy_backward_as)(a, begin, end, a->dtype);
 }

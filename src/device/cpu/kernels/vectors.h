@@ -13,8 +13,8 @@
  *
  * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
  * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
- * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops of
- * unknown length scalar.
+ * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops
+ * of unknown length scalar.
  *
  * Tails: vload_n and vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
  * That is one well predicted branch per vector, and every element goes through the same
@@ -72,6 +72,9 @@
 #define dtrain__vkeep DTRAIN__K(vkeep)
 #define dtrain__vsum DTRAIN__K(vsum)
 #define dtrain__vexp DTRAIN__K(vexp)
+#define dtrain__product DTRAIN__K(product)
+#define dtrain__pack_rows DTRAIN__K(pack_rows)
+#define dtrain__unpack_rows DTRAIN__K(unpack_rows)
 
 /* ---- Vectors ----------------------------------------------------------------------------------*/
 
@@ -318,8 +321,9 @@ DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
     return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
 }
 
-/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. x = n ln2 + r
- * as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below 5.2e-9. */
+/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
+ * n ln2 + r as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below
+ * 5.2e-9. Another polynomial than vexp: the bits of every trained GPT hang on it. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
 {
     const dtrain__v cubic = dtrain__vfma(dtrain__vset(0.044715f), x * x * x, x);
@@ -349,6 +353,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu)(dtrain__v x)
     return x / (dtrain__vset(1.0f) + DTRAIN__K(gelu_exp)(x));
 }
 
+/* The slope for a C in half precision, by gelu_exp: vgelu_slope below, by vexp, is that of fp32. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope_low)(dtrain__v x)
 {
     const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
@@ -451,11 +456,14 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 }
 #endif
 
-/* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. A tail of halves goes
- * through a buffer of full width. */
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
+ * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
+ * once. A tail of halves goes through a buffer of full width. Where memory is fast the test of
+ * dtype costs as much as the arithmetic: such kernels are helpers with dtype as an argument, called
+ * with the constant F32 where it is that. */
 DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
+    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
@@ -468,7 +476,7 @@ DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int
 DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) {
+    if (dtype <= DTRAIN_DTYPE_F32) {
         dtrain__vstore_n((float *)p + at, v, n);
         return;
     }
@@ -476,4 +484,15 @@ DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, d
     if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
     else DTRAIN__K(to_f16)(to, v);
     if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+}
+
+/* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
+ * whole vectors. */
+DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
+                                               int64_t count, float *buffer)
+{
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)p + at;
+    for (int64_t i = 0; i < count; i += DTRAIN__W)
+        dtrain__vstore(buffer + i, dtrain__vload_as(p, dtype, at + i, count - i));
+    return buffer;
 }
