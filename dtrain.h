@@ -44,7 +44,7 @@
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics
        src/tape/op.h                        Operations of one's own
-       src/device/backend.h                 Numbers that change from step to step, in device memory: kernels that are given their address
+       src/device/backend.h                 For authors of devices and operations: the arguments of every kernel, and a device's table.
        src/comm/backend.h                   One operation as a backend sees it; the calls above check and fill it.
        src/core/platform.c                  Platform.
        src/core/platform_internal.h         What other files may use of core/ beside the public API.
@@ -120,20 +120,18 @@
        src/train/queued_step.c              A step without the host
        src/train/plan.c                     Planning: the memory of a step, and the largest batch that fits.
        src/train/metrics.c                  Metrics
-       src/device/device.c                  A device of one's own.
-       src/device/plan.c                    The plan device
-       src/device/cpu/cpu_internal.h        What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/gemm_internal.h       What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/pool_internal.h       What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/kernels_internal.h    What other files may use of device/cpu/ beside the public API.
-       src/device/cpu/pool.c                Device
+       src/device/device.c                  Devices: creation, copies between memories, tables by name.
+       src/device/cpu/pool.c                The threads of one rank
+       src/device/cpu/pool_internal.h       A pool of threads that run one function together.
        src/device/cpu/cpu.c                 The CPU device: state and memory.
-       src/device/cpu/table.c               Streams, events, pinned memory: everything is done when the call returns.
+       src/device/cpu/cpu_internal.h        The CPU device's state, and the functions that its launchers use.
+       src/device/cpu/gemm_internal.h       Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share.
+       src/device/cpu/kernels_internal.h    What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+       src/device/cpu/table.c               The tables of the CPU device and of the plan device
        src/device/cpu/launch.c              Kernels.
        src/device/cpu/launch_gemm.c         Matrix multiplication.
        src/device/cpu/launch_sparse.c       Sparse gradients
-       src/device/cpu/gemm_kernels.c        Instruction sets
-       src/device/cpu/gemm.c                The driver.
+       src/device/cpu/gemm.c                Matrix multiplication
        src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/mix.c                 Sums over ranks
        src/device/cpu/kernels/text.h        What is compiled once for each instruction set.
@@ -142,6 +140,8 @@
        src/device/cpu/kernels/layernorm.h   ---- Layernorm ----------------------------------------------------------------------------------
        src/device/cpu/kernels/tokens.h      ---- Activation -------------------------------------------------------------------------------
        src/device/cpu/kernels/sparse.h      ---- Top-k: the pass that meets every element -------------------------------------------------
+       src/device/cpu/kernels/gemm.h        ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------
+       src/device/cpu/kernels/pairs.h       ---- Pairs of bf16
        src/device/cpu/kernels/attention.h   Attention.
        src/device/cpu/kernels/table.h       ---- The table of this instance ---------------------------------------------------------------
 
@@ -1944,6 +1944,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  * src/device/backend.h
  * ==============================================================================================*/
 
+/* For authors of devices and operations: the arguments of every kernel, and a device's table. */
+
 typedef struct dtrain_stream dtrain_stream; /* NULL = the compute stream */
 typedef struct dtrain_event dtrain_event;
 typedef struct dtrain_graph dtrain_graph;
@@ -1951,7 +1953,7 @@ typedef struct dtrain_graph dtrain_graph;
 /* Numbers that change from step to step, in device memory: kernels that are given their address
  * read them when they run, which is what makes a captured graph of a step replayable. */
 typedef struct dtrain_step_scalars {
-    uint64_t seed; /* added to the seed of dropout and of stochastic rounding */
+    uint64_t seed; /* added to the seed of dropout */
     float lr, correction1, correction2, grad_scale;
     uint32_t skip;     /* non-zero: optimizers change nothing */
     uint32_t reserved; /* 0 */
@@ -1983,8 +1985,8 @@ typedef struct dtrain_gemm_args {
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
- * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only
+ * d_bias is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
@@ -2153,14 +2155,6 @@ typedef struct dtrain_clip_args {
     float *norm;                  /* (1) device memory */
 } dtrain_clip_args;
 
-/* found[0] |= 1 when an element is NaN or infinite, by its exponent bits. */
-typedef struct dtrain_finite_args {
-    int64_t count;
-    const void *x;
-    dtrain_dtype dtype;
-    uint32_t *found; /* (1) device memory */
-} dtrain_finite_args;
-
 typedef struct dtrain_convert_args {
     int64_t count;
     const void *x;
@@ -2168,16 +2162,13 @@ typedef struct dtrain_convert_args {
     dtrain_dtype x_dtype, y_dtype; /* F32, BF16, F16 */
 } dtrain_convert_args;
 
-/* One piece of what an optimizer updates. value is the fp32 master copy; low, if not NULL, receives
- * it in low_dtype: what the next forward pass reads. */
+/* One piece of what an optimizer updates; value is the fp32 master copy. */
 typedef struct dtrain_optimizer_tensor {
     int64_t count;
     float weight_decay;
-    dtrain_dtype low_dtype; /* BF16 or F16, when low is given */
     float *value;
     const float *grad;
     float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
-    void *low;
 } dtrain_optimizer_tensor;
 
 /* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
@@ -2185,14 +2176,11 @@ typedef struct dtrain_optimizer_tensor {
  *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
  * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
- * corrections and grad_scale, and can skip the step. stochastic_rounding rounds `low` up with the
- * probability of the discarded fraction, from Philox (seed, tensor, element); else to nearest. */
+ * corrections and grad_scale, and can skip the step. */
 typedef struct dtrain_adamw_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
-    bool stochastic_rounding;
-    uint64_t seed;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
 } dtrain_adamw_args;
 
@@ -2204,8 +2192,6 @@ typedef struct dtrain_sgd_args {
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, momentum, grad_scale;
     bool nesterov, first;
-    bool stochastic_rounding;
-    uint64_t seed;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
 } dtrain_sgd_args;
 
@@ -2252,7 +2238,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 3u
+#define DTRAIN_DEVICE_ABI 4u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream. */
@@ -2293,9 +2279,6 @@ struct dtrain_device_ops {
                                   dtrain_stream *stream);
     dtrain_result (*event_wait)(dtrain_device *device, dtrain_event *event, dtrain_stream *stream);
     dtrain_result (*event_query)(dtrain_device *device, dtrain_event *event, bool *done);
-    /* Milliseconds between two events made with timing, both done. */
-    dtrain_result (*event_elapsed)(dtrain_device *device, dtrain_event *begin, dtrain_event *end,
-                                   float *milliseconds);
     bool (*is_device_memory)(dtrain_device *device, const void *memory);
 
     /* Between begin and end work on the compute stream, and on streams that wait for its events, is
@@ -2321,7 +2304,6 @@ struct dtrain_device_ops {
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
     dtrain_result (*sum)(dtrain_device *, const dtrain_sum_args *);
     dtrain_result (*clip)(dtrain_device *, const dtrain_clip_args *);
-    dtrain_result (*finite)(dtrain_device *, const dtrain_finite_args *);
     dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
     dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
@@ -2343,10 +2325,12 @@ struct dtrain_device {
     void *waiting_user;
 };
 
-/* For the authors of devices and communicators. reserve is asked before memory is taken, and says
- * which limit it would break; count is told what was taken: bytes more than before on one of
- * device->allocated_bytes and comm_bytes, which it is given the address of. */
+/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is
+ * in use and what would help. Devices and communicators call it before they allocate. */
 DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
+
+/* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update
+ * device->peak_bytes. Devices and communicators call it after they have allocated. */
 DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);
 
 /* ================================================================================================
@@ -19343,7 +19327,7 @@ static void dtrain__line_duration(dtrain__line *line, double seconds)
  * src/device/device.c
  * ==============================================================================================*/
 
-/* A device of one's own. */
+/* Devices: creation, copies between memories, tables by name. */
 
 /* The allocator is kept behind the public part: backends need not. */
 typedef struct dtrain__owned_device {
@@ -19410,33 +19394,40 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     dtrain__free(&allocator, owned, 1, sizeof *owned);
 }
 
+DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
+{
+    if (!name || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
+                           name ? "out" : "name");
+    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
+#ifdef DTRAIN_USE_CUDA
+    if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
+#else
+    if (strcmp(name, "cuda") == 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program was built without CUDA: compile it with "
+                           "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
+#endif
+    if (*out) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
+}
+
 /* ================================================================================================
- * src/device/plan.c
+ * src/device/cpu/pool.c
  * ==============================================================================================*/
 
-/* The plan device
+/* The threads of one rank
  *
- * Addresses without memory: an allocation is a step of a counter that lives in device->state
- * itself. Kernels do nothing, so a model runs at the speed of its bookkeeping and peak_bytes is the
- * answer. Streams and events are the CPU's or nothing. */
-
-/* ================================================================================================
- * src/device/cpu/cpu_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of device/cpu/ beside the public API. */
-
-/* ================================================================================================
- * src/device/cpu/gemm_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of device/cpu/ beside the public API. */
+ * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
+ * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
+ * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
+ * instruction set. */
 
 /* ================================================================================================
  * src/device/cpu/pool_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of device/cpu/ beside the public API. */
+/* A pool of threads that run one function together. */
 
 typedef void (*dtrain__task_fn)(void *ctx, int index, int count);
 
@@ -19468,501 +19459,6 @@ DTRAIN__PRIVATE void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, 
 DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool);
 DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
                                         int thread_count, int oversubscribed);
-
-enum {
-    DTRAIN__THIN = 16, /* columns, or k, of a thin product */
-    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
-    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
-    DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
-    DTRAIN__MR_MAX = 32,
-    DTRAIN__NR_MAX = 32
-};
-
-/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. */
-typedef struct dtrain__operand {
-    const void *data;
-    dtrain_dtype dtype;
-    int64_t ld;
-    int along_k; /* neighbours in memory are neighbours in k */
-} dtrain__operand;
-
-typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
-                                int64_t p, int k);
-
-/* A part of a matrix in memory. */
-typedef struct dtrain__rectangle {
-    void *data;
-    dtrain_dtype dtype;
-    int64_t ld;
-    int rows, cols;
-} dtrain__rectangle;
-
-/* A product with few columns: c (rows, cols) += a b, in blocks of k_step, or c = for the first one.
- * a: as it lies, (rows, k) or, for thin_columns, (k, rows). b (k, DTRAIN__THIN): zeros beyond cols.
- * sums: scratch of thin_columns, (cols rounded up to 4, rows rounded up to nr). */
-typedef struct dtrain__thin {
-    const float *a, *b;
-    int64_t lda, ldc;
-    float *c, *sums;
-    int64_t rows, k, k_step;
-    int cols, first;
-} dtrain__thin;
-
-/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
- * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
- * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
- * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
- * the work of a thread; may be NULL. thin_rows, thin_columns: above; NULL where cells are pairs. */
-typedef struct dtrain__isa {
-    const char *name;
-    int mr, nr;
-    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
-    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
-    int packing; /* what packing an element costs, in multiply-adds */
-    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
-                   float beta, float *c, int64_t ldc);
-    dtrain__pack_fn pack_a, pack_b;
-    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
-                   uint32_t activation);
-    void (*slope)(float *c, const float *z, uint32_t activation);
-    void (*load)(float *tile, const dtrain__rectangle *from);
-    void (*store)(const dtrain__rectangle *to, const float *tile);
-    void (*begin)(void);
-    void (*end)(void);
-    void (*thin_rows)(const dtrain__thin *x);
-    void (*thin_columns)(const dtrain__thin *x);
-} dtrain__isa;
-
-/* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
- * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
- * without pairs, may be preset. */
-typedef struct dtrain__gemm_workspace {
-    const dtrain_allocator *allocator; /* NULL = malloc */
-    const dtrain__isa *isa;
-    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
-    void *memory;
-    size_t bytes;
-} dtrain__gemm_workspace;
-
-/* device/cpu/gemm_kernels.c */
-DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index);
-DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
-DTRAIN__PRIVATE const dtrain__isa *dtrain__isa_select(void);
-
-/* device/cpu/gemm.c */
-DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws);
-DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws);
-DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
-                                                const dtrain_gemm_args *args);
-
-/* ================================================================================================
- * src/device/cpu/kernels_internal.h
- * ==============================================================================================*/
-
-/* What other files may use of device/cpu/ beside the public API. */
-
-struct dtrain__job;
-typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
-
-typedef struct dtrain__job {
-    const void *args; /* of the kernel */
-    dtrain__range_fn range;
-    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
-    bool dynamic;               /* items of unequal cost: handed out one by one */
-    int64_t next;               /* atomic: items handed out */
-    int64_t chunk, chunk_count; /* of ordered partial sums */
-    float *scratch;
-    int64_t slot; /* floats of scratch per thread */
-    double *sums; /* (chunk_count) */
-} dtrain__job;
-
-typedef struct dtrain__kernels {
-    const char *name;
-    dtrain__range_fn activate, activation_backward;
-    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
-    dtrain__range_fn embedding, embedding_backward;
-    dtrain__range_fn attention, attention_backward;
-    dtrain__range_fn cross_entropy, cross_entropy_backward;
-    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
-    dtrain__range_fn topk, gram, recombine;
-} dtrain__kernels;
-
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
-typedef struct dtrain__update {
-    const dtrain_adamw_args *adamw;
-    const dtrain_sgd_args *sgd;
-    const dtrain_optimizer_tensor *tensor;
-    uint64_t stream; /* of stochastic rounding: the tensor's place in the list */
-    uint64_t seed;
-    bool stochastic;
-    dtrain_step_scalars now;
-} dtrain__update;
-
-/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
- * has a list of its own. */
-typedef struct dtrain__topk_pass {
-    const dtrain_topk_args *args;
-    int32_t below;
-    int64_t room;     /* of a list */
-    float *values;    /* (threads, room) */
-    int32_t *indices; /* (threads, room) */
-    int64_t *found;   /* (threads); -1: more than the list had room for */
-} dtrain__topk_pass;
-
-#define DTRAIN__TOPK_BLOCK 1024 /* elements between two looks at the room that is left */
-#define DTRAIN__TOPK_SLACK (DTRAIN__TOPK_BLOCK + 16) /* a block, and a vector's lanes behind it */
-
-/* Orthonormal columns: matrices of doubles have rows of `padded` elements. */
-typedef struct dtrain__basis {
-    int64_t rows, columns, padded, chunk; /* rows of a chunk */
-    float *x;                             /* (rows, columns) */
-    double *sums;                         /* (chunks, padded, padded) products of the columns */
-    double *factor;                       /* (padded, padded) x becomes x * factor */
-} dtrain__basis;
-
-#define DTRAIN__BASIS_ROWS 64 /* that are widened to double at a time */
-
-#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
-#define DTRAIN__SUM_CHUNKS 256
-#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
-
-/* Elements below which waking threads costs more than it gives; tests set it to 0. */
-#ifndef DTRAIN__SMALL
-#define DTRAIN__SMALL 16384
-#endif
-
-/* Which part of a product of attention is not zero. */
-enum {
-    DTRAIN__FULL = 0,
-    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
-    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
-    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
-};
-
-#define DTRAIN__STRING2(x) #x
-#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
-
-/* device/cpu/kernels.c */
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
-
-#define DTRAIN__WIDE 4 /* operands of one operation that may have to be widened */
-
-typedef struct dtrain__cpu {
-    dtrain_allocator allocator;
-    dtrain__pool *pool;
-    int thread_count;
-    const dtrain__kernels *kernels;
-    dtrain__gemm_workspace gemm;
-    float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
-    size_t scratch_bytes;
-    double sums[DTRAIN__SUM_CHUNKS];
-    float *wide[DTRAIN__WIDE]; /* half-precision operands in fp32; they grow in the first step */
-    size_t wide_bytes[DTRAIN__WIDE];
-} dtrain__cpu;
-
-enum { DTRAIN__READ = 1, DTRAIN__WRITE = 2 };
-
-typedef struct dtrain__wide_item {
-    void *narrow;
-    float *wide;
-    int64_t count;
-    dtrain_dtype dtype;
-    int access;
-} dtrain__wide_item;
-
-typedef struct dtrain__wide_list {
-    dtrain__cpu *cpu;
-    dtrain__wide_item items[DTRAIN__WIDE];
-    int count;
-    dtrain_result result;
-} dtrain__wide_list;
-
-struct dtrain_event {
-    uint64_t recorded_ns;
-};
-
-/* clang-format off */
-#define DTRAIN__KERNEL_LIST(X)                                                               \
-    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
-    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
-    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(finite) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
-    X(orthogonalize)
-/* clang-format on */
-
-/* device/cpu/cpu.c */
-DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit);
-DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes);
-DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
-                                          size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
-                                                  int64_t floats);
-DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
-                                                 dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory);
-DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
-                                               size_t bytes, dtrain_copy_kind kind);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
-                                              dtrain__range_fn range, int64_t elements);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
-                                                      int64_t count, dtrain__range_fn range);
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device);
-
-/* device/cpu/launch_gemm.c */
-DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device);
-DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype);
-DTRAIN__PRIVATE void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                             void *y, dtrain_dtype y_dtype, int64_t count);
-DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype dtype,
-                                    int64_t count, int access);
-DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const void *args,
-                                                       int64_t count, dtrain__range_fn range);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args);
-
-/* device/cpu/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
-                                                    const dtrain_layernorm_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
-                                                    const dtrain_embedding_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
-                                                    const dtrain_attention_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
-    dtrain_device *device, const dtrain_cross_entropy_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
-                                                        const dtrain_cross_entropy_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
-                                                const dtrain_axpby_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
-                                                 const dtrain_finite_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
-                                                  const dtrain_convert_args *args);
-DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                                 size_t tensor_count,
-                                                 const dtrain_optimizer_tensor *tensors,
-                                                 const dtrain_step_scalars *scalars,
-                                                 dtrain__range_fn range);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
-                                                const dtrain_adamw_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args);
-
-/* device/cpu/launch_sparse.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
-                                                      const dtrain_scatter_add_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
-                                                        const dtrain_orthogonalize_args *args);
-
-/* device/cpu/table.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory,
-                                                        size_t bytes);
-DTRAIN__PRIVATE void dtrain__cpu_host_unregister(dtrain_device *device, void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
-                                                     const void *from, size_t bytes,
-                                                     dtrain_copy_kind kind, dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
-                                                        dtrain_stream **out);
-DTRAIN__PRIVATE void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream);
-DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
-                                                     dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event,
-                                                      bool *done);
-DTRAIN__PRIVATE bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_begin(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph);
-DTRAIN__PRIVATE void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph);
-
-static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
-{
-    (void)desc;
-    device->state = (void *)(uintptr_t)4096;
-    return DTRAIN_OK;
-}
-
-static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
-
-static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
-{
-    (void)device;
-    memset(info, 0, sizeof *info);
-    snprintf(info->name, sizeof info->name, "plan");
-    snprintf(info->id, sizeof info->id, "plan");
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    const uintptr_t at = (uintptr_t)device->state;
-    *memory = NULL;
-    if (bytes > UINTPTR_MAX - at - 128)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
-                           (unsigned long long)bytes);
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    *memory = (void *)at;
-    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
-    return DTRAIN_OK;
-}
-
-static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
-{
-    if (memory) device->allocated_bytes -= bytes;
-}
-
-static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
-                                       size_t bytes, dtrain_copy_kind kind)
-{
-    (void)device;
-    (void)to;
-    (void)from;
-    (void)bytes;
-    (void)kind;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
-{
-    (void)device;
-    (void)memory;
-    (void)bytes;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    *memory = NULL;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
-                       device->ops->name, bytes);
-}
-
-static dtrain_result dtrain__plan_event_create(dtrain_device *device, bool timing,
-                                               dtrain_event **out)
-{
-    (void)timing;
-    *out = (dtrain_event *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-static void dtrain__plan_event_destroy(dtrain_device *device, dtrain_event *event)
-{
-    (void)device;
-    (void)event;
-}
-static dtrain_result dtrain__plan_event_record(dtrain_device *device, dtrain_event *event,
-                                               dtrain_stream *stream)
-{
-    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
-}
-static dtrain_result dtrain__plan_event_elapsed(dtrain_device *device, dtrain_event *begin,
-                                                dtrain_event *end, float *milliseconds)
-{
-    (void)device;
-    (void)begin;
-    (void)end;
-    *milliseconds = 0;
-    return DTRAIN_OK;
-}
-
-#define DTRAIN__PLAN_KERNEL(op)                                                                   \
-    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
-    {                                                                                             \
-        (void)device;                                                                             \
-        (void)args;                                                                               \
-        return DTRAIN_OK;                                                                         \
-    }
-DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
-
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
-{
-#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "plan",
-                                          false,
-                                          dtrain__plan_create,
-                                          dtrain__plan_destroy,
-                                          dtrain__plan_query,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__plan_alloc,
-                                          dtrain__plan_free,
-                                          dtrain__plan_copy,
-                                          dtrain__plan_zero,
-                                          dtrain__plan_host_alloc,
-                                          dtrain__plan_free,
-                                          dtrain__cpu_host_register,
-                                          dtrain__cpu_host_unregister,
-                                          dtrain__cpu_copy_async,
-                                          dtrain__cpu_stream_create,
-                                          dtrain__cpu_stream_destroy,
-                                          dtrain__cpu_stream_native,
-                                          dtrain__plan_event_create,
-                                          dtrain__plan_event_destroy,
-                                          dtrain__plan_event_record,
-                                          dtrain__cpu_event_wait,
-                                          dtrain__cpu_event_query,
-                                          dtrain__plan_event_elapsed,
-                                          dtrain__cpu_is_device_memory,
-                                          dtrain__cpu_graph_begin,
-                                          dtrain__cpu_graph_end,
-                                          dtrain__cpu_graph_launch,
-                                          dtrain__cpu_graph_destroy,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
-    return &ops;
-}
-
-DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
-{
-    if (!name || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
-                           name ? "out" : "name");
-    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
-#ifdef DTRAIN_USE_CUDA
-    if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
-#else
-    if (strcmp(name, "cuda") == 0)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "this program was built without CUDA: compile it with "
-                           "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
-#endif
-    if (*out) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
-}
-
-/* ================================================================================================
- * src/device/cpu/pool.c
- * ==============================================================================================*/
-
-/* Device
- *
- * The CPU device in six parts, each a review sitting:
- *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
- *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else; the same text is compiled once per instruction set
- *     S24.5  attention    likewise
- *     S24.6  device       memory, launchers, the CPU table and the plan table */
 
 /* ---- The pool
  *
@@ -20127,6 +19623,247 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
 
 /* The CPU device: state and memory. */
 
+/* ================================================================================================
+ * src/device/cpu/cpu_internal.h
+ * ==============================================================================================*/
+
+/* The CPU device's state, and the functions that its launchers use. */
+
+/* ================================================================================================
+ * src/device/cpu/gemm_internal.h
+ * ==============================================================================================*/
+
+/* Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
+
+/* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
+#if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
+#define DTRAIN__PAIRS 1
+#else
+#define DTRAIN__PAIRS 0
+#endif
+
+enum {
+    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
+    DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
+    DTRAIN__MR_MAX = 32,
+    DTRAIN__NR_MAX = 32
+};
+
+/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
+ * columns of op(B), p along k. */
+typedef struct dtrain__operand {
+    const void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int along_k; /* neighbours in memory are neighbours in k */
+} dtrain__operand;
+
+typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
+                                int64_t p, int k);
+
+/* A part of a matrix in memory. */
+typedef struct dtrain__rectangle {
+    void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int rows, cols;
+} dtrain__rectangle;
+
+/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
+ * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
+ * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
+ * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
+ * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
+ * the work of a thread; may be NULL. thin_rows, thin_columns: above; NULL where cells are pairs. */
+typedef struct dtrain__isa {
+    const char *name;
+    int mr, nr;
+    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
+    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
+    int packing; /* what packing an element costs, in multiply-adds */
+    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
+                   float beta, float *c, int64_t ldc);
+    dtrain__pack_fn pack_a, pack_b;
+    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+                   uint32_t activation);
+    void (*slope)(float *c, const float *z, int count, uint32_t activation);
+    void (*load)(float *tile, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile);
+    void (*begin)(void);
+    void (*end)(void);
+} dtrain__isa;
+
+/* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
+ * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
+ * without pairs, may be preset. */
+typedef struct dtrain__gemm_workspace {
+    const dtrain_allocator *allocator; /* NULL = malloc */
+    const dtrain__isa *isa;
+    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
+    void *memory;
+    size_t bytes;
+} dtrain__gemm_workspace;
+
+/* device/cpu/gemm.c */
+DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws);
+DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws);
+DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
+                                                const dtrain_gemm_args *args);
+
+/* ================================================================================================
+ * src/device/cpu/kernels_internal.h
+ * ==============================================================================================*/
+
+/* What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+ * structures of single operations. */
+
+struct dtrain__job;
+typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
+
+typedef struct dtrain__job {
+    const void *args; /* of the kernel */
+    dtrain__range_fn range;
+    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
+    bool dynamic;               /* items of unequal cost: handed out one by one */
+    int64_t next;               /* atomic: items handed out */
+    int64_t chunk, chunk_count; /* of ordered partial sums */
+    float *scratch;
+    int64_t slot; /* floats of scratch per thread */
+    double *sums; /* (chunk_count) */
+} dtrain__job;
+
+typedef struct dtrain__kernels {
+    const char *name;
+    const dtrain__isa *gemm;
+    dtrain__range_fn activate, activation_backward;
+    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
+    dtrain__range_fn embedding, embedding_backward;
+    dtrain__range_fn attention, attention_backward;
+    dtrain__range_fn cross_entropy, cross_entropy_backward;
+    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
+    dtrain__range_fn topk;
+} dtrain__kernels;
+
+/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+typedef struct dtrain__update {
+    const dtrain_adamw_args *adamw;
+    const dtrain_sgd_args *sgd;
+    const dtrain_optimizer_tensor *tensor;
+    dtrain_step_scalars now;
+} dtrain__update;
+
+/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
+ * has a list of its own. */
+typedef struct dtrain__topk_pass {
+    const dtrain_topk_args *args;
+    int32_t below;
+    int64_t room;     /* of a list */
+    float *values;    /* (threads, room) */
+    int32_t *indices; /* (threads, room) */
+    int64_t *found;   /* (threads); -1: more than the list had room for */
+} dtrain__topk_pass;
+
+#define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
+#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
+#define DTRAIN__SUM_CHUNKS 256
+#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
+
+/* Elements below which waking threads costs more than it gives; tests set it to 0. */
+#ifndef DTRAIN__SMALL
+#define DTRAIN__SMALL 16384
+#endif
+
+/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
+ * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+typedef struct dtrain__head {
+    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
+    bool causal;
+    float scale;
+    const void *qkv, *y, *d_y;
+    dtrain_dtype dtype;
+    int64_t q, k, v, at;        /* elements */
+    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
+    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *scores;              /* (64 keys, 64 queries) */
+    float *out;                 /* (64, width): O forward, dQ backward */
+    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
+    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
+    float *slopes;              /* (64, 64): dS^T */
+    float *delta, *lse;         /* (64): rowsum(dO O) */
+    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *values;              /* (64, width): V of halves, backward */
+} dtrain__head;
+
+/* Which part of a product of attention is not zero. */
+enum {
+    DTRAIN__FULL = 0,
+    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
+    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
+    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
+};
+
+#define DTRAIN__STRING2(x) #x
+#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
+
+/* device/cpu/kernels.c */
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
+
+typedef struct dtrain__cpu {
+    dtrain_allocator allocator;
+    dtrain__pool *pool;
+    int thread_count;
+    const dtrain__kernels *kernels;
+    dtrain__gemm_workspace gemm;
+    float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
+    size_t scratch_bytes;
+    double sums[DTRAIN__SUM_CHUNKS];
+} dtrain__cpu;
+
+/* Every kernel in the order of dtrain_device_ops. */
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X)                                                               \
+    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
+    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
+    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
+    X(orthogonalize)
+/* clang-format on */
+
+/* device/cpu/cpu.c */
+DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit);
+DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes);
+DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
+                                          size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
+                                                  int64_t floats);
+DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
+                                                 dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory);
+DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
+                                               size_t bytes, dtrain_copy_kind kind);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit);
+DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
+                                              dtrain__range_fn range, int64_t elements);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
+                                                      int64_t count, dtrain__range_fn range);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device);
+
+/* device/cpu/launch.c, launch_gemm.c, launch_sparse.c: checks, cuts the work and runs it */
+DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype);
+#define DTRAIN__CPU_LAUNCHER(op)                                          \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
+                                                   const dtrain_##op##_args *args);
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
+#undef DTRAIN__CPU_LAUNCHER
+
 /* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
  * kept in the bytes before the memory that is handed out. */
 #define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
@@ -20201,8 +19938,6 @@ DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device)
     dtrain__pool_destroy(cpu->pool);
     dtrain__gemm_workspace_free(&cpu->gemm);
     dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
-    for (int i = 0; i < DTRAIN__WIDE; i++)
-        dtrain__aligned_free(&allocator, cpu->wide[i], cpu->wide_bytes[i]);
     dtrain__free(&allocator, cpu, 1, sizeof *cpu);
     device->state = NULL;
 }
@@ -20363,7 +20098,125 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *devi
  * src/device/cpu/table.c
  * ==============================================================================================*/
 
-/* Streams, events, pinned memory: everything is done when the call returns. */
+/* The tables of the CPU device and of the plan device
+ *
+ * Streams, events and pinned memory are the same in both: all work is done when a call returns. */
+
+static dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_host_unregister(dtrain_device *device, void *memory)
+{
+    (void)device;
+    (void)memory;
+}
+
+static dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to, const void *from,
+                                            size_t bytes, dtrain_copy_kind kind,
+                                            dtrain_stream *stream)
+{
+    (void)stream;
+    return device->ops->copy(device, to, from, bytes, kind);
+}
+
+/* A stream or an event has no state: any address will do, and the table itself is one. */
+static dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
+                                               dtrain_stream **out)
+{
+    (void)high_priority;
+    *out = (dtrain_stream *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+}
+static void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream)
+{
+    (void)device;
+    (void)stream;
+    return NULL;
+}
+
+static dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
+                                              dtrain_event **out)
+{
+    (void)timing;
+    *out = (dtrain_event *)(uintptr_t)device->ops;
+    return DTRAIN_OK;
+}
+static void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
+{
+    (void)device;
+    (void)event;
+}
+static dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
+                                            dtrain_stream *stream)
+{
+    (void)device;
+    (void)event;
+    (void)stream;
+    return DTRAIN_OK;
+}
+static dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
+                                              dtrain_stream *stream)
+{
+    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
+}
+static dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event, bool *done)
+{
+    (void)device;
+    (void)event;
+    *done = true;
+    return DTRAIN_OK;
+}
+static bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
+{
+    (void)device;
+    (void)memory;
+    return false; /* host memory, all of it */
+}
+
+static dtrain_result dtrain__no_graphs(const dtrain_device *device)
+{
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device cannot record graphs",
+                       device->ops->name);
+}
+static dtrain_result dtrain__cpu_graph_begin(dtrain_device *device)
+{
+    return dtrain__no_graphs(device);
+}
+static dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out)
+{
+    *out = NULL;
+    return dtrain__no_graphs(device);
+}
+static dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph)
+{
+    (void)graph;
+    return dtrain__no_graphs(device);
+}
+static void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph)
+{
+    (void)device;
+    (void)graph;
+}
+
+/* The entries from host_register to graph_destroy. */
+#define DTRAIN__NO_ORDER                                                                  \
+    dtrain__cpu_host_register, dtrain__cpu_host_unregister, dtrain__cpu_copy_async,       \
+        dtrain__cpu_stream_create, dtrain__cpu_stream_destroy, dtrain__cpu_stream_native, \
+        dtrain__cpu_event_create, dtrain__cpu_event_destroy, dtrain__cpu_event_record,    \
+        dtrain__cpu_event_wait, dtrain__cpu_event_query, dtrain__cpu_is_device_memory,    \
+        dtrain__cpu_graph_begin, dtrain__cpu_graph_end, dtrain__cpu_graph_launch,         \
+        dtrain__cpu_graph_destroy
+
+/* ---- The CPU device */
 
 static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info *info)
 {
@@ -20392,126 +20245,6 @@ static void dtrain__cpu_host_free(dtrain_device *device, void *memory, size_t by
     dtrain__aligned_free(&allocator, memory, bytes);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory,
-                                                        size_t bytes)
-{
-    (void)device;
-    (void)memory;
-    (void)bytes;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE void dtrain__cpu_host_unregister(dtrain_device *device, void *memory)
-{
-    (void)device;
-    (void)memory;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
-                                                     const void *from, size_t bytes,
-                                                     dtrain_copy_kind kind, dtrain_stream *stream)
-{
-    (void)stream;
-    return device->ops->copy(device, to, from, bytes, kind);
-}
-
-/* A stream has no state: any address will do, and the table itself is one. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
-                                                        dtrain_stream **out)
-{
-    (void)high_priority;
-    *out = (dtrain_stream *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-}
-DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-    return NULL;
-}
-
-static dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
-                                              dtrain_event **out)
-{
-    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
-    (void)timing;
-    *out = (dtrain_event *)dtrain__alloc(&allocator, 1, sizeof **out, "an event");
-    return *out ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-static void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
-{
-    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
-    dtrain__free(&allocator, event, 1, sizeof *event);
-}
-static dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
-                                              dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-    event->recorded_ns = dtrain__now_ns();
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
-                                                     dtrain_stream *stream)
-{
-    (void)device;
-    (void)event;
-    (void)stream;
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event,
-                                                      bool *done)
-{
-    (void)device;
-    (void)event;
-    *done = true;
-    return DTRAIN_OK;
-}
-static dtrain_result dtrain__cpu_event_elapsed(dtrain_device *device, dtrain_event *begin,
-                                               dtrain_event *end, float *milliseconds)
-{
-    (void)device;
-    *milliseconds = (float)(1e-6 * (double)(end->recorded_ns - begin->recorded_ns));
-    return DTRAIN_OK;
-}
-DTRAIN__PRIVATE bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
-{
-    (void)device;
-    (void)memory;
-    return false; /* host memory, all of it */
-}
-
-static dtrain_result dtrain__no_graphs(const dtrain_device *device)
-{
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device cannot record graphs",
-                       device->ops->name);
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_begin(dtrain_device *device)
-{
-    return dtrain__no_graphs(device);
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out)
-{
-    *out = NULL;
-    return dtrain__no_graphs(device);
-}
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph)
-{
-    (void)graph;
-    return dtrain__no_graphs(device);
-}
-DTRAIN__PRIVATE void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph)
-{
-    (void)device;
-    (void)graph;
-}
-
-/* Every kernel in the table's order. */
-
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
@@ -20528,24 +20261,110 @@ DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
                                           dtrain__cpu_zero,
                                           dtrain__cpu_host_alloc,
                                           dtrain__cpu_host_free,
-                                          dtrain__cpu_host_register,
-                                          dtrain__cpu_host_unregister,
-                                          dtrain__cpu_copy_async,
-                                          dtrain__cpu_stream_create,
-                                          dtrain__cpu_stream_destroy,
-                                          dtrain__cpu_stream_native,
-                                          dtrain__cpu_event_create,
-                                          dtrain__cpu_event_destroy,
-                                          dtrain__cpu_event_record,
-                                          dtrain__cpu_event_wait,
-                                          dtrain__cpu_event_query,
-                                          dtrain__cpu_event_elapsed,
-                                          dtrain__cpu_is_device_memory,
-                                          dtrain__cpu_graph_begin,
-                                          dtrain__cpu_graph_end,
-                                          dtrain__cpu_graph_launch,
-                                          dtrain__cpu_graph_destroy,
+                                          DTRAIN__NO_ORDER,
                                           DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
+#undef DTRAIN__CPU_ENTRY
+    return &ops;
+}
+
+/* ---- The plan device
+ *
+ * Addresses without memory: an allocation is a step of a counter that lives in device->state.
+ * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
+ * answer. */
+
+static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    (void)desc;
+    device->state = (void *)(uintptr_t)4096;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
+
+static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
+{
+    (void)device;
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "plan");
+    snprintf(info->id, sizeof info->id, "plan");
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    const uintptr_t at = (uintptr_t)device->state;
+    *memory = NULL;
+    if (bytes > UINTPTR_MAX - at - 128)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
+                           (unsigned long long)bytes);
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    *memory = (void *)at;
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (memory) device->allocated_bytes -= bytes;
+}
+
+static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
+                                       size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    (void)kind;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = NULL;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
+                       device->ops->name, bytes);
+}
+
+#define DTRAIN__PLAN_KERNEL(op)                                                                   \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
+    {                                                                                             \
+        (void)device;                                                                             \
+        (void)args;                                                                               \
+        return DTRAIN_OK;                                                                         \
+    }
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
+#undef DTRAIN__PLAN_KERNEL
+
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+{
+#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "plan",
+                                          false,
+                                          dtrain__plan_create,
+                                          dtrain__plan_destroy,
+                                          dtrain__plan_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__plan_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__plan_copy,
+                                          dtrain__plan_zero,
+                                          dtrain__plan_host_alloc,
+                                          dtrain__plan_free,
+                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
+#undef DTRAIN__PLAN_ENTRY
     return &ops;
 }
 
@@ -20555,31 +20374,41 @@ DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 
 /* Kernels. */
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+{
+    if (dtype >= DTRAIN_DTYPE_NONE && dtype <= DTRAIN_DTYPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "activations of type %s: expected f32, bf16 or f16",
+                       dtrain_dtype_name(dtype));
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
                                                     const dtrain_layernorm_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_layernorm_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     if (!args->residual != !args->sum)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "layernorm: residual and sum are given together or not at all");
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
-    wide.sum = dtrain__wide(&w, args->sum, args->x_dtype, count, DTRAIN__WRITE);
-    wide.residual = dtrain__wide(&w, args->residual, args->y_dtype, count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->y_dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->layernorm, count));
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
 }
 
 /* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
-static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
-                                                    const dtrain_layernorm_backward_args *args)
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
 {
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
     const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
     dtrain__job job = dtrain__job_make(args, chunk_count, 1);
+    if (args->d_residual && !args->d_x)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.chunk = chunk;
     job.chunk_count = chunk_count;
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n));
@@ -20587,26 +20416,6 @@ static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
     job.total = args->n;
     job.unit = DTRAIN__LINE;
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
-{
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_layernorm_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
-    if (args->d_residual && !args->d_x)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
-    wide.d_y = dtrain__wide(&w, args->d_y, args->y_dtype, count, DTRAIN__READ);
-    wide.d_x = dtrain__wide(&w, args->d_x, args->x_dtype, count,
-                            DTRAIN__WRITE | (args->accumulate_x ? DTRAIN__READ : 0));
-    if (w.result == DTRAIN_OK) w.result = dtrain__layernorm_backward_run(w.cpu, &wide);
-    if (w.result == DTRAIN_OK && args->d_residual)
-        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_DTYPE_F32, args->d_residual,
-                                dtrain__is_f32(args->y_dtype) ? DTRAIN_DTYPE_F32 : args->y_dtype,
-                                count);
-    return dtrain__wide_end(&w, w.result);
 }
 
 static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
@@ -20631,27 +20440,21 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_embedding_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->rows * args->n, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding, args->rows * args->n));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->embedding, args->rows * args->n);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_embedding_backward_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, args->rows * args->n, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->n, DTRAIN__LINE);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding_backward, args->rows * args->n));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->embedding_backward, args->rows * args->n);
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
@@ -20660,7 +20463,7 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
     int64_t floats = 4 * block * width + block * block + 3 * block;
     if (backward) {
-        floats += 2 * block * width + block * block + 2 * block;
+        floats += 3 * block * width + block * block + 2 * block;
         floats += 2 * dtrain__multiple(sequence, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
@@ -20677,69 +20480,50 @@ static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_attention_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads * blocks, 1);
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
     DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__WRITE);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
-    if (w.result == DTRAIN_OK)
-        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
-    if (w.result == DTRAIN_OK) dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention, 8 * count);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_attention_backward_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads, 1);
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
     DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__READ);
-    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, count, DTRAIN__READ);
-    wide.d_qkv = dtrain__wide(&w, args->d_qkv, args->dtype, 3 * count, DTRAIN__WRITE);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
-    if (w.result == DTRAIN_OK)
-        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
-    if (w.result == DTRAIN_OK)
-        dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention_backward, 16 * count);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_cross_entropy_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
-    wide.d_logits = dtrain__wide(&w, args->d_logits, args->dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy_backward, count));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy_backward, args->rows * args->n);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_cross_entropy_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy, count);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy, args->rows * args->n);
     if (!args->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
         args->rows, args->n,        args->scale, args->logits, args->targets,
@@ -20749,53 +20533,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_add_args wide = *args;
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->y_dtype, args->count, DTRAIN__READ);
-    wide.out = dtrain__wide(&w, args->out, args->x_dtype, args->count, DTRAIN__WRITE);
-    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->add);
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_axpby_args wide = *args;
-    wide.x =
-        dtrain__wide(&w, args->x, args->dtype, args->broadcast ? 1 : args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
-                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
-    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->axpby);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_dropout_args wide = *args;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
-                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
-    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->dropout, args->count));
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->dropout, args->count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_sum_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, (args->count + chunk - 1) / chunk, 1);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
     double sum = 0;
     job.chunk = chunk;
-    job.sums = w.cpu->sums;
-    dtrain__job_run(w.cpu, &job, w.cpu->kernels->sum, args->count);
-    for (int64_t i = 0; i < job.total; i++) sum += w.cpu->sums[i];
+    job.sums = cpu->sums;
+    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
+    for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->accumulate) sum += args->total[0];
     if (args->total) args->total[0] = sum;
@@ -20814,33 +20584,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
-                                                 const dtrain_finite_args *args)
-{
-    const bool wide = dtrain__is_f32(args->dtype);
-    const uint32_t exponent = wide                               ? 0x7f800000u
-                              : args->dtype == DTRAIN_DTYPE_BF16 ? 0x7f80u
-                                                                 : 0x7c00u;
-    const char *x = (const char *)args->x;
-    uint32_t found = 0;
-    (void)device;
-    if (!wide && args->dtype != DTRAIN_DTYPE_BF16 && args->dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "finite: %s has no infinity",
-                           dtrain_dtype_name(args->dtype));
-    for (int64_t i = 0; i < args->count; i++) {
-        uint32_t bits = 0;
-        uint16_t half;
-        if (wide) memcpy(&bits, x + (size_t)i * sizeof bits, sizeof bits);
-        else {
-            memcpy(&half, x + (size_t)i * sizeof half, sizeof half);
-            bits = half;
-        }
-        found |= (bits & exponent) == exponent;
-    }
-    args->found[0] |= found;
-    return DTRAIN_OK;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
@@ -20854,49 +20597,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
-/* The fraction that rounding would discard, against as many random bits: up with exactly its
- * probability. fp16 discards 13 bits where it is normal; below that it rounds to nearest. */
-static uint16_t dtrain__round_random(float value, dtrain_dtype dtype, uint32_t random)
-{
-    const uint32_t bits = dtrain__f32_bits(value), magnitude = bits & 0x7fffffffu;
-    const uint32_t discarded = dtype == DTRAIN_DTYPE_BF16 ? 0xffffu : 0x1fffu;
-    const uint32_t smallest = dtype == DTRAIN_DTYPE_BF16 ? 0 : 0x38800000u; /* 2^-14 */
-    float up;
-    if (magnitude >= 0x7f800000u || magnitude < smallest)
-        return dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
-    const uint32_t raised = (bits + (random & discarded)) & ~discarded;
-    memcpy(&up, &raised, sizeof up);
-    return dtype == DTRAIN_DTYPE_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
-}
-
-DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end)
-{
-    const dtrain_optimizer_tensor *t = update->tensor;
-    uint16_t *low = (uint16_t *)t->low;
-    uint32_t words[4];
-    if (!update->stochastic) {
-        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_DTYPE_F32, t->low_dtype};
-        dtrain__job job = dtrain__job_make(&args, end, 1);
-        dtrain__kernels_select()->convert(&job, begin, end, 0);
-        return;
-    }
-    for (int64_t i = begin; i < end; i++) {
-        if (i == begin || i % 4 == 0)
-            dtrain_philox(update->seed + update->now.seed, update->stream, (uint64_t)i / 4, words);
-        low[i] = dtrain__round_random(t->value[i], t->low_dtype, words[i % 4]);
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                                 size_t tensor_count,
-                                                 const dtrain_optimizer_tensor *tensors,
-                                                 const dtrain_step_scalars *scalars,
-                                                 dtrain__range_fn range)
+static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
+                                        size_t tensor_count, const dtrain_optimizer_tensor *tensors,
+                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
 {
     if (scalars) update->now = *scalars;
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
-        update->stream = i;
         DTRAIN__TRY(dtrain__cpu_elementwise(device, update, tensors[i].count, range));
     }
     return DTRAIN_OK;
@@ -20908,8 +20615,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     dtrain__update update;
     memset(&update, 0, sizeof update);
     update.adamw = args;
-    update.seed = args->seed;
-    update.stochastic = args->stochastic_rounding;
     update.now.lr = args->lr;
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
@@ -20923,8 +20628,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     dtrain__update update;
     memset(&update, 0, sizeof update);
     update.sgd = args;
-    update.seed = args->seed;
-    update.stochastic = args->stochastic_rounding;
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
@@ -20937,20 +20640,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
 
 /* Matrix multiplication. */
 
-/* With an external library only products that the processor multiplies in bf16 stay here. */
-static bool dtrain__is_built_in(dtrain__cpu *cpu, const dtrain_gemm_args *args)
-{
-#ifdef DTRAIN_USE_CBLAS
-    dtrain__gemm_select(&cpu->gemm);
-    return cpu->gemm.pairs && args->a_dtype == DTRAIN_DTYPE_BF16 &&
-           args->b_dtype == DTRAIN_DTYPE_BF16;
-#else
-    (void)cpu;
-    (void)args;
-    return true;
-#endif
-}
-
 static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
     if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
@@ -20960,70 +20649,26 @@ static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gem
 
 #ifdef DTRAIN_USE_CBLAS
 
-/* A copy of a (rows, columns) matrix as fp32, or back; both with leading dimension ld. */
-static void dtrain__cpu_convert_matrix(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                       void *y, dtrain_dtype y_dtype, int64_t rows, int64_t columns,
-                                       int64_t ld)
-{
-    for (int64_t row = 0; row < rows; row++) {
-        dtrain_convert_args args;
-        args.count = columns;
-        args.x = (const char *)x + (size_t)(row * ld) * dtrain_dtype_bytes(x_dtype);
-        args.y = (char *)y + (size_t)(row * ld) * dtrain_dtype_bytes(y_dtype);
-        args.x_dtype = x_dtype;
-        args.y_dtype = y_dtype;
-        dtrain__job job = dtrain__job_make(&args, columns, DTRAIN__LINE);
-        dtrain__job_run(cpu, &job, cpu->kernels->convert, columns);
-    }
-}
-
-/* The library multiplies fp32; operands in half precision are converted through the scratch; bias,
- * aux and activation follow in a second pass over C. */
+/* The library multiplies fp32; bias, aux and activation follow in a second pass over C. Products
+ * with half precision are the built-in GEMM's, which reads and writes it. */
 static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0;
-    const bool trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
-    const int64_t a_rows = trans_a ? args->k : args->m, b_rows = trans_b ? args->n : args->k;
-    const int64_t a_size = args->a_dtype == DTRAIN_DTYPE_F32 ? 0 : a_rows * args->lda;
-    const int64_t b_size = args->b_dtype == DTRAIN_DTYPE_F32 ? 0 : b_rows * args->ldb;
-    const int64_t c_size = args->c_dtype == DTRAIN_DTYPE_F32 ? 0 : args->m * args->ldc;
-    dtrain_gemm_args plain = *args;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
-    if (dtrain__is_built_in(cpu, args)) return dtrain__built_in_product(cpu, args);
+    if (args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32 ||
+        args->c_dtype != DTRAIN_DTYPE_F32)
+        return dtrain__built_in_product(cpu, args);
     if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
         args->ldb > INT_MAX || args->ldc > INT_MAX)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
-    dtrain__job job = dtrain__job_make(&plain, args->m, 1);
-    const dtrain_result result = dtrain__cpu_scratch(cpu, &job, a_size + b_size + c_size);
-    if (result != DTRAIN_OK) return result;
-    if (a_size) {
-        plain.a = job.scratch;
-        dtrain__cpu_convert_matrix(cpu, args->a, args->a_dtype, job.scratch, DTRAIN_DTYPE_F32,
-                                   a_rows, trans_a ? args->m : args->k, args->lda);
-    }
-    if (b_size) {
-        plain.b = job.scratch + a_size;
-        dtrain__cpu_convert_matrix(cpu, args->b, args->b_dtype, job.scratch + a_size,
-                                   DTRAIN_DTYPE_F32, b_rows, trans_b ? args->k : args->n,
-                                   args->ldb);
-    }
-    if (c_size) {
-        plain.c = job.scratch + a_size + b_size;
-        if (args->beta != 0)
-            dtrain__cpu_convert_matrix(cpu, args->c, args->c_dtype, plain.c, DTRAIN_DTYPE_F32,
-                                       args->m, args->n, args->ldc);
-    }
-    cblas_sgemm(CblasRowMajor, trans_a ? CblasTrans : CblasNoTrans,
-                trans_b ? CblasTrans : CblasNoTrans, (int)args->m, (int)args->n, (int)args->k,
-                args->alpha, (const float *)plain.a, (int)args->lda, (const float *)plain.b,
-                (int)args->ldb, args->beta, (float *)plain.c, (int)args->ldc);
-    if (args->bias || args->aux || args->activation != DTRAIN_ACTIVATION_NONE)
-        dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
-    if (c_size)
-        dtrain__cpu_convert_matrix(cpu, plain.c, DTRAIN_DTYPE_F32, args->c, args->c_dtype, args->m,
-                                   args->n, args->ldc);
-    return DTRAIN_OK;
+    cblas_sgemm(CblasRowMajor, args->flags & DTRAIN_GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
+                args->flags & DTRAIN_GEMM_TRANS_B ? CblasTrans : CblasNoTrans, (int)args->m,
+                (int)args->n, (int)args->k, args->alpha, (const float *)args->a, (int)args->lda,
+                (const float *)args->b, (int)args->ldb, args->beta, (float *)args->c,
+                (int)args->ldc);
+    if (!args->bias && !args->aux && args->activation == DTRAIN_ACTIVATION_NONE) return DTRAIN_OK;
+    dtrain__job job = dtrain__job_make(args, args->m, 1);
+    return dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
 }
 
 #else
@@ -21034,109 +20679,6 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 }
 
 #endif
-
-/* ---- Half precision
- *
- * Kernels compute in fp32 on fp32. Operands in BF16 or F16 are widened into buffers of the device
- * first, and results are rounded back once at the end: exact, and the price is two more passes.
- *
- *     dtrain__wide_list w = dtrain__wide_begin(device);
- *     args.x = dtrain__wide(&w, args.x, args.dtype, count, DTRAIN__READ);
- *     ... run on args ...
- *     return dtrain__wide_end(&w, result);
- *
- * A buffer that appears twice, as input and output in place, is one buffer here too. GEMM and the
- * activation's backward pass, the largest of all, read and write half precision themselves. */
-
-DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device)
-{
-    dtrain__wide_list list;
-    memset(&list, 0, sizeof list);
-    list.cpu = (dtrain__cpu *)device->state;
-    return list;
-}
-
-DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype)
-{
-    return dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_NONE;
-}
-
-static dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
-{
-    if (dtrain__is_f32(dtype) || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "activations of type %s: expected f32, bf16 or f16",
-                       dtrain_dtype_name(dtype));
-}
-
-DTRAIN__PRIVATE void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                             void *y, dtrain_dtype y_dtype, int64_t count)
-{
-    dtrain_convert_args args = {count, x, y, x_dtype, y_dtype};
-    dtrain__job job = dtrain__job_make(&args, count, DTRAIN__LINE);
-    dtrain__job_run(cpu, &job, cpu->kernels->convert, count);
-}
-
-static bool dtrain__wide_grow(dtrain__wide_list *list, int slot, size_t bytes)
-{
-    dtrain__cpu *cpu = list->cpu;
-    if (bytes <= cpu->wide_bytes[slot]) return true;
-    dtrain__aligned_free(&cpu->allocator, cpu->wide[slot], cpu->wide_bytes[slot]);
-    cpu->wide_bytes[slot] = 0;
-    cpu->wide[slot] = (float *)dtrain__aligned_alloc(&cpu->allocator, bytes);
-    if (cpu->wide[slot]) cpu->wide_bytes[slot] = bytes;
-    else
-        list->result = dtrain_fail(DTRAIN_ERROR_MEMORY,
-                                   "no memory for %zu bytes to widen half precision", bytes);
-    return cpu->wide[slot] != NULL;
-}
-
-/* x (count) as fp32; x itself when it is. NULL stays NULL, and is also the answer to an error. */
-DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype dtype,
-                                    int64_t count, int access)
-{
-    if (!x || dtrain__is_f32(dtype) || list->result != DTRAIN_OK) return (float *)(uintptr_t)x;
-    list->result = dtrain__check_dtype(dtype);
-    if (list->result != DTRAIN_OK) return NULL;
-    for (int i = 0; i < list->count; i++)
-        if (list->items[i].narrow == x && list->items[i].count == count) {
-            list->items[i].access |= access;
-            return list->items[i].wide;
-        }
-    if (!dtrain__wide_grow(list, list->count, (size_t)count * sizeof(float))) return NULL;
-    dtrain__wide_item *item = &list->items[list->count];
-    item->narrow = (void *)(uintptr_t)x;
-    item->wide = list->cpu->wide[list->count++];
-    item->count = count;
-    item->dtype = dtype;
-    item->access = access;
-    if (access & DTRAIN__READ)
-        dtrain__cpu_convert_run(list->cpu, x, dtype, item->wide, DTRAIN_DTYPE_F32, count);
-    return item->wide;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_result result)
-{
-    if (list->result != DTRAIN_OK || result != DTRAIN_OK)
-        return list->result != DTRAIN_OK ? list->result : result;
-    for (int i = 0; i < list->count; i++) {
-        const dtrain__wide_item *item = &list->items[i];
-        if (item->access & DTRAIN__WRITE)
-            dtrain__cpu_convert_run(list->cpu, item->wide, DTRAIN_DTYPE_F32, item->narrow,
-                                    item->dtype, item->count);
-    }
-    return DTRAIN_OK;
-}
-
-/* Runs an elementwise kernel on arguments that have been widened. */
-DTRAIN__PRIVATE dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const void *args,
-                                                       int64_t count, dtrain__range_fn range)
-{
-    if (list->result != DTRAIN_OK) return list->result;
-    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
-    return dtrain__wide_end(list, dtrain__job_run(list->cpu, &job, range, count));
-}
 
 /* ---- Activation, backward ---------------------------------------------------------------------*/
 
@@ -21156,11 +20698,16 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
 
 /* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
 
-static void dtrain__row_sums(const dtrain_gemm_args *args, const float *a)
+static void dtrain__row_sums(const dtrain_gemm_args *args)
 {
+    const float *a = (const float *)args->a;
+    const uint16_t *half = (const uint16_t *)args->a;
     for (int64_t i = 0; i < args->m; i++) {
         float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
-        for (int64_t k = 0; k < args->k; k++) sum += a[i * args->lda + k];
+        for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
+            sum += args->a_dtype == DTRAIN_DTYPE_BF16  ? dtrain_bf16_to_f32(half[at])
+                   : args->a_dtype == DTRAIN_DTYPE_F16 ? dtrain_f16_to_f32(half[at])
+                                                       : a[at];
         args->bias_grad[i] = sum;
     }
 }
@@ -21201,60 +20748,45 @@ static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm
 }
 
 /* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
-static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, dtrain__wide_list *list,
-                                            const dtrain_gemm_args *args)
+static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    if (args->flags & DTRAIN_GEMM_TRANS_A) {
-        const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
-                                                      args->accumulate_bias_grad,
-                                                      args->k,
-                                                      args->m,
-                                                      NULL,
-                                                      args->a,
-                                                      (void *)(uintptr_t)args->a,
-                                                      args->bias_grad,
-                                                      args->a_dtype};
-        return dtrain__cpu_activation_backward(device, &sums);
+    if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
+        dtrain__row_sums(args);
+        return DTRAIN_OK;
     }
-    const float *a = dtrain__wide(list, args->a, args->a_dtype, args->m * args->lda, DTRAIN__READ);
-    if (list->result == DTRAIN_OK) dtrain__row_sums(args, a);
-    return list->result;
+    const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
+                                                  args->accumulate_bias_grad,
+                                                  args->k,
+                                                  args->m,
+                                                  NULL,
+                                                  args->a,
+                                                  (void *)(uintptr_t)args->a,
+                                                  args->bias_grad,
+                                                  args->a_dtype};
+    return dtrain__cpu_activation_backward(device, &sums);
 }
 
-/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. The built-in
- * GEMM finishes the tiles of a C in half precision by itself, slopes included; others compute such
- * a C, and aux, in fp32. */
+/* The product by dtrain__cpu_product; what needs a second pass over C or A follows. A C in half
+ * precision gets its slopes in the tiles, before it is rounded; one in fp32 in the second pass,
+ * which takes the column sums as well. */
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args)
 {
     const bool backward = (args->flags & DTRAIN_GEMM_ACT_BACKWARD) != 0;
     const bool of_c = args->bias_grad && (args->flags & DTRAIN_GEMM_BIAS_GRAD_C);
-    const bool half = !dtrain__is_f32(args->c_dtype);
-    const bool finished = half && dtrain__is_built_in((dtrain__cpu *)device->state, args);
-    if (!backward && !args->bias_grad && (!args->aux || !half || finished))
-        return dtrain__cpu_product(device, args);
-    dtrain__wide_list w = dtrain__wide_begin(device);
+    const void *z = backward && args->c_dtype <= DTRAIN_DTYPE_F32 ? args->aux : NULL;
     dtrain_gemm_args plain = *args;
+    if (!backward && !args->bias_grad) return dtrain__cpu_product(device, args);
     DTRAIN__TRY(dtrain__check_gemm(args));
-    if (!finished) {
-        const int c_access = DTRAIN__WRITE | (args->beta != 0 ? DTRAIN__READ : 0);
-        plain.c = dtrain__wide(&w, args->c, args->c_dtype, args->m * args->ldc, c_access);
-        plain.aux = dtrain__wide(&w, args->aux, args->c_dtype, args->m * args->ldc,
-                                 backward ? DTRAIN__READ : DTRAIN__WRITE);
-        plain.c_dtype = DTRAIN_DTYPE_F32;
-    }
-    const void *z = backward && !finished ? plain.aux : NULL;
     if (z) {
         plain.flags &= ~DTRAIN_GEMM_ACT_BACKWARD;
         plain.activation = DTRAIN_ACTIVATION_NONE;
         plain.aux = NULL;
     }
-    if (w.result == DTRAIN_OK) w.result = dtrain__cpu_product(device, &plain);
-    if ((z || of_c) && w.result == DTRAIN_OK)
-        w.result =
-            dtrain__gemm_after(device, &plain, args->activation, z, of_c ? args->bias_grad : NULL);
-    if (args->bias_grad && !of_c && w.result == DTRAIN_OK)
-        w.result = dtrain__gemm_bias_grad(device, &w, args);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_product(device, &plain));
+    if (z || of_c)
+        DTRAIN__TRY(
+            dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
+    return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -21327,7 +20859,7 @@ static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, 
     const int64_t stride = a->count / size;
     int64_t rank = (int64_t)(mean + 4 * sqrt(mean)) + 8;
     const double pass = (double)a->count / (double)size * (double)rank;
-    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_SLACK;
+    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_BLOCK;
     if (rank >= size / 2) return -1;
     for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
         const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
@@ -21401,13 +20933,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     memset(&pass, 0, sizeof pass);
     pass.args = args;
     pass.below = -1;
-    pass.room = args->count + DTRAIN__TOPK_SLACK;
+    pass.room = args->count + DTRAIN__TOPK_BLOCK;
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head));
     if (!few) {
         pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
                                             (uint32_t *)(void *)job.scratch, &pass.room);
         if (pass.below < 0) pass.room = 0;
-        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_SLACK;
+        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_BLOCK;
     }
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head + 2 * lists * pass.room));
     uint32_t *bins = (uint32_t *)(void *)job.scratch;
@@ -21440,212 +20972,73 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* ---- Orthonormal columns
+/* ---- Orthonormal columns ----------------------------------------------------------------------
  *
- * Gram-Schmidt by way of the Cholesky factor: X^T X = R^T R has in R's columns what Gram-Schmidt
- * subtracts, so X R^-1 is its result, from two passes over X in place of one for each pair of
- * columns. X^T X squares the condition number, which double bears: products of floats are exact in
- * it, and what is left of a column after projection is known down to about 1e-8 of it, while below
- * 1e-6 nothing but the rounding of floats is left and the column counts as zero. The second time
- * round the columns are orthogonal to 1e-3 or better, and come out so to the rounding of a float
- * (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015). */
+ * Gram-Schmidt in double, column after column: each is projected twice against those before it
+ * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
+ * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
+ * step cost far more. */
 
-/* gram (columns, ld) = R^T R, upper triangles; factor = R^-1, with zeros for columns that the ones
- * before span. Of a matrix that is not finite all becomes NaN. */
-static void dtrain__basis_factor(double *gram, double *factor, int64_t columns, int64_t ld)
+static double dtrain__dot(const double *a, const double *b, int64_t count)
 {
-    double inverse[DTRAIN_ORTHOGONALIZE_COLUMNS];
-    memset(factor, 0, (size_t)(ld * ld) * sizeof *factor);
-    for (int64_t j = 0; j < columns; j++) {
-        uint64_t bits;
-        const double before = gram[j * ld + j];
-        memcpy(&bits, &before, sizeof bits);
-        if ((bits >> 52 & 0x7ff) == 0x7ff) {
-            bits = (uint64_t)0x7ff8 << 48;
-            for (int64_t k = 0; k < columns; k++) memcpy(factor + k, &bits, sizeof bits);
-            return;
-        }
+    double even = 0, odd = 0; /* two chains hide the latency of an addition */
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+        even += a[i] * b[i];
+        odd += a[i + 1] * b[i + 1];
     }
-    for (int64_t j = 0; j < columns; j++) {
-        double *row = gram + j * ld, left = row[j];
-        for (int64_t i = 0; i < j; i++) left -= gram[i * ld + j] * gram[i * ld + j];
-        inverse[j] = left > 1e-12 * row[j] ? 1 / sqrt(left) : 0;
-        for (int64_t k = j; k < columns; k++) {
-            for (int64_t i = 0; i < j; i++) row[k] -= gram[i * ld + j] * gram[i * ld + k];
-            row[k] *= inverse[j];
+    if (i < count) even += a[i] * b[i];
+    return even + odd;
+}
+
+/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
+ * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
+ * and the column counts as zero. */
+static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
+{
+    double *x = q + j * rows;
+    const double before = dtrain__dot(x, x, rows);
+    uint64_t bits;
+    memcpy(&bits, &before, sizeof bits);
+    if ((bits >> 52 & 0x7ff) == 0x7ff) return false;
+    for (int64_t round = 0; round < 2; round++)
+        for (int64_t i = 0; i < j; i++) {
+            const double *other = q + i * rows, along = dtrain__dot(other, x, rows);
+            for (int64_t row = 0; row < rows; row++) x[row] -= along * other[row];
         }
-    }
-    for (int64_t k = 0; k < columns; k++) {
-        factor[k * ld + k] = inverse[k];
-        for (int64_t i = k - 1; i >= 0 && inverse[k] > 0; i--) {
-            double sum = 0;
-            for (int64_t l = i + 1; l <= k; l++) sum += gram[i * ld + l] * factor[l * ld + k];
-            factor[i * ld + k] = -sum * inverse[i];
-        }
-    }
+    const double left = dtrain__dot(x, x, rows);
+    const double factor = left > 1e-12 * before ? 1 / sqrt(left) : 0;
+    for (int64_t row = 0; row < rows; row++) x[row] *= factor;
+    return true;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
                                                         const dtrain_orthogonalize_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (args->rows < 0 || args->columns < 1 || args->columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
+    const int64_t rows = args->rows, columns = args->columns;
+    if (rows < 0 || columns < 1 || columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
-                           (long long)args->rows, (long long)args->columns,
-                           DTRAIN_ORTHOGONALIZE_COLUMNS);
-    dtrain__basis basis;
-    memset(&basis, 0, sizeof basis);
-    basis.rows = args->rows;
-    basis.columns = args->columns;
-    basis.padded = dtrain__multiple(args->columns, 16);
-    basis.chunk = dtrain__multiple((args->rows + 31) / 32, 256);
-    basis.x = args->x;
-    if (args->rows == 0) return DTRAIN_OK;
-    const int64_t chunks = (args->rows + basis.chunk - 1) / basis.chunk;
-    const int64_t square = basis.padded * basis.padded, work = args->rows * args->columns;
-    dtrain__job sum = dtrain__job_make(&basis, chunks, 1);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &sum, 2 * (chunks + 1) * square));
-    dtrain__job recombine = dtrain__job_make(&basis, args->rows, DTRAIN__BASIS_ROWS);
-    basis.factor = (double *)(void *)sum.scratch;
-    basis.sums = basis.factor + square;
-    for (int round = 0; round < 2; round++) {
-        dtrain__job_run(cpu, &sum, cpu->kernels->gram, work);
-        for (int64_t chunk = 1; chunk < chunks; chunk++)
-            for (int64_t i = 0; i < square; i++) basis.sums[i] += basis.sums[chunk * square + i];
-        dtrain__basis_factor(basis.sums, basis.factor, basis.columns, basis.padded);
-        dtrain__job_run(cpu, &recombine, cpu->kernels->recombine, work);
-    }
+                           (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
+    dtrain__job job = dtrain__job_make(args, rows, 1);
+    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, &job, 2 * rows * columns));
+    double *q = (double *)(void *)job.scratch;
+    bool finite = true;
+    for (int64_t i = 0; i < rows * columns; i++)
+        q[i % columns * rows + i / columns] = (double)args->x[i];
+    for (int64_t j = 0; j < columns && finite; j++)
+        finite = dtrain__orthogonalize_column(q, rows, j);
+    for (int64_t i = 0; i < rows * columns; i++)
+        args->x[i] = finite ? (float)q[i % columns * rows + i / columns]
+                            : dtrain__f32_from_bits(0x7fc00000u);
     return DTRAIN_OK;
 }
 
 /* ================================================================================================
- * src/device/cpu/gemm_kernels.c
+ * src/device/cpu/gemm.c
  * ==============================================================================================*/
 
-/* Instruction sets
- *
- * A header cannot count on -march=native, so every hot function exists once for each instruction
- * set and is chosen at run time. DTRAIN__TARGET(t) marks such a function: compile it for t whatever
- * the command line says. The optimisation attributes are gcc's: fused multiply-add is off there in
- * -std=c99, and so is the vectoriser under -O2 before version 12. clang does both by itself. The
- * target has to come before optimize, or gcc 12 forgets the latter.
- *
- * What the functions share is DTRAIN__INLINE code without a target, which becomes part of each. */
-
-#if defined(__clang__)
-#define DTRAIN__TARGET(t) __attribute__((target(t)))
-#define DTRAIN__BASELINE
-#elif defined(__GNUC__)
-#define DTRAIN__FAST "O3", "fp-contract=fast", "no-trapping-math", "no-math-errno"
-#define DTRAIN__TARGET(t) __attribute__((target(t), optimize(DTRAIN__FAST)))
-#ifdef DTRAIN_NO_SIMD /* gcc 12 joins the two loads of B's row with two of the next: past its end */
-#define DTRAIN__BASELINE __attribute__((optimize(DTRAIN__FAST, "no-tree-vectorize")))
-#else
-#define DTRAIN__BASELINE __attribute__((optimize(DTRAIN__FAST)))
-#endif
-#endif
-#define DTRAIN__INLINE static inline __attribute__((always_inline))
-#if defined(__clang__)
-#define DTRAIN__UNROLL_TWICE _Pragma("clang loop unroll_count(2)")
-#else
-#define DTRAIN__UNROLL_TWICE _Pragma("GCC unroll 2")
-#endif
-#define DTRAIN__UNROLL_NOT
-
-/* Vectors that may lie at any address. Without them a "vector" is a float: same code, plain C. */
-#if defined(DTRAIN_NO_SIMD) || !(defined(__clang__) || __GNUC__ >= 8)
-#define DTRAIN__VECTORS 0
-#define DTRAIN__VECTOR_OF(n)
-#else
-#define DTRAIN__VECTORS 1
-#define DTRAIN__VECTOR_OF(n) __attribute__((vector_size(4 * (n)), aligned(4), may_alias))
-#endif
-
-/* ---- exp and tanh
- *
- * x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing
- * term is below 5.2e-9: rounding dominates. ln2 is split in two so that n * ln2_high is exact.
- * Scalar and free of branches: a loop over dtrain__exp vectorises at the width of its function. */
-
-/* NaN passes. One select instead of two: gcc threads the second one into a branch. */
-DTRAIN__INLINE float dtrain__limit(float x, float limit)
-{
-    return __builtin_fabsf(x) > limit ? __builtin_copysignf(limit, x) : x;
-}
-
-/* e^r - 1 of the remainder; n comes out as well. */
-DTRAIN__INLINE float dtrain__expm1_reduced(float x, int32_t *n)
-{
-    float shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds, n in the low bits */
-    uint32_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    *n = (int32_t)(bits - 0x4b400000u); /* of NaN too, where a cast to int would be undefined */
-    float whole = (float)*n;
-    float r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    return p * (r * r) + r;
-}
-
-DTRAIN__INLINE float dtrain__power_of_two(int32_t n)
-{
-    uint32_t bits = (uint32_t)(n + 127) << 23;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* e^x within 1.5 ulp; overflows to infinity, underflows gradually to 0, NaN stays NaN. The scale is
- * applied in two halves because neither 2^128 nor 2^-149 fits the exponent field. */
-DTRAIN__INLINE float dtrain__exp(float x)
-{
-    int32_t n;
-    float p = dtrain__expm1_reduced(dtrain__limit(x, 104), &n);
-    float scale = dtrain__power_of_two(n >> 1);
-    return (p * scale + scale) * dtrain__power_of_two(n - (n >> 1));
-}
-
-/* tanh x = e / (e + 2) with e = e^(2x) - 1 = 2^n p + (2^n - 1), which is accurate around 0 as well.
- * From |x| = 10 on the result rounds to one. */
-DTRAIN__INLINE float dtrain__tanh(float x)
-{
-    int32_t n;
-    float p = dtrain__expm1_reduced(dtrain__limit(2 * x, 20), &n);
-    float scale = dtrain__power_of_two(n);
-    float e = p * scale + (scale - 1);
-    return e / (e + 2);
-}
-
-/* x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3), written as x / (1 + e^-2u): one exp, and
- * no cancellation for negative x. The limit keeps e^-2u finite: gcc divides through an approximate
- * reciprocal under -ffast-math, and that turns 1 / infinity into NaN. */
-DTRAIN__INLINE float dtrain__gelu(float x)
-{
-    int32_t n;
-    float u = 0.797884561f * (x + 0.044715f * (x * x * x));
-    float p = dtrain__expm1_reduced(dtrain__limit(-2 * u, 80), &n);
-    float scale = dtrain__power_of_two(n);
-    return x / (1 + (p * scale + scale));
-}
-
-/* d/dx of x s with s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. Outside +-10 it is 0 or 1. */
-DTRAIN__INLINE float dtrain__gelu_slope(float x)
-{
-    int32_t n;
-    x = dtrain__limit(x, 10);
-    float u = 0.797884561f * (x + 0.044715f * (x * x * x));
-    float p = dtrain__expm1_reduced(dtrain__limit(-2 * u, 80), &n);
-    float scale = dtrain__power_of_two(n);
-    float e = p * scale + scale, s = 1 / (1 + e);
-    return s + x * (s * (e * s)) * (1.595769122f * (1 + 0.134145f * (x * x)));
-}
-
-/* ---- Matrix multiplication
+/* Matrix multiplication
  *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
  * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
@@ -21669,818 +21062,7 @@ DTRAIN__INLINE float dtrain__gelu_slope(float x)
  *
  * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
  * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
- * right: rows of B a power of two apart share a few cache sets and throw each other out of L1.
- *
- * Thin products (low-rank gradients: 16 columns or less, or a k of 16 or less) do so little with an
- * element of the large matrix that packing it would take most of the time; memory binds them.
- * Few columns: B is packed first, for thousands of k, and A is read once, in the order of memory,
- * the next eight rows on their way. Short k: B is packed first, too, and C is written by rows. The
- * chain of operations of an element is the same: so are its bits, whether it is computed by a
- * thin product or as part of another. */
-
-static size_t dtrain__gemm_dtype_bytes(dtrain_dtype dtype)
-{
-    return dtype == DTRAIN_DTYPE_F32 ? 4 : 2;
-}
-
-DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
-{
-    return (const char *)data + index * (int64_t)dtrain__gemm_dtype_bytes(dtype);
-}
-
-/* ---- Half precision
- *
- * bf16 is shifts and adds, which vectorise in any target; fp16 has instructions since F16C, which
- * every processor with AVX2 has. The bits are those of core/dtype.c. */
-
-typedef void (*dtrain__f16_load_fn)(float *dst, const uint16_t *src, int64_t n);
-typedef void (*dtrain__f16_store_fn)(uint16_t *dst, const float *src, int64_t n);
-
-static DTRAIN__UNUSED void dtrain__f16_load_scalar(float *dst, const uint16_t *src, int64_t n)
-{
-    for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f16_to_f32(src[i]);
-}
-
-static DTRAIN__UNUSED void dtrain__f16_store_scalar(uint16_t *dst, const float *src, int64_t n)
-{
-    for (int64_t i = 0; i < n; i++) dst[i] = dtrain_f32_to_f16(src[i]);
-}
-
-#if DTRAIN__VECTORS && defined(__x86_64__)
-DTRAIN__TARGET("avx2,f16c")
-static void dtrain__f16_load_f16c(float *dst, const uint16_t *src, int64_t n)
-{
-    for (; n >= 8; n -= 8, src += 8, dst += 8)
-        _mm256_storeu_ps(dst, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)src)));
-    if (n <= 0) return;
-    uint16_t tail[8] = {0};
-    float wide[8];
-    memcpy(tail, src, (size_t)n * sizeof *src);
-    _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)tail)));
-    memcpy(dst, wide, (size_t)n * sizeof *dst);
-}
-
-DTRAIN__TARGET("avx2,f16c")
-static void dtrain__f16_store_f16c(uint16_t *dst, const float *src, int64_t n)
-{
-    for (; n >= 8; n -= 8, src += 8, dst += 8)
-        _mm_storeu_si128((__m128i *)(void *)dst,
-                         _mm256_cvtps_ph(_mm256_loadu_ps(src), _MM_FROUND_TO_NEAREST_INT));
-    if (n <= 0) return;
-    uint16_t half[8];
-    float tail[8] = {0};
-    memcpy(tail, src, (size_t)n * sizeof *src);
-    _mm_storeu_si128((__m128i *)(void *)half,
-                     _mm256_cvtps_ph(_mm256_loadu_ps(tail), _MM_FROUND_TO_NEAREST_INT));
-    memcpy(dst, half, (size_t)n * sizeof *dst);
-}
-#define DTRAIN__F16_OF_AVX f16c
-#else
-#define DTRAIN__F16_OF_AVX scalar
-#endif
-
-DTRAIN__INLINE void dtrain__gemm_load(float *dst, const void *src, dtrain_dtype dtype, int64_t n,
-                                      dtrain__f16_load_fn f16_load)
-{
-    const uint16_t *half = (const uint16_t *)src;
-    if (dtype == DTRAIN_DTYPE_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_DTYPE_F16) f16_load(dst, half, n);
-    else
-        for (int64_t i = 0; i < n; i++) {
-            const uint32_t bits = (uint32_t)half[i] << 16;
-            memcpy(dst + i, &bits, sizeof bits);
-        }
-}
-
-DTRAIN__INLINE void dtrain__gemm_store(void *dst, dtrain_dtype dtype, const float *src, int64_t n,
-                                       dtrain__f16_store_fn f16_store)
-{
-    uint16_t *half = (uint16_t *)dst;
-    if (dtype == DTRAIN_DTYPE_F32) memcpy(dst, src, (size_t)n * sizeof(float));
-    else if (dtype == DTRAIN_DTYPE_F16) f16_store(half, src, n);
-    else
-        for (int64_t i = 0; i < n; i++) {
-            uint32_t x;
-            memcpy(&x, src + i, sizeof x);
-            const uint32_t nan = (x & 0x7fffffffu) > 0x7f800000u ? ~0u : 0;
-            const uint32_t rounded = x + 0x7fffu + (x >> 16 & 1u);
-            half[i] = (uint16_t)(((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16);
-        }
-}
-
-/* Whole rows of a tile have a width that the compiler knows. */
-DTRAIN__INLINE void dtrain__load_tile(float *tile, int nr, const dtrain__rectangle *from,
-                                      dtrain__f16_load_fn f16_load)
-{
-    for (int r = 0; r < from->rows; r++, tile += nr) {
-        const void *row = dtrain__gemm_at(from->data, from->dtype, r * from->ld);
-        if (from->cols == nr) dtrain__gemm_load(tile, row, from->dtype, nr, f16_load);
-        else dtrain__gemm_load(tile, row, from->dtype, from->cols, f16_load);
-    }
-}
-
-DTRAIN__INLINE void dtrain__store_tile(const dtrain__rectangle *to, const float *tile, int nr,
-                                       dtrain__f16_store_fn f16_store)
-{
-    for (int r = 0; r < to->rows; r++, tile += nr) {
-        void *row = (void *)(uintptr_t)dtrain__gemm_at(to->data, to->dtype, r * to->ld);
-        if (to->cols == nr) dtrain__gemm_store(row, to->dtype, tile, nr, f16_store);
-        else dtrain__gemm_store(row, to->dtype, tile, to->cols, f16_store);
-    }
-}
-
-/* ---- Packing ----------------------------------------------------------------------------------*/
-
-#if defined(__clang__)
-#define DTRAIN__SHUFFLE __builtin_shufflevector
-#else
-typedef int32_t dtrain__order __attribute__((vector_size(16)));
-#define DTRAIN__SHUFFLE(a, b, i, j, k, l) \
-    __builtin_shuffle(a, b, __extension__(dtrain__order){i, j, k, l})
-#endif
-
-/* Four runs along k become k groups of four: out[p * width + r] = in[r][p]. */
-DTRAIN__INLINE void dtrain__interleave4(float *out, int width, const float *const in[4], int k)
-{
-    int p = 0;
-#if DTRAIN__VECTORS
-    typedef float vec DTRAIN__VECTOR_OF(4);
-    for (; p + 4 <= k; p += 4) {
-        vec a = *(const vec *)(in[0] + p), b = *(const vec *)(in[1] + p);
-        vec c = *(const vec *)(in[2] + p), d = *(const vec *)(in[3] + p);
-        vec ab_low = DTRAIN__SHUFFLE(a, b, 0, 4, 1, 5);
-        vec ab_high = DTRAIN__SHUFFLE(a, b, 2, 6, 3, 7);
-        vec cd_low = DTRAIN__SHUFFLE(c, d, 0, 4, 1, 5);
-        vec cd_high = DTRAIN__SHUFFLE(c, d, 2, 6, 3, 7);
-        float *to = out + p * width;
-        *(vec *)to = DTRAIN__SHUFFLE(ab_low, cd_low, 0, 1, 4, 5);
-        *(vec *)(to + width) = DTRAIN__SHUFFLE(ab_low, cd_low, 2, 3, 6, 7);
-        *(vec *)(to + 2 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 0, 1, 4, 5);
-        *(vec *)(to + 3 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
-    }
-#endif
-    for (; p < k; p++)
-        for (int r = 0; r < 4; r++) out[p * width + r] = in[r][p];
-}
-
-/* The same for the last two rows of a panel whose width is not a multiple of four. */
-DTRAIN__INLINE void dtrain__interleave2(float *out, int width, const float *const in[4], int k)
-{
-    for (int p = 0; p < k; p++) {
-        out[p * width] = in[0][p];
-        out[p * width + 1] = in[1][p];
-    }
-}
-
-/* Rows beyond `count` repeat the last one: their products are never stored. */
-DTRAIN__INLINE void dtrain__pack_runs(float *panel, int width, const dtrain__operand *x,
-                                      int64_t index, int count, int64_t p, int k,
-                                      dtrain__f16_load_fn f16_load)
-{
-    float converted[4][DTRAIN__KC];
-    for (int r = 0; r < width; r += 4) {
-        const float *in[4];
-        for (int i = 0; i < 4; i++) {
-            int64_t row = index + (r + i < count ? r + i : count - 1);
-            const void *run = dtrain__gemm_at(x->data, x->dtype, row * x->ld + p);
-            in[i] = (const float *)run;
-            if (x->dtype == DTRAIN_DTYPE_F32) continue;
-            dtrain__gemm_load(converted[i], run, x->dtype, k, f16_load);
-            in[i] = converted[i];
-        }
-        if (r + 4 <= width) dtrain__interleave4(panel + r, width, in, k);
-        else dtrain__interleave2(panel + r, width, in, k);
-    }
-}
-
-/* Memory runs along the panel's width: one copy for each k. */
-DTRAIN__INLINE void dtrain__pack_steps(float *panel, int width, const dtrain__operand *x,
-                                       int64_t index, int count, int64_t p, int k,
-                                       dtrain__f16_load_fn f16_load)
-{
-    const void *from = dtrain__gemm_at(x->data, x->dtype, p * x->ld + index);
-    if (x->dtype == DTRAIN_DTYPE_F32 && count == width) {
-        const float *step = (const float *)from;
-        for (int i = 0; i < k; i++, step += x->ld, panel += width)
-            memcpy(panel, step, (size_t)width * sizeof(float));
-        return;
-    }
-    for (int i = 0; i < k; i++, panel += width) {
-        if (count == width) dtrain__gemm_load(panel, from, x->dtype, width, f16_load);
-        else dtrain__gemm_load(panel, from, x->dtype, count, f16_load);
-        for (int r = count; r < width; r++) panel[r] = 0;
-        from = dtrain__gemm_at(from, x->dtype, x->ld);
-    }
-}
-
-DTRAIN__INLINE void dtrain__pack(float *panel, int width, const dtrain__operand *x, int64_t index,
-                                 int count, int64_t p, int k, dtrain__f16_load_fn f16_load)
-{
-    if (x->along_k) dtrain__pack_runs(panel, width, x, index, count, p, k, f16_load);
-    else dtrain__pack_steps(panel, width, x, index, count, p, k, f16_load);
-}
-
-DTRAIN__INLINE void dtrain__finish(float *c, int64_t ldc, int rows, int nr, const float *bias,
-                                   float *aux, uint32_t activation)
-{
-    for (int r = 0; r < rows; r++, c += ldc) {
-        if (bias)
-            for (int j = 0; j < nr; j++) c[j] += bias[j];
-        if (aux) memcpy(aux + r * ldc, c, (size_t)nr * sizeof(float));
-        if (activation == DTRAIN_ACTIVATION_RELU)
-            for (int j = 0; j < nr; j++) c[j] = c[j] < 0 ? 0 : c[j];
-        else if (activation == DTRAIN_ACTIVATION_GELU)
-            for (int j = 0; j < nr; j++) c[j] = dtrain__gelu(c[j]);
-    }
-}
-
-DTRAIN__INLINE void dtrain__slope(float *c, const float *z, int count, uint32_t activation)
-{
-    if (activation == DTRAIN_ACTIVATION_RELU)
-        for (int i = 0; i < count; i++) c[i] = z[i] > 0 ? c[i] : 0;
-    else if (activation == DTRAIN_ACTIVATION_GELU)
-        for (int i = 0; i < count; i++) c[i] *= dtrain__gelu_slope(z[i]);
-}
-
-/* ---- The kernel
- *
- * `rows` times two vectors of accumulators, each with a name of its own: as an array they would be
- * unrolled too late for the compiler to keep them in registers. Per step two loads of B and, for
- * each row, one broadcast of A and two multiply-adds. Unrolling hides the loop behind 12 of
- * them (5 % on Zen 3); with the 24 of AVX-512 it gains nothing and gcc 12 spills a vector. */
-
-#define DTRAIN__ROWS4(DO) DO(0) DO(1) DO(2) DO(3)
-#define DTRAIN__ROWS6(DO) DTRAIN__ROWS4(DO) DO(4) DO(5)
-#define DTRAIN__ROWS8(DO) DTRAIN__ROWS6(DO) DO(6) DO(7)
-#define DTRAIN__ROWS12(DO) DTRAIN__ROWS8(DO) DO(8) DO(9) DO(10) DO(11)
-
-#define DTRAIN__ROW_ZERO(r)            \
-    vec left##r = {0}, right##r = {0}; \
-    __builtin_prefetch(c + r * ldc);
-#define DTRAIN__ROW_STEP(r)   \
-    left##r += a[r] * b_left; \
-    right##r += a[r] * b_right;
-#define DTRAIN__ROW_SET(r)                   \
-    *(vec *)(c + r * ldc) = alpha * left##r; \
-    *(vec *)(c + r * ldc + lanes) = alpha * right##r;
-#define DTRAIN__ROW_ADD(r)                                                  \
-    *(vec *)(c + r * ldc) = alpha * left##r + beta * *(vec *)(c + r * ldc); \
-    *(vec *)(c + r * ldc + lanes) = alpha * right##r + beta * *(vec *)(c + r * ldc + lanes);
-
-/* ---- Few columns
- *
- * A as it lies: eight rows of it times one vector of columns, k after k. 16 steps of each row are
- * copied side by side first: the loop needs one address then, and rows a power of two apart, which
- * throw each other out of L1, are read once. Rows beyond the last repeat it. */
-
-enum { DTRAIN__THIN_ROWS = 8, DTRAIN__THIN_STEPS = 16 };
-
-#define DTRAIN__THIN_ZERO(r) vec sum##r = {0};
-#define DTRAIN__THIN_STEP(r) sum##r += at[r * DTRAIN__THIN_STEPS] * b_row;
-#define DTRAIN__THIN_TAKE(r) *(vec *)(tile + r * lanes) = sum##r;
-
-/* A transposed: two vectors along its rows times four columns of b, eight k at a time; in between
- * sums wait transposed, each column's side by side. */
-
-#define DTRAIN__THIN_LOAD(j)                           \
-    vec left##j = *(const vec *)(sums + j * sums_row), \
-        right##j = *(const vec *)(sums + j * sums_row + lanes);
-#define DTRAIN__THIN_ADD(j)   \
-    left##j += b[j] * a_left; \
-    right##j += b[j] * a_right;
-#define DTRAIN__THIN_SAVE(j)                 \
-    *(vec *)(sums + j * sums_row) = left##j; \
-    *(vec *)(sums + j * sums_row + lanes) = right##j;
-
-/* Eight rows ahead, past the end of A too, where it does nothing. Into L2: L1 has too few lines on
- * their way to hide the latency of memory. */
-DTRAIN__INLINE void dtrain__thin_ahead(const float *a, int64_t lda, int count)
-{
-    const uintptr_t at = (uintptr_t)a + (uintptr_t)(DTRAIN__THIN_ROWS * lda) * sizeof *a;
-    for (int i = 0; i < count; i += 16)
-        __builtin_prefetch((const void *)(at + (uintptr_t)i * sizeof *a), 0, 2);
-}
-
-DTRAIN__INLINE void dtrain__thin_copy(float *cells, const float *a, int64_t lda, int64_t rows,
-                                      int64_t steps)
-{
-    for (int r = 0; r < DTRAIN__THIN_ROWS; r++, cells += DTRAIN__THIN_STEPS) {
-        if (steps == DTRAIN__THIN_STEPS) memcpy(cells, a, DTRAIN__THIN_STEPS * sizeof *a);
-        else memcpy(cells, a, (size_t)steps * sizeof *a);
-        dtrain__thin_ahead(a, lda, 1);
-        if (r + 1 < rows) a += lda;
-    }
-}
-
-/* c (rows, cols) = or += tile, whose element (i, j) is at i * row + j * column. */
-DTRAIN__INLINE void dtrain__thin_store(const dtrain__thin *x, bool first, float *c,
-                                       const float *tile, int64_t row, int64_t column, int64_t rows,
-                                       int cols)
-{
-    for (int64_t i = 0; i < rows; i++, c += x->ldc)
-        for (int j = 0; j < cols; j++) {
-            const float sum = tile[i * row + j * column];
-            c[j] = first ? sum : sum + c[j];
-        }
-}
-
-/* `width` elements of `steps` rows of A from p and i on, in place or, at the edge, copied. */
-DTRAIN__INLINE const float *dtrain__thin_strip(const dtrain__thin *x, int64_t p, int64_t i,
-                                               int width, int steps, float *edge, int64_t *row)
-{
-    const float *a = x->a + p * x->lda + i;
-    const int64_t left = x->rows - i;
-    *row = x->lda;
-    for (int s = 0; s < steps; s++) dtrain__thin_ahead(a + s * x->lda, x->lda, width);
-    if (left >= width) return a;
-    for (int s = 0; s < steps; s++)
-        for (int r = 0; r < width; r++) edge[s * width + r] = r < left ? a[s * x->lda + r] : 0;
-    *row = width;
-    return edge;
-}
-
-#define DTRAIN__DEFINE_THIN(id, target, vector_lanes)                                             \
-    target static void dtrain__thin_rows_##id(const dtrain__thin *x)                              \
-    {                                                                                             \
-        enum { lanes = vector_lanes };                                                            \
-        typedef float vec DTRAIN__VECTOR_OF(lanes);                                               \
-        for (int64_t i = 0; i < x->rows; i += DTRAIN__THIN_ROWS)                                  \
-            for (int64_t p = 0, stop = 0; p < x->k; p = stop) {                                   \
-                const int64_t rows = x->rows - i;                                                 \
-                stop = x->k - p < x->k_step ? x->k : p + x->k_step;                               \
-                for (int j = 0; j < x->cols; j += lanes) {                                        \
-                    float cells[DTRAIN__THIN_ROWS * DTRAIN__THIN_STEPS],                          \
-                        tile[(int)DTRAIN__THIN_ROWS * lanes];                                     \
-                    const float *b = x->b + p * DTRAIN__THIN + j;                                 \
-                    DTRAIN__ROWS8(DTRAIN__THIN_ZERO)                                              \
-                    for (int64_t q = p; q < stop; q += DTRAIN__THIN_STEPS) {                      \
-                        const int64_t steps =                                                     \
-                            stop - q < DTRAIN__THIN_STEPS ? stop - q : (int)DTRAIN__THIN_STEPS;   \
-                        dtrain__thin_copy(cells, x->a + i * x->lda + q, x->lda, rows, steps);     \
-                        const float *at = cells, *const end = cells + steps;                      \
-                        for (; at < end; at++, b += DTRAIN__THIN) {                               \
-                            const vec b_row = *(const vec *)b;                                    \
-                            DTRAIN__ROWS8(DTRAIN__THIN_STEP)                                      \
-                        }                                                                         \
-                    }                                                                             \
-                    DTRAIN__ROWS8(DTRAIN__THIN_TAKE)                                              \
-                    dtrain__thin_store(x, x->first &&p == 0, x->c + i * x->ldc + j, tile, lanes,  \
-                                       1,                                                         \
-                                       rows < DTRAIN__THIN_ROWS ? rows : (int)DTRAIN__THIN_ROWS,  \
-                                       x->cols - j < lanes ? x->cols - j : lanes);                \
-                }                                                                                 \
-            }                                                                                     \
-    }                                                                                             \
-    target static void dtrain__thin_columns_##id(const dtrain__thin *x)                           \
-    {                                                                                             \
-        enum { lanes = vector_lanes, width = 2 * lanes };                                         \
-        typedef float vec DTRAIN__VECTOR_OF(lanes);                                               \
-        const int64_t sums_row = (x->rows + width - 1) / width * width;                           \
-        float edge[(int)DTRAIN__THIN_ROWS * width];                                               \
-        for (int64_t p = 0, stop = 0; p < x->k; p = stop) {                                       \
-            stop = x->k - p < x->k_step ? x->k : p + x->k_step;                                   \
-            memset(x->sums, 0, (size_t)((x->cols + 3) / 4 * 4 * sums_row) * sizeof *x->sums);     \
-            for (int64_t q = p; q < stop; q += DTRAIN__THIN_ROWS)                                 \
-                for (int64_t i = 0; i < x->rows; i += width) {                                    \
-                    const int steps =                                                             \
-                        stop - q < DTRAIN__THIN_ROWS ? (int)(stop - q) : DTRAIN__THIN_ROWS;       \
-                    int64_t a_row;                                                                \
-                    const float *strip = dtrain__thin_strip(x, q, i, width, steps, edge, &a_row); \
-                    for (int j = 0; j < x->cols; j += 4) {                                        \
-                        const float *a = strip, *b = x->b + q * DTRAIN__THIN + j;                 \
-                        float *sums = x->sums + j * sums_row + i;                                 \
-                        DTRAIN__ROWS4(DTRAIN__THIN_LOAD)                                          \
-                        for (int s = 0; s < steps; s++, a += a_row, b += DTRAIN__THIN) {          \
-                            const vec a_left = *(const vec *)a,                                   \
-                                      a_right = *(const vec *)(a + lanes);                        \
-                            DTRAIN__ROWS4(DTRAIN__THIN_ADD)                                       \
-                        }                                                                         \
-                        DTRAIN__ROWS4(DTRAIN__THIN_SAVE)                                          \
-                    }                                                                             \
-                }                                                                                 \
-            dtrain__thin_store(x, x->first &&p == 0, x->c, x->sums, 1, sums_row, x->rows,         \
-                               x->cols);                                                          \
-        }                                                                                         \
-    }
-
-/* The functions of an instruction set but the kernel and the packing. */
-#define DTRAIN__DEFINE_TILES(id, target, rows, nr, f16)                                        \
-    target static void dtrain__finish_##id(float *c, int64_t ldc, int row_count,               \
-                                           const float *bias, float *aux, uint32_t activation) \
-    {                                                                                          \
-        dtrain__finish(c, ldc, row_count, nr, bias, aux, activation);                          \
-    }                                                                                          \
-    target static void dtrain__slope_##id(float *c, const float *z, uint32_t activation)       \
-    {                                                                                          \
-        dtrain__slope(c, z, (rows) * (nr), activation);                                        \
-    }                                                                                          \
-    target static void dtrain__load_##id(float *tile, const dtrain__rectangle *from)           \
-    {                                                                                          \
-        dtrain__load_tile(tile, nr, from, dtrain__f16_load_##f16);                             \
-    }                                                                                          \
-    target static void dtrain__store_##id(const dtrain__rectangle *to, const float *tile)      \
-    {                                                                                          \
-        dtrain__store_tile(to, tile, nr, dtrain__f16_store_##f16);                             \
-    }
-
-#define DTRAIN__DEFINE_ISA(...) \
-    DTRAIN__DEFINE_ISA2(__VA_ARGS__) /* expands f16 before it is glued */
-#define DTRAIN__DEFINE_ISA2(id, target, vector_lanes, rows, unroll, f16)                           \
-    target static void dtrain__kernel_##id(int64_t k, const float *a, const float *b, int64_t ldb, \
-                                           float alpha, float beta, float *c, int64_t ldc)         \
-    {                                                                                              \
-        enum { lanes = vector_lanes };                                                             \
-        typedef float vec DTRAIN__VECTOR_OF(lanes);                                                \
-        DTRAIN__ROWS##rows(DTRAIN__ROW_ZERO) unroll for (; k > 0; k--, a += rows, b += ldb)        \
-        {                                                                                          \
-            vec b_left = *(const vec *)b, b_right = *(const vec *)(b + lanes);                     \
-            DTRAIN__ROWS##rows(DTRAIN__ROW_STEP)                                                   \
-        }                                                                                          \
-        if (beta == 0) {                                                                           \
-            DTRAIN__ROWS##rows(DTRAIN__ROW_SET)                                                    \
-        } else {                                                                                   \
-            DTRAIN__ROWS##rows(DTRAIN__ROW_ADD)                                                    \
-        }                                                                                          \
-    }                                                                                              \
-    target static void dtrain__pack_a_##id(float *panel, const dtrain__operand *x, int64_t index,  \
-                                           int count, int64_t p, int k)                            \
-    {                                                                                              \
-        dtrain__pack(panel, rows, x, index, count, p, k, dtrain__f16_load_##f16);                  \
-    }                                                                                              \
-    target static void dtrain__pack_b_##id(float *panel, const dtrain__operand *x, int64_t index,  \
-                                           int count, int64_t p, int k)                            \
-    {                                                                                              \
-        dtrain__pack(panel, 2 * vector_lanes, x, index, count, p, k, dtrain__f16_load_##f16);      \
-    }                                                                                              \
-    DTRAIN__DEFINE_TILES(id, target, rows, 2 * vector_lanes, f16)                                  \
-    DTRAIN__DEFINE_THIN(id, target, vector_lanes)                                                  \
-    static const dtrain__isa dtrain__isa_##id = {#id,                                              \
-                                                 rows,                                             \
-                                                 2 * vector_lanes,                                 \
-                                                 1,                                                \
-                                                 1,                                                \
-                                                 4,                                                \
-                                                 dtrain__kernel_##id,                              \
-                                                 dtrain__pack_a_##id,                              \
-                                                 dtrain__pack_b_##id,                              \
-                                                 dtrain__finish_##id,                              \
-                                                 dtrain__slope_##id,                               \
-                                                 dtrain__load_##id,                                \
-                                                 dtrain__store_##id,                               \
-                                                 NULL,                                             \
-                                                 NULL,                                             \
-                                                 dtrain__thin_rows_##id,                           \
-                                                 dtrain__thin_columns_##id};
-
-#if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
-DTRAIN__DEFINE_ISA(avx512, DTRAIN__TARGET("avx512f,fma"), 16, 12, DTRAIN__UNROLL_NOT,
-                   DTRAIN__F16_OF_AVX)
-DTRAIN__DEFINE_ISA(avx2, DTRAIN__TARGET("avx2,fma"), 8, 6, DTRAIN__UNROLL_TWICE, DTRAIN__F16_OF_AVX)
-#endif
-#if DTRAIN__VECTORS && defined(__aarch64__)
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 8, DTRAIN__UNROLL_NOT, scalar)
-#elif DTRAIN__VECTORS
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 4, 4, DTRAIN__UNROLL_NOT, scalar)
-#else
-DTRAIN__DEFINE_ISA(generic, DTRAIN__BASELINE, 1, 4, DTRAIN__UNROLL_NOT, scalar)
-#endif
-
-/* ---- Pairs of bf16
- *
- * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
- * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
- * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
- * count as zero, in and out, whatever MXCSR says. The order of additions is the instruction's own,
- * so the bits differ between the two and from those of widened operands; on one machine they depend
- * on the row of A, the column of B and k alone, like those of the other kernels.
- *
- *     B, and A for VDPBF16PS               A for AMX: tiles of 16 rows x 16 cells,
- *     [cell][width], as above              [cell / 16][row / 16][16 rows][16 cells]
- *
- * An odd end of k, and for AMX what is missing to 16 cells, is filled with zeros on both sides.
- *
- * AMX has state that the system gives to processes that ask (arch_prctl; signal frames grow by
- * 8 KiB), and per thread a configuration: loaded when a thread starts work on a product and
- * released after it, so that nobody else's context switches carry tiles. */
-
-#if DTRAIN__VECTORS && defined(__x86_64__) && defined(__linux__) && \
-    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
-#define DTRAIN__PAIRS 1
-#else
-#define DTRAIN__PAIRS 0
-#endif
-
-#if DTRAIN__PAIRS
-#include <cpuid.h>
-#include <sys/syscall.h>
-
-#define DTRAIN__ON_PAIRS \
-    DTRAIN__TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
-#define DTRAIN__ON_AMX \
-    DTRAIN__TARGET("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-#define DTRAIN__PAIRS_INLINE \
-    static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl")))
-
-/* Full zero-masks: g++ warns of the undefined value that the plain intrinsic starts from. */
-#define DTRAIN__LOW32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
-#define DTRAIN__HIGH32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
-#define DTRAIN__LOW64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
-#define DTRAIN__HIGH64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
-#define DTRAIN__LANES(a, b, which) _mm512_maskz_shuffle_i32x4(0xffff, a, b, which)
-
-/* 16 x 16 cells: v[r] holds a row before and a column after. Within the four lanes of 128 bits
- * first, then the lanes. */
-DTRAIN__PAIRS_INLINE void dtrain__transpose16(__m512i v[16])
-{
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = DTRAIN__LOW32(v[i], v[i + 1]);
-        t[i + 1] = DTRAIN__HIGH32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) { /* v[i + j], lane q: column 4 q + j of rows i ... i + 3 */
-        v[i] = DTRAIN__LOW64(t[i], t[i + 2]);
-        v[i + 1] = DTRAIN__HIGH64(t[i], t[i + 2]);
-        v[i + 2] = DTRAIN__LOW64(t[i + 1], t[i + 3]);
-        v[i + 3] = DTRAIN__HIGH64(t[i + 1], t[i + 3]);
-    }
-    for (int j = 0; j < 4; j++) {
-        const __m512i even = DTRAIN__LANES(v[j], v[4 + j], 0x88);
-        const __m512i odd = DTRAIN__LANES(v[j], v[4 + j], 0xdd);
-        const __m512i even2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0x88);
-        const __m512i odd2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0xdd);
-        t[j] = DTRAIN__LANES(even, even2, 0x88);
-        t[4 + j] = DTRAIN__LANES(odd, odd2, 0x88);
-        t[8 + j] = DTRAIN__LANES(even, even2, 0xdd);
-        t[12 + j] = DTRAIN__LANES(odd, odd2, 0xdd);
-    }
-    for (int i = 0; i < 16; i++) v[i] = t[i];
-}
-
-DTRAIN__PAIRS_INLINE const uint16_t *dtrain__bf16_at(const dtrain__operand *x, int64_t row,
-                                                     int64_t column)
-{
-    return (const uint16_t *)x->data + row * x->ld + column;
-}
-
-/* 16 cells of one run along k, of which the first `k` elements exist. */
-DTRAIN__PAIRS_INLINE __m512i dtrain__cells_of_run(const uint16_t *run, int k)
-{
-    return k >= 32 ? _mm512_loadu_si512(run)
-                   : _mm512_maskz_loadu_epi16(k > 0 ? (1u << k) - 1u : 0u, run);
-}
-
-/* One cell of each of 16 neighbours, of which the first `count` exist; k: steps left. */
-DTRAIN__PAIRS_INLINE __m512i dtrain__cells_of_steps(const uint16_t *step, int64_t ld, int count,
-                                                    int k)
-{
-    const __mmask16 some = (__mmask16)(count >= 16 ? 0xffffu : count > 0 ? (1u << count) - 1u : 0u);
-    const __m512i first = _mm512_maskz_cvtepu16_epi32(
-        0xffff, _mm256_maskz_loadu_epi16(k > 0 ? some : (__mmask16)0, step));
-    if (k < 2) return first;
-    const __m512i second =
-        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some, step + ld));
-    return _mm512_maskz_or_epi32(0xffff, first, _mm512_maskz_slli_epi32(0xffff, second, 16));
-}
-
-/* The 16 x 16 cells from index and p on: v[c] is cell c of 16 indices where `by_cell`, else v[r] is
- * 16 cells of index r. What the operand does not have, count indices and k steps, is 0. */
-DTRAIN__PAIRS_INLINE void dtrain__cells(__m512i v[16], const dtrain__operand *x, int64_t index,
-                                        int count, int64_t p, int k, int by_cell)
-{
-    if (x->along_k)
-        for (int r = 0; r < 16; r++)
-            v[r] = r < count ? dtrain__cells_of_run(dtrain__bf16_at(x, index + r, p), k)
-                             : _mm512_setzero_si512();
-    else
-        for (int c = 0; c < 16; c++) {
-            const int left = k - 2 * c;
-            v[c] = left > 0 ? dtrain__cells_of_steps(dtrain__bf16_at(x, p + 2 * c, index), x->ld,
-                                                     count, left)
-                            : _mm512_setzero_si512();
-        }
-    if (x->along_k == by_cell) dtrain__transpose16(v);
-}
-
-/* Cells side by side, `cells` of them. */
-DTRAIN__PAIRS_INLINE void dtrain__pack_by_cell(float *panel, int width, const dtrain__operand *x,
-                                               int64_t index, int count, int64_t p, int k,
-                                               int cells)
-{
-    for (int c = 0; c < cells; c += 16)
-        for (int r = 0; r < width; r += 16) {
-            const int lanes = width - r < 16 ? width - r : 16,
-                      some = cells - c < 16 ? cells - c : 16;
-            float *to = panel + c * width + r;
-            __m512i v[16];
-            dtrain__cells(v, x, index + r, count - r, p + 2 * c, k - 2 * c, 1);
-            if (lanes == 16 && some == 16)
-                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * width, v[i]);
-            else
-                for (int i = 0; i < 16; i++)
-                    if (i < some)
-                        _mm512_mask_storeu_epi32(to + i * width, (__mmask16)((1u << lanes) - 1u),
-                                                 v[i]);
-        }
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_a_vdpbf16(float *panel, const dtrain__operand *x,
-                                                    int64_t index, int count, int64_t p, int k)
-{
-    dtrain__pack_by_cell(panel, 12, x, index, count, p, k, (k + 1) / 2);
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_b_vdpbf16(float *panel, const dtrain__operand *x,
-                                                    int64_t index, int count, int64_t p, int k)
-{
-    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 1) / 2);
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_a_amx(float *panel, const dtrain__operand *x,
-                                                int64_t index, int count, int64_t p, int k)
-{
-    for (; k > 0; k -= 32, p += 32)
-        for (int r = 0; r < 32; r += 16, panel += 256) {
-            __m512i v[16];
-            dtrain__cells(v, x, index + r, count - r, p, k, 0);
-            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + i * 16, v[i]);
-        }
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_b_amx(float *panel, const dtrain__operand *x,
-                                                int64_t index, int count, int64_t p, int k)
-{
-    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 31) / 32 * 16);
-}
-
-/* The kernel of AVX-512 with pairs for numbers. */
-#define DTRAIN__PAIR_STEP(r)                                                         \
-    {                                                                                \
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(cells_a[r]);               \
-        left##r = (vec)_mm512_dpbf16_ps((__m512)left##r, pair, (__m512bh)b_left);    \
-        right##r = (vec)_mm512_dpbf16_ps((__m512)right##r, pair, (__m512bh)b_right); \
-    }
-DTRAIN__ON_PAIRS static void dtrain__kernel_vdpbf16(int64_t cells, const float *a, const float *b,
-                                                    int64_t ldb, float alpha, float beta, float *c,
-                                                    int64_t ldc)
-{
-    enum { lanes = 16 };
-    typedef float vec DTRAIN__VECTOR_OF(16);
-    typedef int32_t cell __attribute__((may_alias));
-    DTRAIN__ROWS12(DTRAIN__ROW_ZERO)
-    for (; cells > 0; cells--, a += 12, b += ldb) {
-        const __m512i b_left = _mm512_loadu_si512(b), b_right = _mm512_loadu_si512(b + 16);
-        const cell *cells_a = (const cell *)(const void *)a;
-        DTRAIN__ROWS12(DTRAIN__PAIR_STEP)
-    }
-    if (beta == 0) {
-        DTRAIN__ROWS12(DTRAIN__ROW_SET)
-    } else {
-        DTRAIN__ROWS12(DTRAIN__ROW_ADD)
-    }
-}
-
-/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. */
-static const uint8_t dtrain__amx_config[64] __attribute__((aligned(64))) = {
-    1,  0, 0,  0, 0,  0,  0,  0,  0,  0,  0,  0,  0, 0, 0, 0, 64, 0, 64, 0, 64, 0,
-    64, 0, 64, 0, 64, 0,  64, 0,  64, 0,  0,  0,  0, 0, 0, 0, 0,  0, 0,  0, 0,  0,
-    0,  0, 0,  0, 16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0,  0, 0,  0};
-
-DTRAIN__ON_AMX static void dtrain__amx_begin(void) { _tile_loadconfig(dtrain__amx_config); }
-DTRAIN__ON_AMX static void dtrain__amx_end(void) { _tile_release(); }
-
-/* 32 x 32 of C in tiles 0 to 3. Without scaling the tiles start from C and end there. */
-DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, const float *b,
-                                              int64_t ldb, float alpha, float beta, float *c,
-                                              int64_t ldc)
-{
-    const int64_t b_row = ldb * 4, c_row = ldc * 4;
-    const bool plain = alpha == 1 && (beta == 0 || beta == 1);
-    for (int r = 0; r < 32; r++) {
-        __builtin_prefetch(c + r * ldc, 1);
-        __builtin_prefetch(c + r * ldc + 16, 1);
-    }
-    if (plain && beta == 1) {
-        _tile_loadd(0, c, c_row);
-        _tile_loadd(1, c + 16, c_row);
-        _tile_loadd(2, c + 16 * ldc, c_row);
-        _tile_loadd(3, c + 16 * ldc + 16, c_row);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (; cells > 0; cells -= 16, a += 512, b += 16 * ldb) {
-        _tile_loadd(4, a, 64);
-        _tile_loadd(6, b, b_row);
-        _tile_loadd(7, b + 16, b_row);
-        _tile_loadd(5, a + 256, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    float sums[32 * 32] __attribute__((aligned(64)));
-    float *to = plain ? c : sums;
-    const int64_t ld = plain ? ldc : 32;
-    _tile_stored(0, to, ld * 4);
-    _tile_stored(1, to + 16, ld * 4);
-    _tile_stored(2, to + 16 * ld, ld * 4);
-    _tile_stored(3, to + 16 * ld + 16, ld * 4);
-    if (plain) return;
-    for (int r = 0; r < 32; r++, c += ldc)
-        for (int j = 0; j < 32; j++)
-            c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
-}
-
-DTRAIN__DEFINE_TILES(vdpbf16, DTRAIN__ON_PAIRS, 12, 32, f16c)
-DTRAIN__DEFINE_TILES(amx, DTRAIN__ON_PAIRS, 32, 32, f16c)
-
-static const dtrain__isa dtrain__isa_vdpbf16 = {"avx512_bf16",
-                                                12,
-                                                32,
-                                                2,
-                                                1,
-                                                8,
-                                                dtrain__kernel_vdpbf16,
-                                                dtrain__pack_a_vdpbf16,
-                                                dtrain__pack_b_vdpbf16,
-                                                dtrain__finish_vdpbf16,
-                                                dtrain__slope_vdpbf16,
-                                                dtrain__load_vdpbf16,
-                                                dtrain__store_vdpbf16,
-                                                NULL,
-                                                NULL,
-                                                NULL,
-                                                NULL};
-static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
-                                            32,
-                                            32,
-                                            2,
-                                            16,
-                                            32,
-                                            dtrain__kernel_amx,
-                                            dtrain__pack_a_amx,
-                                            dtrain__pack_b_amx,
-                                            dtrain__finish_amx,
-                                            dtrain__slope_amx,
-                                            dtrain__load_amx,
-                                            dtrain__store_amx,
-                                            dtrain__amx_begin,
-                                            dtrain__amx_end,
-                                            NULL,
-                                            NULL};
-
-static bool dtrain__has_vdpbf16(void)
-{
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-}
-
-/* The processor has tiles, the system saves them, and this process may use them: it asks for that
- * here, and again is harmless. The answer is no, for example, where alternative signal stacks are
- * too small for the larger frames. */
-static bool dtrain__has_amx(void)
-{
-    enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-    uint32_t a, b, c, d, low, high;
-    if (!dtrain__has_vdpbf16() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
-    __asm__ __volatile__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & TILE_STATE) != TILE_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return (d & TILE_AND_BF16) == TILE_AND_BF16 &&
-           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-#endif /* DTRAIN__PAIRS */
-
-/* NULL: products of bf16 are computed in fp32. AMD starts a VDPBF16PS as often as a multiply-add;
- * Intel every other cycle or less, a quarter as often (62 against 130 GFLOP/s of the widened
- * product on Emerald Rapids), and has AMX. */
-DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
-{
-#if DTRAIN__PAIRS
-    if (dtrain__has_amx()) return &dtrain__isa_amx;
-    if (dtrain__has_vdpbf16() && __builtin_cpu_is("amd")) return &dtrain__isa_vdpbf16;
-#endif
-    return NULL;
-}
-
-/* The best one this machine runs. */
-DTRAIN__PRIVATE const dtrain__isa *dtrain__isa_select(void)
-{
-#if DTRAIN__VECTORS && (defined(__x86_64__) || defined(__i386__))
-    if (__builtin_cpu_supports("avx512f")) return &dtrain__isa_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &dtrain__isa_avx2;
-#endif
-    return &dtrain__isa_generic;
-}
-
-/* ================================================================================================
- * src/device/cpu/gemm.c
- * ==============================================================================================*/
-
-/* The driver. */
+ * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
 
 typedef struct dtrain__gemm_job {
     const dtrain_gemm_args *args;
@@ -22492,9 +21074,8 @@ typedef struct dtrain__gemm_job {
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
     char *memory;
-    size_t slot_bytes;        /* one thread's part of memory */
-    int needs_partial;        /* C cannot hold sums between blocks of k */
-    int few_columns, short_k; /* a thin product */
+    size_t slot_bytes; /* one thread's part of memory */
+    int needs_partial; /* C cannot hold sums between blocks of k */
 } dtrain__gemm_job;
 
 /* One block of k in one rectangle of C: where it lies and what the thread works with. */
@@ -22506,6 +21087,11 @@ typedef struct dtrain__gemm_pass {
     int first, last;
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
+
+static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
+{
+    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
+}
 
 static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -22531,7 +21117,7 @@ static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm
     if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
         memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
         isa->load(other, aux);
-        isa->slope(tile, other, x->activation);
+        isa->slope(tile, other, isa->mr * isa->nr, x->activation);
         return;
     }
     if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
@@ -22607,23 +21193,6 @@ static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
     }
 }
 
-/* A thin product with a short k: its panels of A and of B both fit A's buffer. */
-static void dtrain__gemm_short_k(const dtrain__gemm_pass *pass)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain__isa *isa = job->isa;
-    const int mr = isa->mr, nr = isa->nr;
-    const float *a = pass->a_block;
-    float *panels = pass->a_block + DTRAIN__MC * DTRAIN__THIN;
-    dtrain__gemm_pack_a_block(pass);
-    for (int64_t j = pass->j0; j < pass->j1; j += nr)
-        isa->pack_b(panels + (j - pass->j0) * pass->k, &job->b, j,
-                    (int)dtrain__gemm_min(nr, pass->j1 - j), 0, pass->k);
-    for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->k)
-        for (int64_t j = pass->j0; j < pass->j1; j += nr)
-            dtrain__gemm_tile(pass, i, j, a, panels + (j - pass->j0) * pass->k, nr);
-}
-
 static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
@@ -22674,58 +21243,11 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
             pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
             pass.first = pass.p == 0;
             pass.last = pass.p + pass.k == job->k;
-            if (job->short_k) dtrain__gemm_short_k(&pass);
-            else dtrain__gemm_block(&pass);
+            dtrain__gemm_block(&pass);
             pass.p += pass.k;
         } while (pass.p < job->k);
     }
     if (isa->end) isa->end();
-}
-
-/* op(B), from p on, as thin_rows and thin_columns want it. */
-static void dtrain__gemm_pack_thin(const dtrain__operand *b, int64_t p, int64_t k, int cols,
-                                   float *to)
-{
-    const float *from = (const float *)b->data + (b->along_k ? p : p * b->ld);
-    for (; k > 0; k--, to += DTRAIN__THIN, from += b->along_k ? 1 : b->ld) {
-        for (int j = 0; j < cols; j++) to[j] = from[b->along_k ? j * b->ld : j];
-        for (int j = cols; j < DTRAIN__THIN; j++) to[j] = 0;
-    }
-}
-
-/* A thin product with few columns: dtrain__gemm_task without panels of A. A's buffer holds the sums
- * of a rectangle, and B for as many blocks of k as fit behind them. */
-static void dtrain__gemm_thin_task(void *ctx, int index, int count)
-{
-    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
-    const dtrain_gemm_args *args = job->args;
-    const int64_t sums = DTRAIN__THIN * (4 * DTRAIN__MC + DTRAIN__NR_MAX);
-    const int64_t room = (DTRAIN__MC * DTRAIN__KC - sums) / DTRAIN__THIN;
-    float *const memory = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
-    float *const b = memory + sums;
-    dtrain__thin x;
-    (void)count;
-    memset(&x, 0, sizeof x);
-    x.b = b;
-    x.sums = memory;
-    x.lda = job->a.ld;
-    x.ldc = args->ldc;
-    x.k_step = job->k_step;
-    x.cols = (int)args->n;
-    for (;;) {
-        const int64_t i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED) * job->m_step;
-        if (i >= args->m) break;
-        x.rows = dtrain__gemm_min(job->m_step, args->m - i);
-        x.c = (float *)args->c + i * args->ldc;
-        for (int64_t p = 0; p < job->k; p += x.k) {
-            x.k = dtrain__gemm_min(room / job->k_step * job->k_step, job->k - p);
-            x.first = p == 0;
-            dtrain__gemm_pack_thin(&job->b, p, x.k, x.cols, b);
-            x.a = (const float *)job->a.data + (job->a.along_k ? i * x.lda + p : p * x.lda + i);
-            if (job->a.along_k) job->isa->thin_rows(&x);
-            else job->isa->thin_columns(&x);
-        }
-    }
 }
 
 /* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
@@ -22741,21 +21263,6 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     /* Cheap products repay taller blocks, which pack B less often. */
     job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
     if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
-}
-
-/* Few columns are worth it for plain fp32 only: their kernels know no scale and no epilogue, and a
- * large A, which a taller rectangle serves better. Short k works for everything else too, but pairs
- * of bf16 have buffers of another form. */
-static void dtrain__gemm_be_thin(dtrain__gemm_job *job)
-{
-    const dtrain_gemm_args *x = job->args;
-    const bool fp32 = x->a_dtype == DTRAIN_DTYPE_F32 && x->b_dtype == DTRAIN_DTYPE_F32 &&
-                      x->c_dtype == DTRAIN_DTYPE_F32;
-    const bool plain = x->alpha == 1 && x->beta == 0 && !x->bias && !x->aux && !x->activation;
-    if (job->isa->pair != 1 || job->k == 0) return;
-    job->few_columns = fp32 && plain && x->n <= DTRAIN__THIN;
-    job->short_k = job->k <= DTRAIN__THIN;
-    if (job->few_columns) job->m_most = 4 * DTRAIN__MC / job->isa->mr * job->isa->mr;
 }
 
 /* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
@@ -22810,7 +21317,7 @@ static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *jo
 DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws)
 {
     if (ws->isa) return;
-    ws->isa = dtrain__isa_select();
+    ws->isa = dtrain__kernels_select()->gemm;
     ws->pairs = dtrain__pairs_select();
 }
 
@@ -22837,7 +21344,6 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
 
     job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
     dtrain__gemm_cut_k(&job);
-    dtrain__gemm_be_thin(&job);
 
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
@@ -22846,7 +21352,7 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
     dtrain__gemm_cut(&job, threads);
     int error = dtrain__gemm_reserve(ws, &job, threads);
     if (error) return error;
-    dtrain__parallel(pool, job.few_columns ? dtrain__gemm_thin_task : dtrain__gemm_task, &job);
+    dtrain__parallel(pool, dtrain__gemm_task, &job);
     return 0;
 }
 
@@ -22856,7 +21362,7 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
 
 /* Kernels: how work is cut
  *
- *     launcher (below)      checks what only it can see, cuts the work, wakes the pool
+ *     launcher              checks what only it can see, cuts the work, wakes the pool
  *       -> dtrain__job        what is common to all threads of one kernel
  *         -> range function     the arithmetic on [begin, end), one per instruction set
  *
@@ -22869,6 +21375,10 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
 #ifndef DTRAIN__KERNEL_TEXT
 #define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#if !defined(DTRAIN_NO_SIMD)
 #if defined(__x86_64__)
 #define DTRAIN__ISA 3
 #include DTRAIN__KERNEL_TEXT
@@ -22879,11 +21389,20 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
 #endif
 #define DTRAIN__ISA 1
 #include DTRAIN__KERNEL_TEXT
+#ifdef DTRAIN__TEST_INSTANCES
+#define DTRAIN__TEST_WIDE
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__TEST_WIDE
+#endif
 #undef DTRAIN__ISA
+#endif
+#if defined(DTRAIN_NO_SIMD) || defined(DTRAIN__TEST_INSTANCES)
 #define DTRAIN__ISA 0
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
+#endif
 
+/* The best instance that this machine runs. */
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 {
 #if defined(DTRAIN_NO_SIMD)
@@ -22898,6 +21417,18 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 #endif
     return &dtrain__kernels_generic;
 #endif
+}
+
+/* NULL: products of bf16 are computed in fp32. AMD starts a VDPBF16PS as often as a multiply-add;
+ * Intel every other cycle or less, a quarter as often (62 against 130 GFLOP/s of the widened
+ * product on Emerald Rapids), and has AMX. */
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
+{
+#if DTRAIN__PAIRS
+    if (dtrain__has_amx()) return &dtrain__isa_amx;
+    if (dtrain__has_vdpbf16() && __builtin_cpu_is("amd")) return &dtrain__isa_vdpbf16;
+#endif
+    return NULL;
 }
 
 DTRAIN_API const char *dtrain_cpu_kernel_name(void)
@@ -23161,22 +21692,25 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 
 /* Vectors, and what all kernels have in common.
  *
- * The header includes itself with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2 + FMA + F16C), 1 (four-lane
- * vector extensions: SSE2, NEON, ...) and 0 (plain C). Every name below that is a macro gets the
- * suffix of the instance, so the text reads like ordinary C and debuggers see ordinary functions.
+ * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
+ * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (plain C, DTRAIN_NO_SIMD). Names
+ * of an instance end with its suffix:
  *
- * A kernel body works on the range [begin, end) of its job (elements, rows, columns or items, see
- * the launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the
- * bits do not depend on the number of threads. Explicit vectors instead of the auto-vectoriser:
- * gcc 12 at -O2 leaves loops of unknown length scalar.
+ *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
+ *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
+ *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
  *
- * Tails: vload_n / vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
- * One well predicted branch per vector; every element goes through the same instructions, wherever
- * the ranges are cut. */
-
-#define DTRAIN__GLUE2(name, suffix) name##_##suffix
-#define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
-#define DTRAIN__INSTANCE(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
+ * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K; text.h
+ * takes all macros back at its end.
+ *
+ * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
+ * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
+ * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops
+ * of unknown length scalar.
+ *
+ * Tails: vload_n and vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
+ * That is one well predicted branch per vector, and every element goes through the same
+ * instructions, wherever the ranges are cut. */
 
 #if DTRAIN__ISA == 3
 #define DTRAIN__SUFFIX avx512
@@ -23186,6 +21720,11 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 #define DTRAIN__SUFFIX avx2
 #define DTRAIN__W 8
 #define DTRAIN__ON __attribute__((target("avx2,fma,f16c")))
+#elif DTRAIN__ISA == 1 && \
+    defined(DTRAIN__TEST_WIDE) /* for tests: the widest tiles on any machine */
+#define DTRAIN__SUFFIX wide
+#define DTRAIN__W 16
+#define DTRAIN__ON
 #elif DTRAIN__ISA == 1
 #define DTRAIN__SUFFIX generic
 #define DTRAIN__W 4
@@ -23196,165 +21735,189 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 #define DTRAIN__ON
 #endif
 
-#define dtrain__v DTRAIN__INSTANCE(dtrain__v)
-#define dtrain__vi DTRAIN__INSTANCE(dtrain__vi)
-#define dtrain__vu DTRAIN__INSTANCE(dtrain__vu)
-#define dtrain__vd DTRAIN__INSTANCE(dtrain__vd)
-#define dtrain__vset DTRAIN__INSTANCE(dtrain__vset)
-#define dtrain__vfma DTRAIN__INSTANCE(dtrain__vfma)
-#define dtrain__vmax DTRAIN__INSTANCE(dtrain__vmax)
-#define dtrain__vmin DTRAIN__INSTANCE(dtrain__vmin)
-#define dtrain__vsqrt DTRAIN__INSTANCE(dtrain__vsqrt)
-#define dtrain__vround DTRAIN__INSTANCE(dtrain__vround)
-#define dtrain__vtofloat DTRAIN__INSTANCE(dtrain__vtofloat)
-#define dtrain__vbits DTRAIN__INSTANCE(dtrain__vbits)
-#define dtrain__vfrombits DTRAIN__INSTANCE(dtrain__vfrombits)
-#define dtrain__viota DTRAIN__INSTANCE(dtrain__viota)
-#define dtrain__vless DTRAIN__INSTANCE(dtrain__vless)
-#define dtrain__viless DTRAIN__INSTANCE(dtrain__viless)
-#define dtrain__viset DTRAIN__INSTANCE(dtrain__viset)
-#define dtrain__vkeep DTRAIN__INSTANCE(dtrain__vkeep)
-#define dtrain__vselect DTRAIN__INSTANCE(dtrain__vselect)
-#define dtrain__vload DTRAIN__INSTANCE(dtrain__vload)
-#define dtrain__vstore DTRAIN__INSTANCE(dtrain__vstore)
-#define dtrain__vload_n DTRAIN__INSTANCE(dtrain__vload_n)
-#define dtrain__vstore_n DTRAIN__INSTANCE(dtrain__vstore_n)
-#define dtrain__vpart_load DTRAIN__INSTANCE(dtrain__vpart_load)
-#define dtrain__vpart_store DTRAIN__INSTANCE(dtrain__vpart_store)
-#define dtrain__vfirst DTRAIN__INSTANCE(dtrain__vfirst)
-#define dtrain__vsum DTRAIN__INSTANCE(dtrain__vsum)
-#define dtrain__vtop DTRAIN__INSTANCE(dtrain__vtop)
-#define dtrain__vexp DTRAIN__INSTANCE(dtrain__vexp)
-#define dtrain__vgelu DTRAIN__INSTANCE(dtrain__vgelu)
-#define dtrain__vgelu_slope DTRAIN__INSTANCE(dtrain__vgelu_slope)
+#define DTRAIN__GLUE2(name, suffix) dtrain__##name##_##suffix
+#define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
+#define DTRAIN__K(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
+#define DTRAIN__HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON
+#define DTRAIN__ROUTINE static DTRAIN__ON
+#define DTRAIN__KERNEL(name)                                                            \
+    DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
+                                         DTRAIN__UNUSED int index)
 
-/* Signatures: a helper is inlined into its caller, a kernel is called through the table. */
-#define DTRAIN__VECTOR static inline __attribute__((always_inline, unused)) DTRAIN__ON
-#define DTRAIN__KERNEL static DTRAIN__ON
+#define dtrain__v DTRAIN__K(v)
+#define dtrain__vi DTRAIN__K(vi)
+#define dtrain__vset DTRAIN__K(vset)
+#define dtrain__viset DTRAIN__K(viset)
+#define dtrain__vload DTRAIN__K(vload)
+#define dtrain__vstore DTRAIN__K(vstore)
+#define dtrain__vload_n DTRAIN__K(vload_n)
+#define dtrain__vstore_n DTRAIN__K(vstore_n)
+#define dtrain__vload_as DTRAIN__K(vload_as)
+#define dtrain__vstore_as DTRAIN__K(vstore_as)
+#define dtrain__vfma DTRAIN__K(vfma)
+#define dtrain__vmax DTRAIN__K(vmax)
+#define dtrain__vmin DTRAIN__K(vmin)
+#define dtrain__vbits DTRAIN__K(vbits)
+#define dtrain__vfrombits DTRAIN__K(vfrombits)
+#define dtrain__viless DTRAIN__K(viless)
+#define dtrain__viota DTRAIN__K(viota)
+#define dtrain__vkeep DTRAIN__K(vkeep)
+#define dtrain__vsum DTRAIN__K(vsum)
+#define dtrain__vexp DTRAIN__K(vexp)
+#define dtrain__product DTRAIN__K(product)
+#define dtrain__pack_rows DTRAIN__K(pack_rows)
+#define dtrain__unpack_rows DTRAIN__K(unpack_rows)
 
 /* ---- Vectors ----------------------------------------------------------------------------------*/
 
-#if DTRAIN__W > 1
+#if DTRAIN__ISA == 3
+typedef __m512 dtrain__v;
+#elif DTRAIN__ISA == 2
+typedef __m256 dtrain__v;
+#elif DTRAIN__ISA == 1
 typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
-typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
-typedef float dtrain__vu __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
 #else
-typedef float dtrain__v, dtrain__vu;
-typedef int32_t dtrain__vi;
+typedef float dtrain__v;
 #endif
 
-DTRAIN__VECTOR dtrain__v dtrain__vload(const float *p) { return *(const dtrain__vu *)p; }
+#if DTRAIN__ISA > 0
+typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
+typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
 
-DTRAIN__VECTOR void dtrain__vstore(float *p, dtrain__v v) { *(dtrain__vu *)p = v; }
-
-#if DTRAIN__W > 1
-DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
-DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
-DTRAIN__VECTOR dtrain__vi dtrain__vless(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
-DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
-DTRAIN__VECTOR dtrain__v dtrain__vtofloat(dtrain__vi v)
+DTRAIN__HELPER dtrain__v dtrain__vload(const float *p)
+{
+    return (dtrain__v) * (const DTRAIN__K(vu) *)p;
+}
+DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v)
+{
+    *(DTRAIN__K(vu) *)p = (DTRAIN__K(vu))v;
+}
+DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
+DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
+DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
+DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
 {
     return __builtin_convertvector(v, dtrain__v);
 }
 #else
-DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
-DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v)
+typedef int32_t dtrain__vi;
+
+DTRAIN__HELPER dtrain__v dtrain__vload(const float *p) { return *p; }
+DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v) { *p = v; }
+DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
+DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v)
 {
     return dtrain__f32_from_bits((uint32_t)v);
 }
-DTRAIN__VECTOR dtrain__vi dtrain__vless(dtrain__v a, dtrain__v b) { return -(a < b); }
-DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
-DTRAIN__VECTOR dtrain__v dtrain__vtofloat(dtrain__vi v) { return (float)v; }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return -(a < b); }
+DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
+DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v) { return (float)v; }
 #endif
 
 /* Masks are all ones or all zeros per lane. */
-DTRAIN__VECTOR dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
+DTRAIN__HELPER dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
 {
     return dtrain__vfrombits(dtrain__vbits(v) & mask);
 }
 
-DTRAIN__VECTOR dtrain__v dtrain__vselect(dtrain__vi mask, dtrain__v yes, dtrain__v no)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vselect)(dtrain__vi mask, dtrain__v yes, dtrain__v no)
 {
     return dtrain__vfrombits((dtrain__vbits(yes) & mask) | (dtrain__vbits(no) & ~mask));
 }
 
-/* What the compilers do not make out of operators: fused multiply-add (-std=c99 forbids
+DTRAIN__HELPER dtrain__vi dtrain__viota(void)
+{
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    dtrain__vi v;
+    memcpy(&v, lanes, sizeof v);
+    return v;
+}
+
+/* The operations that compilers do not make out of operators: fused multiply-add (-std=c99 forbids
  * contracting), broadcast, max and min with a known NaN rule (the second operand wins), rounding to
- * an integer. */
+ * an integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
+ * intrinsic starts from an undefined value, because g++ warns about those. */
 #if DTRAIN__ISA == 3
-/* Full zero-masks where the plain intrinsic starts from an undefined value: g++ warns about
- * those. */
-DTRAIN__VECTOR dtrain__v dtrain__vset(float x) { return (dtrain__v)_mm512_set1_ps(x); }
-DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
-DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm512_set1_ps(x); }
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
+DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
-    return (dtrain__v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return _mm512_fmadd_ps(a, b, c);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
-    return (dtrain__v)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+    return _mm512_maskz_max_ps(0xffff, a, b);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
-    return (dtrain__v)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+    return _mm512_maskz_min_ps(0xffff, a, b);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
-    return (dtrain__v)_mm512_maskz_sqrt_ps(0xffff, (__m512)a);
+    return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, a);
 }
-DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
-    return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)a);
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
-    return (dtrain__v)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
-}
-DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
-{
-    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), (__m512)v);
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
 }
 #elif DTRAIN__ISA == 2
-DTRAIN__VECTOR dtrain__v dtrain__vset(float x) { return (dtrain__v)_mm256_set1_ps(x); }
-DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
-DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm256_set1_ps(x); }
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
+DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
-    return (dtrain__v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    return _mm256_fmadd_ps(a, b, c);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b) { return _mm256_max_ps(a, b); }
+DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b) { return _mm256_min_ps(a, b); }
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm256_sqrt_ps(a); }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
-    return (dtrain__v)_mm256_max_ps((__m256)a, (__m256)b);
+    return (dtrain__vi)_mm256_cvtps_epi32(a);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
-    return (dtrain__v)_mm256_min_ps((__m256)a, (__m256)b);
+    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
+    return _mm256_maskload_ps(p, (__m256i)mask);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a) { return (dtrain__v)_mm256_sqrt_ps((__m256)a); }
-DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
-    return (dtrain__vi)_mm256_cvtps_epi32((__m256)a);
+    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
+    _mm256_maskstore_ps(p, (__m256i)mask, v);
 }
 #else
-DTRAIN__VECTOR dtrain__v dtrain__vset(float x)
+DTRAIN__HELPER dtrain__v dtrain__vset(float x)
 {
     float lanes[DTRAIN__W];
     for (int i = 0; i < DTRAIN__W; i++) lanes[i] = x;
     return dtrain__vload(lanes);
 }
-DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x)
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
 {
     return dtrain__vbits(dtrain__vset(dtrain__f32_from_bits((uint32_t)x)));
 }
-DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c) { return a * b + c; }
-DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
-    return dtrain__vselect(dtrain__vless(b, a), a, b);
+#if defined(__aarch64__) && DTRAIN__W == 4
+    return (dtrain__v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
-    return dtrain__vselect(dtrain__vless(a, b), a, b);
+    return DTRAIN__K(vselect)(DTRAIN__K(vless)(b, a), a, b);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
+DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+{
+    return DTRAIN__K(vselect)(DTRAIN__K(vless)(a, b), a, b);
+}
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, a);
@@ -23362,7 +21925,7 @@ DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
     return dtrain__vload(lanes);
 }
 /* Halves go away from zero here: any of the two neighbours is good enough for exp. */
-DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
@@ -23372,42 +21935,13 @@ DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
     return a < 1e9f ? (int32_t)(a + half) : 0; /* NaN: any integer, but no undefined conversion */
 #endif
 }
-#endif
-
-DTRAIN__VECTOR dtrain__vi dtrain__viota(void)
-{
-    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    dtrain__vi v;
-    memcpy(&v, lanes, sizeof v);
-    return v;
-}
-
-/* The first n lanes of v, 0 in the others. */
-DTRAIN__VECTOR dtrain__v dtrain__vfirst(dtrain__v v, int64_t n)
-{
-    if (n >= DTRAIN__W) return v;
-    return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
-}
-
-#if DTRAIN__ISA == 2
-DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
-{
-    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
-    return (dtrain__v)_mm256_maskload_ps(p, (__m256i)mask);
-}
-DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
-{
-    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
-    _mm256_maskstore_ps(p, (__m256i)mask, (__m256)v);
-}
-#elif DTRAIN__ISA < 2
-DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     float lanes[DTRAIN__W] = {0};
     for (int64_t i = 0; i < n && i < DTRAIN__W; i++) lanes[i] = p[i];
     return dtrain__vload(lanes);
 }
-DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
+DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
@@ -23415,19 +21949,26 @@ DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
 }
 #endif
 
-DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
+DTRAIN__HELPER dtrain__v dtrain__vload_n(const float *p, int64_t n)
 {
-    return n >= DTRAIN__W ? dtrain__vload(p) : dtrain__vpart_load(p, n);
+    return n >= DTRAIN__W ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
 }
 
-DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
+DTRAIN__HELPER void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) dtrain__vstore(p, v);
-    else dtrain__vpart_store(p, v, n);
+    else DTRAIN__K(vpart_store)(p, v, n);
+}
+
+/* The first n lanes of v, 0 in the others. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
+{
+    if (n >= DTRAIN__W) return v;
+    return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
 }
 
 /* Sum and maximum over the lanes, always as the same tree. */
-DTRAIN__VECTOR float dtrain__vsum(dtrain__v v)
+DTRAIN__HELPER float dtrain__vsum(dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
@@ -23436,7 +21977,7 @@ DTRAIN__VECTOR float dtrain__vsum(dtrain__v v)
     return lanes[0];
 }
 
-DTRAIN__VECTOR float dtrain__vtop(dtrain__v v)
+DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
@@ -23452,11 +21993,11 @@ DTRAIN__VECTOR float dtrain__vtop(dtrain__v v)
  * chained (Horner): a loop of exps is bound by how far the core looks ahead, so the short chain
  * wins. Below -87.7 the clamp gives n = -127, whose scale is exactly 0 (a masked score must weigh
  * nothing); above 88 the result stays e^88, callers subtract a maximum first. NaN passes. */
-DTRAIN__VECTOR dtrain__v dtrain__vexp(dtrain__v x)
+DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
 {
     x = dtrain__vmin(dtrain__vset(88.0f), dtrain__vmax(dtrain__vset(-88.0f), x));
-    const dtrain__vi n = dtrain__vround(x * dtrain__vset(1.44269504f));
-    const dtrain__v whole = dtrain__vtofloat(n);
+    const dtrain__vi n = DTRAIN__K(vround)(x * dtrain__vset(1.44269504f));
+    const dtrain__v whole = DTRAIN__K(vtofloat)(n);
 #if DTRAIN__ISA >= 2
     const dtrain__v r = dtrain__vfma(whole, dtrain__vset(-0.693147181f), x);
 #else /* without a fused operation ln 2 is split, so that n * high is exact */
@@ -23472,22 +22013,55 @@ DTRAIN__VECTOR dtrain__v dtrain__vexp(dtrain__v x)
     return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
 }
 
+/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
+ * n ln2 + r as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below
+ * 5.2e-9. Another polynomial than vexp: the bits of every trained GPT hang on it. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
+{
+    const dtrain__v cubic = dtrain__vfma(dtrain__vset(0.044715f), x * x * x, x);
+    const dtrain__v limit = dtrain__vset(80.0f), big = dtrain__vset(12582912.0f); /* 1.5 * 2^23 */
+    dtrain__v u = dtrain__vset(-2.0f) * (dtrain__vset(0.797884561f) * cubic);
+    u = dtrain__vmin(limit, dtrain__vmax(-limit, u));
+    /* Adding 1.5 * 2^23 rounds to an integer, which is in the low bits then. */
+    const dtrain__vi n =
+        dtrain__vbits(dtrain__vfma(u, dtrain__vset(1.44269504f), big)) - dtrain__viset(0x4b400000);
+    const dtrain__v whole = DTRAIN__K(vtofloat)(n);
+    dtrain__v r = dtrain__vfma(whole, dtrain__vset(-0.693359375f), u),
+              p = dtrain__vset(1.0f / 5040);
+    r = dtrain__vfma(whole, dtrain__vset(2.12194440e-4f), r);
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 720));
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 120));
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 24));
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 6));
+    p = dtrain__vfma(p, r, dtrain__vset(0.5f));
+    p = dtrain__vfma(p, r * r, r);
+    const dtrain__v scale = dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+    return dtrain__vfma(p, scale, scale);
+}
+
+/* y = x/2 (1 + tanh u) as x / (1 + e^-2u): one exp, no cancellation for negative x. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu)(dtrain__v x)
+{
+    return x / (dtrain__vset(1.0f) + DTRAIN__K(gelu_exp)(x));
+}
+
+/* The slope for a C in half precision, by gelu_exp: vgelu_slope below, by vexp, is that of fp32. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope_low)(dtrain__v x)
+{
+    const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
+    x = dtrain__vmin(limit, dtrain__vmax(-limit, x));
+    const dtrain__v e = DTRAIN__K(gelu_exp)(x), s = one / (one + e);
+    const dtrain__v slope =
+        dtrain__vset(1.595769122f) * dtrain__vfma(dtrain__vset(0.134145f), x * x, one);
+    return dtrain__vfma(x * (s * (e * s)), slope, s);
+}
+
 #define DTRAIN__GELU_A 0.797884561f /* sqrt(2/pi) */
 #define DTRAIN__GELU_B 0.044715f
 
-/* y = x/2 (1 + tanh u), u = A (x + B x^3), as x / (1 + e^-2u): no cancellation for negative x. */
-DTRAIN__VECTOR dtrain__v dtrain__vgelu(dtrain__v x)
-{
-    const dtrain__v limit =
-        dtrain__vset(11.0f); /* x^3 must not overflow; beyond it e^-2u is settled */
-    const dtrain__v c = dtrain__vmin(limit, dtrain__vmax(-limit, x));
-    const dtrain__v cubic = dtrain__vfma(c * c * c, dtrain__vset(DTRAIN__GELU_B), c);
-    return x / (dtrain__vset(1.0f) + dtrain__vexp(cubic * dtrain__vset(-2 * DTRAIN__GELU_A)));
-}
-
 /* With q = e^-2u and w = 1 / (1 + q): dy/dx = w + x w (1 - w) 2u' = w (1 + x q w 2u'), where
  * u' = A (1 + 3 B x^2). The tails keep their relative accuracy; outside +-10 it is 0 or 1. */
-DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope)(dtrain__v x)
 {
     const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
     x = dtrain__vmin(limit, dtrain__vmax(-limit, x));
@@ -23503,75 +22077,70 @@ DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
 /* ---- Vectors in half precision ----------------------------------------------------------------
  *
  * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
- * functions of core/dtype.c: the bits are the same. A tail goes through a buffer of full width. */
+ * functions of core/dtype.c: the bits are the same. */
 
-#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
-#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
-#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
-#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
-#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
-#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
 #if DTRAIN__ISA >= 2
-typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
-typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
+typedef uint16_t DTRAIN__K(vhalves)
+    __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+typedef uint32_t DTRAIN__K(vwords) __attribute__((vector_size(4 * DTRAIN__W)));
 
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
 {
-    const dtrain__vwords x = (dtrain__vwords)v;
-    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
-    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
-    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
-    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
+    const DTRAIN__K(vwords) x = (DTRAIN__K(vwords))v;
+    const DTRAIN__K(vwords) rounded = x + 0x7fffu + ((x >> 16) & 1u);
+    const DTRAIN__K(vwords) nan = (DTRAIN__K(vwords))((x & 0x7fffffffu) > 0x7f800000u);
+    const DTRAIN__K(vwords) bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+    *(DTRAIN__K(vhalves) *)to = __builtin_convertvector(bits, DTRAIN__K(vhalves));
 }
 
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 {
-    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
-                       << 16);
+    const DTRAIN__K(vhalves) half = *(const DTRAIN__K(vhalves) *)from;
+    return (dtrain__v)(__builtin_convertvector(half, DTRAIN__K(vwords)) << 16);
 }
+
+DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
+{
+    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 #if DTRAIN__ISA == 3
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm256_storeu_si256(
-        (__m256i *)(void *)to,
-        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm512_maskz_cvtph_ps(
-        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
-}
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, NEAREST));
 #else
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm_storeu_si128((__m128i *)(void *)to,
-                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
-}
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, NEAREST));
 #endif
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
+{
+#if DTRAIN__ISA == 3
+    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)from);
+    return _mm512_maskz_cvtph_ps(0xffff, half);
 #else
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+#endif
+}
+#else
+DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
     for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
 }
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 {
     float lanes[DTRAIN__W];
     for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
     return dtrain__vload(lanes);
 }
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+
+DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
     for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
 }
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 {
     float lanes[DTRAIN__W];
     for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
@@ -23579,33 +22148,45 @@ DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
 }
 #endif
 
-#define dtrain__vload_as DTRAIN__INSTANCE(dtrain__vload_as)
-#define dtrain__vstore_as DTRAIN__INSTANCE(dtrain__vstore_as)
-
-/* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. */
-DTRAIN__VECTOR dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
+ * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
+ * once. A tail of halves goes through a buffer of full width. Where memory is fast the test of
+ * dtype costs as much as the arithmetic: such kernels are helpers with dtype as an argument, called
+ * with the constant F32 where it is that. */
+DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
+    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
         if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
         half = tail;
     }
-    return dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
+    return dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half) : DTRAIN__K(from_f16)(half);
 }
 
-DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
+DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) {
+    if (dtype <= DTRAIN_DTYPE_F32) {
         dtrain__vstore_n((float *)p + at, v, n);
         return;
     }
     uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(to, v);
-    else dtrain__to_f16(to, v);
+    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
+    else DTRAIN__K(to_f16)(to, v);
     if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+}
+
+/* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
+ * whole vectors. */
+DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
+                                               int64_t count, float *buffer)
+{
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)p + at;
+    for (int64_t i = 0; i < count; i += DTRAIN__W)
+        dtrain__vstore(buffer + i, dtrain__vload_as(p, dtype, at + i, count - i));
+    return buffer;
 }
 
 /* ================================================================================================
@@ -23614,51 +22195,55 @@ DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, d
 
 /* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
 
-#define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
-DTRAIN__KERNEL void dtrain__range_add(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
+                                      dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
-    const dtrain_add_args *args = (const dtrain_add_args *)job->args;
-    const float *x = (const float *)args->x, *y = (const float *)args->y;
-    float *out = (float *)args->out;
-    (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
     }
 }
 
-#define dtrain__range_axpby DTRAIN__INSTANCE(dtrain__range_axpby)
-DTRAIN__KERNEL void dtrain__range_axpby(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(add)
 {
-    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(add_as)(a, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(add_as)(a, begin, end, a->x_dtype, a->y_dtype);
+}
+
+DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t begin, int64_t end,
+                                        dtrain_dtype dtype)
+{
     const bool constant = args->broadcast || !args->x;
-    const float *x = (const float *)args->x;
-    float *y = (float *)args->y;
-    const dtrain__v a = dtrain__vset(constant && x ? args->a * x[0] : args->a);
-    const dtrain__v b = dtrain__vset(args->b);
-    (void)index;
-    if (constant)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = dtrain__vload_n(y + i, args->accumulate ? n : 0);
-            dtrain__vstore_n(y + i, args->accumulate ? dtrain__vfma(b, old, a) : a, n);
-        }
-    else if (args->accumulate)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = b * dtrain__vload_n(y + i, n);
-            dtrain__vstore_n(y + i, dtrain__vfma(a, dtrain__vload_n(x + i, n), old), n);
-        }
-    else
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            dtrain__vstore_n(y + i, a * dtrain__vload_n(x + i, n), n);
-        }
+    float value = args->a, lanes[DTRAIN__W];
+    if (constant && args->x) {
+        dtrain__vstore(lanes, dtrain__vload_as(args->x, dtype, 0, 1));
+        value *= lanes[0];
+    }
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v y = a;
+        if (args->accumulate) {
+            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
+            y = constant ? dtrain__vfma(b, old, a)
+                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
+        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
+        dtrain__vstore_as(args->y, dtype, i, y, n);
+    }
+}
+
+DTRAIN__KERNEL(axpby)
+{
+    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
+    if (a->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(axpby_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(axpby_as)(a, begin, end, a->dtype);
 }
 
 /* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
-#define dtrain__range_adamw DTRAIN__INSTANCE(dtrain__range_adamw)
-DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(adamw)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
     const dtrain_adamw_args *a = update->adamw;
@@ -23670,23 +22255,20 @@ DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t
     const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
     const dtrain__v step = dtrain__vset(update->now.lr / update->now.correction1);
     const dtrain__v correct2 = dtrain__vset(1 / update->now.correction2);
-    (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
         const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(t->m + i, n));
         const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(t->v + i, n));
-        const dtrain__v root = dtrain__vsqrt(v * correct2) + epsilon;
+        const dtrain__v root = DTRAIN__K(vsqrt)(v * correct2) + epsilon;
         const dtrain__v old = dtrain__vload_n(t->value + i, n);
         dtrain__vstore_n(t->m + i, m, n);
         dtrain__vstore_n(t->v + i, v, n);
         dtrain__vstore_n(t->value + i, old * decay - step * m / root, n);
     }
-    if (t->low) dtrain__round_low(update, begin, end);
 }
 
-#define dtrain__range_sgd DTRAIN__INSTANCE(dtrain__range_sgd)
-DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(sgd)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
     const dtrain_sgd_args *a = update->sgd;
@@ -23695,7 +22277,6 @@ DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t e
     const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
     const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
     float *buffer = t->m;
-    (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
@@ -23707,128 +22288,83 @@ DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t e
         }
         dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
     }
-    if (t->low) dtrain__round_low(update, begin, end);
 }
 
 /* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
  *
  * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
 #define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
-#define dtrain__vhalf DTRAIN__INSTANCE(dtrain__vhalf)
-#define dtrain__vwiden DTRAIN__INSTANCE(dtrain__vwiden)
 #if DTRAIN__W > 1
-typedef float dtrain__vhalf __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
-typedef double dtrain__vd __attribute__((vector_size(4 * DTRAIN__W)));
-DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p)
+typedef float DTRAIN__K(vhalf) __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
+typedef double DTRAIN__K(vd) __attribute__((vector_size(4 * DTRAIN__W)));
+DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
 {
-    return __builtin_convertvector(*(const dtrain__vhalf *)p, dtrain__vd);
+    return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
 }
 #else
-typedef double dtrain__vd;
-DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p) { return (double)*p; }
+typedef double DTRAIN__K(vd);
+DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p) { return (double)*p; }
 #endif
 
-#define dtrain__sum_chunk DTRAIN__INSTANCE(dtrain__sum_chunk)
-DTRAIN__KERNEL double dtrain__sum_chunk(const float *x, int64_t count, bool squares)
+DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
+                                           dtrain_dtype dtype, bool squares)
 {
-    dtrain__vd even, odd;
+    DTRAIN__K(vd) even, odd;
     double lanes[DTRAIN__H], total = 0;
-    int64_t i = 0;
+    float buffer[2 * DTRAIN__H];
+    int64_t i = begin;
     memset(&even, 0, sizeof even);
     odd = even;
-    if (squares)
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            const dtrain__vd a = dtrain__vwiden(x + i), b = dtrain__vwiden(x + i + DTRAIN__H);
-            even += a * a;
-            odd += b * b;
-        }
-    else
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            even += dtrain__vwiden(x + i);
-            odd += dtrain__vwiden(x + i + DTRAIN__H);
-        }
+    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
+        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
+        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
+        even += squares ? low * low : low;
+        odd += squares ? high * high : high;
+    }
     even += odd;
     memcpy(lanes, &even, sizeof lanes);
     for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
-    for (; i < count; i++) total += squares ? (double)x[i] * (double)x[i] : (double)x[i];
+    for (; i < end; i++) {
+        const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
+        total += squares ? x * x : x;
+    }
     return total;
 }
 
-#define dtrain__range_sum DTRAIN__INSTANCE(dtrain__range_sum)
-DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
-    (void)index;
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk;
-        const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
-        job->sums[chunk] = dtrain__sum_chunk((const float *)a->x + first, count, a->squares);
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->count ? past : a->count;
+        job->sums[chunk] =
+            a->dtype > DTRAIN_DTYPE_F32 ? DTRAIN__K(sum_chunk)(a, first, last, a->dtype, a->squares)
+            : a->squares ? DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, true)
+                         : DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, false);
     }
 }
 
-/* ---- Conversions ------------------------------------------------------------------------------*/
-
-#define dtrain__to_half DTRAIN__INSTANCE(dtrain__to_half)
-#define dtrain__from_half DTRAIN__INSTANCE(dtrain__from_half)
-/* Without vector code for a whole row: count elements, either direction. */
-DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t count,
-                                    dtrain_dtype dtype)
+/* One vector at a time, through fp32. */
+DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
+                                          dtrain_dtype from, dtrain_dtype to)
 {
-    uint16_t tail[DTRAIN__W];
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__to_bf16(to + i, dtrain__vload(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__to_f16(to + i, dtrain__vload(from + i));
-    if (i == count) return;
-    const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(tail, rest);
-    else dtrain__to_f16(tail, rest);
-    memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
+    for (int64_t i = begin; i < end; i += DTRAIN__W)
+        dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
-DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t count,
-                                      dtrain_dtype dtype)
-{
-    uint16_t tail[DTRAIN__W] = {0};
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, dtrain__from_bf16(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, dtrain__from_f16(from + i));
-    if (i == count) return;
-    memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
-    dtrain__vstore_n(to + i,
-                     dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail),
-                     count - i);
-}
-
-#define dtrain__range_convert DTRAIN__INSTANCE(dtrain__range_convert)
-DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(convert)
 {
     const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
-    const size_t x_bytes = dtrain_dtype_bytes(a->x_dtype), y_bytes = dtrain_dtype_bytes(a->y_dtype);
-    const char *x = (const char *)a->x + (size_t)begin * x_bytes;
-    char *y = (char *)a->y + (size_t)begin * y_bytes;
-    float between[256];
-    (void)index;
-    if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
-    else if (a->x_dtype == DTRAIN_DTYPE_F32)
-        dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
-                        a->y_dtype);
-    else if (a->y_dtype == DTRAIN_DTYPE_F32)
-        dtrain__from_half((float *)(void *)y, (const uint16_t *)(const void *)x, end - begin,
-                          a->x_dtype);
-    else
-        for (int64_t i = begin; i < end; i += 256, x += 512, y += 512) {
-            const int64_t n = end - i < 256 ? end - i : 256;
-            dtrain__from_half(between, (const uint16_t *)(const void *)x, n, a->x_dtype);
-            dtrain__to_half((uint16_t *)(void *)y, between, n, a->y_dtype);
-        }
+    const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (from == to) {
+        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
+        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
+    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
+    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
+    else if (from == f32) DTRAIN__K(convert_as)(a, begin, end, f32, DTRAIN_DTYPE_F16);
+    else if (to == f32) DTRAIN__K(convert_as)(a, begin, end, DTRAIN_DTYPE_F16, f32);
+    else DTRAIN__K(convert_as)(a, begin, end, from, to);
 }
 
 /* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
@@ -23836,26 +22372,22 @@ DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64
  * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
  * there. High halves carry rubbish between rounds: the multiplier ignores them. */
 
-#define dtrain__vq DTRAIN__INSTANCE(dtrain__vq)
-#define dtrain__vwide DTRAIN__INSTANCE(dtrain__vwide)
-#define dtrain__vmerge DTRAIN__INSTANCE(dtrain__vmerge)
-#define dtrain__vphilox DTRAIN__INSTANCE(dtrain__vphilox)
 #if DTRAIN__W > 1
-typedef uint64_t dtrain__vq __attribute__((vector_size(4 * DTRAIN__W)));
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(4 * DTRAIN__W)));
 
-DTRAIN__VECTOR dtrain__vq dtrain__vwide(dtrain__vq a, uint32_t b)
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
 {
 #if DTRAIN__ISA == 3
-    return (dtrain__vq)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
+    return (DTRAIN__K(vq))_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
 #elif DTRAIN__ISA == 2
-    return (dtrain__vq)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
 #else
     return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
 #endif
 }
 
 /* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__VECTOR void dtrain__vmerge(dtrain__vq a, dtrain__vq b, uint32_t *words)
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
 {
 #if DTRAIN__ISA == 3
     const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
@@ -23878,20 +22410,20 @@ DTRAIN__VECTOR void dtrain__vmerge(dtrain__vq a, dtrain__vq b, uint32_t *words)
 
 /* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
  * neighbouring words, the low half first. */
-DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
-                                    uint32_t *words)
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
 {
     static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint64_t half = 0xffffffffu;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    dtrain__vq c0;
+    DTRAIN__K(vq) c0;
     memcpy(&c0, lanes, sizeof c0);
-    dtrain__vq c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
     c0 += counter;
-    dtrain__vq c1 = c0 >> 32;
+    DTRAIN__K(vq) c1 = c0 >> 32;
     for (int round = 0; round < 10; round++) {
-        const dtrain__vq p0 = dtrain__vwide(c0, DTRAIN__PHILOX_M0);
-        const dtrain__vq p1 = dtrain__vwide(c2, DTRAIN__PHILOX_M1);
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
         c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
         c1 = p1;
         c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
@@ -23899,18 +22431,17 @@ DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t cou
         k0 += DTRAIN__PHILOX_W0;
         k1 += DTRAIN__PHILOX_W1;
     }
-    dtrain__vmerge((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
 }
 #else
-DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
-                                    uint32_t *words)
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
 {
     dtrain_philox(seed, stream, counter, words);
 }
 #endif
 
-#define dtrain__range_dropout DTRAIN__INSTANCE(dtrain__range_dropout)
-DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(dropout)
 {
     const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
     /* uniform >= probability, asked of the 24-bit integers. */
@@ -23918,22 +22449,19 @@ DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const float *x = (const float *)a->x;
     uint32_t words[4 * DTRAIN__H];
-    (void)index;
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        dtrain__vphilox(seed, a->stream, (uint64_t)i / 4, words);
+        DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)i / 4, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
-            float *y = (float *)a->y + i + j;
             dtrain__vi u;
             memcpy(&u, words + j, sizeof u);
             u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
             const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + i + j, n);
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
             kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_n(y, n);
-            dtrain__vstore_n(y, kept, n);
+            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
+            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
         }
     }
 }
@@ -23946,11 +22474,8 @@ DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
-#define dtrain__row_sum DTRAIN__INSTANCE(dtrain__row_sum)
-#define dtrain__row_spread DTRAIN__INSTANCE(dtrain__row_spread)
-
 /* Four accumulators, because one would wait for itself. */
-DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
+DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
 {
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
     int64_t i = 0;
@@ -23965,7 +22490,7 @@ DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
 }
 
 /* Sum of (x - mean)^2. */
-DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
+DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
 {
     const dtrain__v m = dtrain__vset(mean);
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
@@ -23980,37 +22505,38 @@ DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
         d = dtrain__vfma(h, h, d);
     }
     for (; i < n; i += DTRAIN__W) {
-        const dtrain__v e = dtrain__vfirst(dtrain__vload_n(x + i, n - i) - m, n - i);
+        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
         a = dtrain__vfma(e, e, a);
     }
     return dtrain__vsum((a + b) + (c + d));
 }
 
-/* sum = x + residual of one row; returns it. */
-#define dtrain__row_add DTRAIN__INSTANCE(dtrain__row_add)
-DTRAIN__KERNEL const float *dtrain__row_add(const dtrain_layernorm_args *a, int64_t row)
+/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
+ * is rounded for storage: the mean is that of the unrounded row. */
+DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
+                                                 float *buffer)
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *residual = (const float *)a->residual + row * a->n;
-    float *sum = (float *)a->sum + row * a->n;
+    const int64_t first = row * a->n;
+    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        dtrain__vstore_n(sum + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(residual + i, n), n);
+        const int64_t at = first + i, n = a->n - i;
+        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
+                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
+        dtrain__vstore(buffer + i, sum);
+        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
     }
-    return sum;
+    return buffer;
 }
 
-#define dtrain__range_layernorm DTRAIN__INSTANCE(dtrain__range_layernorm)
-DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int64_t end, int index,
+                                            dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    (void)index;
+    void *y = a->y;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->x + row * a->n;
-        float *y = (float *)a->y + row * a->n;
-        if (a->residual) x = dtrain__row_add(a, row);
-        const float mean = dtrain__row_sum(x, a->n) / (float)a->n;
-        const float variance = dtrain__row_spread(x, a->n, mean) / (float)a->n;
+        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
+        const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
+        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -24018,31 +22544,39 @@ DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int
             const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
             __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
             const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias),
-                             n);
+            dtrain__vstore_as(y, y_dtype, row * a->n + i,
+                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
         a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
 }
 
+DTRAIN__KERNEL(layernorm)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    if (a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_as)(job, begin, end, index, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_as)(job, begin, end, index, a->y_dtype);
+}
+
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-#define dtrain__layernorm_sums DTRAIN__INSTANCE(dtrain__layernorm_sums)
-DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args *a, int64_t row,
-                                           float *weight_sum, float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                              float *weight_sum, float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_n(d_y + i, n);
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
         const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
         g_sum += g;
         gh_sum = dtrain__vfma(g, h, gh_sum);
@@ -24053,53 +22587,58 @@ DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args 
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-#define dtrain__layernorm_slope DTRAIN__INSTANCE(dtrain__layernorm_slope)
-DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args *a, int64_t row,
-                                            const float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                               const float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
-    float *d_x = (float *)a->d_x + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    void *d_x = a->d_x, *d_residual = a->d_residual;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
-        const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g =
+            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
         dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_n(d_x + i, n);
-        dtrain__vstore_n(d_x + i, slope, n);
+        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
+        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
+        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
     }
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-#define dtrain__range_layernorm_backward DTRAIN__INSTANCE(dtrain__range_layernorm_backward)
-DTRAIN__KERNEL void dtrain__range_layernorm_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t begin, int64_t end,
+                                                     dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float means[2];
-    (void)index;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
         const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            dtrain__layernorm_sums(a, row, sums, means);
-            if (a->d_x) dtrain__layernorm_slope(a, row, means);
+            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
         }
     }
 }
 
+DTRAIN__KERNEL(layernorm_backward)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_backward_as)(job, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_backward_as)(job, begin, end, a->x_dtype, a->y_dtype);
+}
+
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
-#define dtrain__range_layernorm_params DTRAIN__INSTANCE(dtrain__range_layernorm_params)
-DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t begin, int64_t end,
-                                                   int index)
+DTRAIN__KERNEL(layernorm_params)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float *const out[2] = {a->d_weight, a->d_bias};
-    (void)index;
     for (int which = 0; which < 2; which++) {
         if (!out[which]) continue;
         for (int64_t i = begin; i < end; i += DTRAIN__W) {
@@ -24120,29 +22659,27 @@ DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t beg
 
 /* ---- Activation -------------------------------------------------------------------------------*/
 
-#define dtrain__vactivate DTRAIN__INSTANCE(dtrain__vactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
 {
-    if (activation == DTRAIN_ACTIVATION_GELU) return dtrain__vgelu(x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
     if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
     return x;
 }
 
 /* d_out * act'(x); the slope of relu at 0 is 0. */
-#define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain__vgelu_slope(x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
     if (activation == DTRAIN_ACTIVATION_RELU)
-        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
+        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
     return d_out;
 }
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-#define dtrain__activation_backward_as DTRAIN__INSTANCE(dtrain__activation_backward_as)
-DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
-                                                   int64_t begin, int64_t end, dtrain_dtype dtype)
+DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_backward_args *a,
+                                                      int64_t begin, int64_t end,
+                                                      dtrain_dtype dtype)
 {
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
@@ -24152,30 +22689,25 @@ DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backw
             const int64_t at = row * a->n + j, n = end - j;
             dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
             if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
+                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
             if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
 }
 
-#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
-DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                      int index)
+DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    (void)index;
     if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
-        dtrain__activation_backward_as(a, begin, end, a->dtype);
-    else dtrain__activation_backward_as(a, begin, end, DTRAIN_DTYPE_F32);
+        DTRAIN__K(activation_backward_as)(a, begin, end, a->dtype);
+    else DTRAIN__K(activation_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
-#define dtrain__range_activate DTRAIN__INSTANCE(dtrain__range_activate)
-DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         float *c = (float *)a->c + row * a->ldc;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
@@ -24183,45 +22715,38 @@ DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int6
             dtrain__v x = dtrain__vload_n(c + j, n);
             if (a->bias) x += dtrain__vload_n(a->bias + j, n);
             if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, dtrain__vactivate(a->activation, x), n);
+            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
         }
     }
 }
 
 /* ---- Embedding --------------------------------------------------------------------------------*/
 
-#define dtrain__range_embedding DTRAIN__INSTANCE(dtrain__range_embedding)
-DTRAIN__KERNEL void dtrain__range_embedding(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(embedding)
 {
     const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         const float *token = a->wte + a->tokens[row] * a->n;
         const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
-        float *y = (float *)a->y + row * a->n;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
             dtrain__v v = dtrain__vload_n(token + j, n);
             if (place) v += dtrain__vload_n(place + j, n);
-            dtrain__vstore_n(y + j, v, n);
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
         }
     }
 }
 
 /* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
-#define dtrain__range_embedding_backward DTRAIN__INSTANCE(dtrain__range_embedding_backward)
-DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
-    (void)index;
     for (int64_t row = 0; row < a->rows; row++) {
-        const float *d_y = (const float *)a->d_y + row * a->n;
         float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
         float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t n = end - j;
-            const dtrain__v d = dtrain__vload_n(d_y + j, n);
+            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
             if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
             if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
         }
@@ -24234,9 +22759,10 @@ DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t b
  * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
  * logit. */
 
+enum { DTRAIN__K(LOGITS) = 2048 };
+
 /* Maximum of count floats, not below `top`. */
-#define dtrain__row_top DTRAIN__INSTANCE(dtrain__row_top)
-DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
+DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
 {
     dtrain__v a = dtrain__vset(top), b = a;
     int64_t i = 0;
@@ -24244,13 +22770,12 @@ DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
         a = dtrain__vmax(dtrain__vload(x + i), a);
         b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
     }
-    top = dtrain__vtop(dtrain__vmax(a, b));
+    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
     for (; i < count; i++) top = x[i] > top ? x[i] : top;
     return top;
 }
 
-#define dtrain__row_exp_sum DTRAIN__INSTANCE(dtrain__row_exp_sum)
-DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float top)
+DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
 {
     const dtrain__v t = dtrain__vset(top);
     dtrain__v a = dtrain__vset(0), b = a;
@@ -24261,61 +22786,71 @@ DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float to
     }
     for (; i < count; i += DTRAIN__W) {
         const int64_t n = count - i;
-        a += dtrain__vfirst(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
+        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
     }
     return dtrain__vsum(a + b);
 }
 
-#define dtrain__range_cross_entropy DTRAIN__INSTANCE(dtrain__range_cross_entropy)
-DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin, int64_t end,
-                                                int index)
+DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
         double sum = 0;
-        float top = -FLT_MAX;
+        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         if (a->targets[row] == -1) {
             a->loss[row] = a->lse[row] = 0;
             continue;
         }
-        for (int64_t i = 0; i < a->n; i += 2048) {
-            const int64_t count = a->n - i < 2048 ? a->n - i : 2048;
-            const float higher = dtrain__row_top(x + i, count, top);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = a->n - i, most = DTRAIN__K(LOGITS);
+            const int64_t count = left < most ? left : most;
+            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
+            const float higher = DTRAIN__K(row_top)(x, count, top);
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
-            sum += (double)dtrain__row_exp_sum(x + i, count, top);
+            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
-        a->loss[row] = (float)(lse - (double)x[a->targets[row]]);
+        const int64_t at = row * a->n + a->targets[row];
+        a->loss[row] =
+            (float)(lse - (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0]);
     }
 }
 
-#define dtrain__range_cross_entropy_backward DTRAIN__INSTANCE(dtrain__range_cross_entropy_backward)
-DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64_t begin,
-                                                         int64_t end, int index)
+DTRAIN__HELPER void
+DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a, int64_t begin,
+                                     int64_t end, dtrain_dtype dtype)
+{
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const dtrain__v scale = dtrain__vset(factor);
+    for (int64_t row = begin; row < end; row++) {
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const int64_t first = row * a->n, target = first + a->targets[row];
+        if (a->targets[row] == -1) {
+            for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+                dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+            continue;
+        }
+        /* The target's element is read before d_logits, which may be logits, is written. */
+        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
+        }
+        dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
+                          1);
+    }
+}
+
+DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const dtrain__v scale = dtrain__vset(factor);
-    (void)index;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
-        float *d = (float *)a->d_logits + row * a->n;
-        const dtrain__v lse = dtrain__vset(a->lse[row]);
-        if (a->targets[row] == -1) {
-            memset(d, 0, (size_t)a->n * sizeof *d);
-            continue;
-        }
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__vstore_n(d + i, dtrain__vexp(dtrain__vload_n(x + i, n) - lse) * scale, n);
-        }
-        d[a->targets[row]] -= factor;
-    }
+    if (a->dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(cross_entropy_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(cross_entropy_backward_as)(a, begin, end, a->dtype);
 }
 
 /* ================================================================================================
@@ -24326,17 +22861,12 @@ DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64
  *
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 
-#define dtrain__vsettle DTRAIN__INSTANCE(dtrain__vsettle)
-#define dtrain__topk_fold DTRAIN__INSTANCE(dtrain__topk_fold)
-#define dtrain__topk_ahead DTRAIN__INSTANCE(dtrain__topk_ahead)
-#define dtrain__topk_collect DTRAIN__INSTANCE(dtrain__topk_collect)
-#define dtrain__range_topk DTRAIN__INSTANCE(dtrain__range_topk)
-
-/* v, as it is: a product that passes here is rounded before it is added to anything, also where the
- * compiler may fuse the two. So every instruction set gives the same bits. */
-DTRAIN__VECTOR dtrain__v dtrain__vsettle(dtrain__v v)
+/* Return v behind an optimisation barrier: a product that passes here is rounded before it is added
+ * to anything, also where the compiler may contract the two. So every instruction set gives the
+ * same bits. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
 {
-#if defined(__x86_64__)
+#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W <= 8)
     __asm__("" : "+x"(v));
 #else
     __asm__("" : "+m"(v));
@@ -24345,12 +22875,12 @@ DTRAIN__VECTOR dtrain__v dtrain__vsettle(dtrain__v v)
 }
 
 /* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. */
-DTRAIN__VECTOR dtrain__v dtrain__topk_fold(const dtrain_topk_args *a, int64_t i, int64_t n)
+DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t i, int64_t n)
 {
     dtrain__v x = dtrain__vload_n(a->x + i, n);
     if (a->velocity) {
         const dtrain__v old = dtrain__vload_n(a->velocity + i, n);
-        x = dtrain__vsettle(dtrain__vset(a->momentum) * old) + x;
+        x = DTRAIN__K(vsettle)(dtrain__vset(a->momentum) * old) + x;
         dtrain__vstore_n(a->velocity + i, x, n);
     }
     if (a->residual) {
@@ -24362,7 +22892,7 @@ DTRAIN__VECTOR dtrain__v dtrain__topk_fold(const dtrain_topk_args *a, int64_t i,
 
 /* The processor's own prefetching stops at the end of a page, which streams of 4 KiB a turn meet
  * all the time: one page ahead is worth a third of the time. Past the end it does nothing. */
-DTRAIN__VECTOR void dtrain__topk_ahead(const dtrain_topk_args *a, int64_t i)
+DTRAIN__HELPER void DTRAIN__K(topk_ahead)(const dtrain_topk_args *a, int64_t i)
 {
     const uintptr_t at = (uintptr_t)i * sizeof(float) + 4096;
     __builtin_prefetch((const void *)((uintptr_t)a->x + at));
@@ -24370,39 +22900,14 @@ DTRAIN__VECTOR void dtrain__topk_ahead(const dtrain_topk_args *a, int64_t i)
     if (a->velocity) __builtin_prefetch((const void *)((uintptr_t)a->velocity + at), 1);
 }
 
-/* Folds elements [begin, end) and appends the candidates among them, in order; returns how many.
- * Stores go up to a vector beyond those: a lane that is no candidate is overwritten by the next. */
-#if DTRAIN__ISA == 3
-DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t begin, int64_t end,
-                                            int32_t below, const uint32_t *orders, float *values,
-                                            int32_t *indices)
-{
-    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
-    int64_t found = 0;
-    (void)orders;
-    for (int64_t i = begin; i < end; i += 16) {
-        const int64_t n = end - i;
-        dtrain__topk_ahead(a, i);
-        const dtrain__v x = dtrain__topk_fold(a, i, n);
-        const dtrain__vi at = dtrain__viset((int32_t)i) + dtrain__viota();
-        __mmask16 some =
-            _mm512_cmpgt_epi32_mask((__m512i)(dtrain__vbits(x) & mask), (__m512i)border);
-        if (n < 16) some &= (__mmask16)((1u << n) - 1u);
-        _mm512_storeu_ps(values + found, _mm512_maskz_compress_ps(some, (__m512)x));
-        _mm512_storeu_si512(indices + found, _mm512_maskz_compress_epi32(some, (__m512i)at));
-        found += __builtin_popcount(some);
-    }
-    return found;
-}
-#else
-#define dtrain__vlanes DTRAIN__INSTANCE(dtrain__vlanes)
-
 /* Bit j: lane j of a mask is set. */
-DTRAIN__VECTOR uint32_t dtrain__vlanes(dtrain__vi mask)
+DTRAIN__HELPER uint32_t DTRAIN__K(vlanes)(dtrain__vi mask)
 {
-#if DTRAIN__ISA == 2
+#if DTRAIN__ISA == 3
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif DTRAIN__ISA == 2
     return (uint32_t)_mm256_movemask_ps((__m256)mask);
-#elif DTRAIN__ISA == 1 && defined(__SSE2__)
+#elif DTRAIN__ISA == 1 && DTRAIN__W == 4 && defined(__SSE2__)
     return (uint32_t)_mm_movemask_ps((__m128)mask);
 #else
     int32_t lanes[DTRAIN__W];
@@ -24413,46 +22918,12 @@ DTRAIN__VECTOR uint32_t dtrain__vlanes(dtrain__vi mask)
 #endif
 }
 
-#if DTRAIN__ISA == 2
-#define dtrain__topk_orders DTRAIN__INSTANCE(dtrain__topk_orders)
-
-/* What _mm512_maskz_compress does: for each mask the lanes that are set, the first in the lowest
- * four bits. */
-DTRAIN__VECTOR void dtrain__topk_orders(uint32_t orders[256])
-{
-    orders[0] = 0;
-    for (uint32_t some = 1; some < 256; some++)
-        orders[some] = orders[some & (some - 1)] << 4 | (uint32_t)__builtin_ctz(some);
-}
-
-DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t begin, int64_t end,
-                                            int32_t below, const uint32_t *orders, float *values,
-                                            int32_t *indices)
-{
-    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
-    int64_t found = 0;
-    for (int64_t i = begin; i < end; i += 8) {
-        const int64_t n = end - i;
-        if (i % 16 == 0) dtrain__topk_ahead(a, i);
-        const dtrain__v x = dtrain__topk_fold(a, i, n);
-        const dtrain__vi at = dtrain__viset((int32_t)i) + dtrain__viota();
-        uint32_t some = dtrain__vlanes(dtrain__viless(border, dtrain__vbits(x) & mask));
-        if (n < 8) some &= (1u << n) - 1u;
-        const __m256i order = _mm256_srlv_epi32(_mm256_set1_epi32((int32_t)orders[some]), shifts);
-        _mm256_storeu_ps(values + found, _mm256_permutevar8x32_ps((__m256)x, order));
-        _mm256_storeu_si256((__m256i *)(void *)(indices + found),
-                            _mm256_permutevar8x32_epi32((__m256i)at, order));
-        found += __builtin_popcount(some);
-    }
-    return found;
-}
-#else
-/* 16 elements at a time. Most have no candidate, and guessing which costs more than the rest: those
- * that have are listed first, without a branch. */
-DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t begin, int64_t end,
-                                            int32_t below, const uint32_t *orders, float *values,
-                                            int32_t *indices)
+/* Folds elements [begin, end) and appends the candidates among them, in order; returns how many. 16
+ * elements are looked at together. Most groups have no candidate, and mispredicting the others
+ * costs more than the rest of the pass: those that have one are listed first, without a branch. */
+DTRAIN__HELPER int64_t DTRAIN__K(topk_collect)(const dtrain_topk_args *a, int64_t begin,
+                                               int64_t end, int32_t below, float *values,
+                                               int32_t *indices)
 {
     const dtrain__vi mask = dtrain__viset(INT32_MAX), border = dtrain__viset(below);
     const float *from = a->residual ? a->residual : a->x;
@@ -24461,14 +22932,13 @@ DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t b
         uint32_t some;
     } groups[DTRAIN__TOPK_BLOCK / 16 + 1];
     int64_t found = 0, group_count = 0;
-    (void)orders;
     for (int64_t i = begin; i < end; i += 16) {
         const int64_t n = end - i < 16 ? end - i : 16;
         uint32_t some = 0;
-        dtrain__topk_ahead(a, i);
+        DTRAIN__K(topk_ahead)(a, i);
         for (int64_t j = 0; j < n; j += DTRAIN__W) {
-            const dtrain__v x = dtrain__topk_fold(a, i + j, n - j);
-            some |= dtrain__vlanes(dtrain__viless(border, dtrain__vbits(x) & mask)) << j;
+            const dtrain__v x = DTRAIN__K(topk_fold)(a, i + j, n - j);
+            some |= DTRAIN__K(vlanes)(dtrain__viless(border, dtrain__vbits(x) & mask)) << j;
         }
         groups[group_count].at = (int32_t)i;
         groups[group_count].some = some & ((1u << n) - 1u);
@@ -24482,238 +22952,559 @@ DTRAIN__VECTOR int64_t dtrain__topk_collect(const dtrain_topk_args *a, int64_t b
         }
     return found;
 }
-#endif
-#endif
 
-/* A list that is full stays so: what is left is folded only. */
-DTRAIN__KERNEL void dtrain__range_topk(dtrain__job *job, int64_t begin, int64_t end, int index)
+/* A list that is full stays so: the elements that are left are folded only. */
+DTRAIN__KERNEL(topk)
 {
     const dtrain__topk_pass *pass = (const dtrain__topk_pass *)job->args;
     const dtrain_topk_args a = *pass->args;
     float *values = pass->values + index * pass->room;
     int32_t *indices = pass->indices + index * pass->room;
     int64_t found = 0, at = begin;
-#if DTRAIN__ISA == 2
-    uint32_t orders[256];
-    dtrain__topk_orders(orders);
-#else
-    const uint32_t *const orders = NULL;
-#endif
-    for (; at < end && pass->room - found >= DTRAIN__TOPK_SLACK; at += DTRAIN__TOPK_BLOCK) {
+    for (; at < end && pass->room - found >= DTRAIN__TOPK_BLOCK; at += DTRAIN__TOPK_BLOCK) {
         const int64_t stop = end - at < DTRAIN__TOPK_BLOCK ? end : at + DTRAIN__TOPK_BLOCK;
-        found += dtrain__topk_collect(&a, at, stop, pass->below, orders, values + found,
-                                      indices + found);
+        found +=
+            DTRAIN__K(topk_collect)(&a, at, stop, pass->below, values + found, indices + found);
     }
     pass->found[index] = at < end ? -1 : found;
-    for (; a.residual && at < end; at += DTRAIN__W) dtrain__topk_fold(&a, at, end - at);
+    for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 
-/* ---- Orthonormal columns: X^T X and X F, in double --------------------------------------------
- *
- * Both are made of one tile, 4 by two vectors: the sum over t of a column of 4 and a row of b. */
+/* ================================================================================================
+ * src/device/cpu/kernels/gemm.h
+ * ==============================================================================================*/
 
-#define dtrain__vdset DTRAIN__INSTANCE(dtrain__vdset)
-#define dtrain__vdfma DTRAIN__INSTANCE(dtrain__vdfma)
-#define dtrain__vdload DTRAIN__INSTANCE(dtrain__vdload)
-#define dtrain__basis_tile DTRAIN__INSTANCE(dtrain__basis_tile)
-#define dtrain__basis_widen DTRAIN__INSTANCE(dtrain__basis_widen)
-#define dtrain__gram_few DTRAIN__INSTANCE(dtrain__gram_few)
-#define dtrain__recombine_few DTRAIN__INSTANCE(dtrain__recombine_few)
-#define dtrain__gram_rows DTRAIN__INSTANCE(dtrain__gram_rows)
-#define dtrain__range_gram DTRAIN__INSTANCE(dtrain__range_gram)
-#define dtrain__range_recombine DTRAIN__INSTANCE(dtrain__range_recombine)
+/* ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------*/
 
-#if DTRAIN__ISA == 3
-DTRAIN__VECTOR dtrain__vd dtrain__vdset(double x) { return (dtrain__vd)_mm512_set1_pd(x); }
-DTRAIN__VECTOR dtrain__vd dtrain__vdfma(dtrain__vd a, dtrain__vd b, dtrain__vd c)
-{
-    return (dtrain__vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-}
-#elif DTRAIN__ISA == 2
-DTRAIN__VECTOR dtrain__vd dtrain__vdset(double x) { return (dtrain__vd)_mm256_set1_pd(x); }
-DTRAIN__VECTOR dtrain__vd dtrain__vdfma(dtrain__vd a, dtrain__vd b, dtrain__vd c)
-{
-    return (dtrain__vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
-}
+#define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
+#define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
+#if DTRAIN__W == 16
+#define DTRAIN__MR 12 /* rows of a tile of GEMM */
+#define DTRAIN__ROWS(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #else
-DTRAIN__VECTOR dtrain__vd dtrain__vdset(double x)
-{
-    double lanes[DTRAIN__H];
-    dtrain__vd v;
-    for (int i = 0; i < DTRAIN__H; i++) lanes[i] = x;
-    memcpy(&v, lanes, sizeof v);
-    return v;
-}
-DTRAIN__VECTOR dtrain__vd dtrain__vdfma(dtrain__vd a, dtrain__vd b, dtrain__vd c)
-{
-    return a * b + c;
-}
+#define DTRAIN__MR 6
+#define DTRAIN__ROWS(DO) DTRAIN__SIX(DO)
 #endif
 
-DTRAIN__VECTOR dtrain__vd dtrain__vdload(const double *p)
+/* The register tile, C (rows, two vectors) = alpha A B + beta C: the only place of this library
+ * that multiplies matrices in fp32. Each accumulator has a name of its own, because compilers do
+ * not keep arrays of vectors in registers. Per step there are two loads of B and, for each row, one
+ * broadcast of A and two multiply-adds. Rows beyond `rows` repeat the last one and are not stored;
+ * beta == 0 does not read C. Unrolling hides the loop behind 12 multiply-adds (5 % on Zen 3); with
+ * the 24 of AVX-512 it gains nothing and gcc 12 spills a vector. */
+#if DTRAIN__ISA == 2 && defined(__clang__)
+#define DTRAIN__UNROLL _Pragma("clang loop unroll_count(2)")
+#elif DTRAIN__ISA == 2
+#define DTRAIN__UNROLL _Pragma("GCC unroll 2")
+#else
+#define DTRAIN__UNROLL
+#endif
+#define DTRAIN__ROW_BEGIN(r)                                                \
+    dtrain__v left##r = dtrain__vset(0), right##r = left##r;                \
+    const float *a##r = a + ((r) < rows ? (r) : rows - 1) * (int64_t)a_row; \
+    __builtin_prefetch(c + (r)*c_row);
+#define DTRAIN__ROW_STEP(r)                            \
+    do {                                               \
+        const dtrain__v x = dtrain__vset(a##r[at]);    \
+        left##r = dtrain__vfma(x, b_left, left##r);    \
+        right##r = dtrain__vfma(x, b_right, right##r); \
+    } while (0);
+#define DTRAIN__ROW_END(r)                                                                        \
+    if ((r) < rows) {                                                                             \
+        float *to = c + (r)*c_row;                                                                \
+        left##r *= dtrain__vset(alpha);                                                           \
+        right##r *= dtrain__vset(alpha);                                                          \
+        if (beta != 0) {                                                                          \
+            left##r = dtrain__vfma(dtrain__vset(beta), dtrain__vload(to), left##r);               \
+            right##r = dtrain__vfma(dtrain__vset(beta), dtrain__vload(to + DTRAIN__W), right##r); \
+        }                                                                                         \
+        dtrain__vstore(to, left##r);                                                              \
+        dtrain__vstore(to + DTRAIN__W, right##r);                                                 \
+    }
+#define DTRAIN__TILE(ROWS, STEP)                                                              \
+    ROWS(DTRAIN__ROW_BEGIN)                                                                   \
+    DTRAIN__UNROLL for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) \
+    {                                                                                         \
+        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);    \
+        ROWS(STEP)                                                                            \
+    }                                                                                         \
+    ROWS(DTRAIN__ROW_END)
+
+/* Element (i,p) of A is a[i a_row + p a_step]: attention's form. */
+DTRAIN__ROUTINE void DTRAIN__K(tile)(int rows, int64_t k, const float *a, int64_t a_row,
+                                     int64_t a_step, const float *b, int64_t b_row, float beta,
+                                     float *c, int64_t c_row)
 {
-    dtrain__vd v;
-    memcpy(&v, p, sizeof v);
-    return v;
+    const float alpha = 1;
+    DTRAIN__TILE(DTRAIN__SIX, DTRAIN__ROW_STEP)
 }
 
-/* out (4, 2H) += sum over t < count of a[t * a_step + row * a_next] * b[t * ld + column]. */
-#define DTRAIN__TILE_ROW(r)                                                  \
-    {                                                                        \
-        const dtrain__vd weight = dtrain__vdset(a[t * a_step + r * a_next]); \
-        low##r = dtrain__vdfma(weight, low, low##r);                         \
-        high##r = dtrain__vdfma(weight, high, high##r);                      \
-    }
-#define DTRAIN__TILE_OPEN(r)                              \
-    dtrain__vd low##r = dtrain__vdload(out + r * out_ld), \
-               high##r = dtrain__vdload(out + r * out_ld + DTRAIN__H)
-#define DTRAIN__TILE_CLOSE(r)                         \
-    memcpy(out + r * out_ld, &low##r, sizeof low##r); \
-    memcpy(out + r * out_ld + DTRAIN__H, &high##r, sizeof high##r)
-DTRAIN__VECTOR void dtrain__basis_tile(double *out, int64_t out_ld, const double *a, int64_t a_step,
-                                       int64_t a_next, const double *b, int64_t ld, int64_t count)
+/* A packed: element (i,p) is a[p * MR + i]. */
+DTRAIN__ROUTINE void DTRAIN__K(gemm_tile)(int64_t k, const float *a, const float *b, int64_t b_row,
+                                          float alpha, float beta, float *c, int64_t c_row)
 {
-    DTRAIN__TILE_OPEN(0);
-    DTRAIN__TILE_OPEN(1);
-    DTRAIN__TILE_OPEN(2);
-    DTRAIN__TILE_OPEN(3);
-    for (int64_t t = 0; t < count; t++) {
-        const dtrain__vd low = dtrain__vdload(b + t * ld),
-                         high = dtrain__vdload(b + t * ld + DTRAIN__H);
-        DTRAIN__TILE_ROW(0)
-        DTRAIN__TILE_ROW(1)
-        DTRAIN__TILE_ROW(2)
-        DTRAIN__TILE_ROW(3)
-    }
-    DTRAIN__TILE_CLOSE(0);
-    DTRAIN__TILE_CLOSE(1);
-    DTRAIN__TILE_CLOSE(2);
-    DTRAIN__TILE_CLOSE(3);
+    enum { rows = DTRAIN__MR, a_row = 1, a_step = DTRAIN__MR };
+    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__ROW_STEP)
 }
-#undef DTRAIN__TILE_ROW
-#undef DTRAIN__TILE_OPEN
-#undef DTRAIN__TILE_CLOSE
 
-/* Rows [row, row + count) in double; zeros behind the last column, and rows of zeros up to a
- * multiple of 4. */
-DTRAIN__VECTOR void dtrain__basis_widen(const dtrain__basis *basis, int64_t row, int64_t count,
-                                        double *wide)
+/* ---- Packing */
+
+/* Four runs along k become k groups of four: out[p * width + r] = in[r][p]. */
+DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const float *const in[4],
+                                           int k)
 {
-    const float *x = basis->x + row * basis->columns;
-    const int64_t filled = (count + 3) / 4 * 4;
-    memset(wide, 0, (size_t)(filled * basis->padded) * sizeof *wide);
-    for (int64_t i = 0; i < count; i++, x += basis->columns, wide += basis->padded) {
-        int64_t j = 0;
-        for (; j + DTRAIN__H <= basis->columns; j += DTRAIN__H) {
-            const dtrain__vd some = dtrain__vwiden(x + j);
-            memcpy(wide + j, &some, sizeof some);
+    int p = 0;
+#if DTRAIN__ISA > 0
+#if defined(__clang__)
+#define DTRAIN__SHUFFLE __builtin_shufflevector
+#else
+#define DTRAIN__SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, __extension__(order){i, j, k, l})
+    typedef int32_t order __attribute__((vector_size(16)));
+#endif
+    typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+    for (; p + 4 <= k; p += 4) {
+        const four a = *(const four *)(in[0] + p), b = *(const four *)(in[1] + p);
+        const four c = *(const four *)(in[2] + p), d = *(const four *)(in[3] + p);
+        const four ab_low = DTRAIN__SHUFFLE(a, b, 0, 4, 1, 5);
+        const four ab_high = DTRAIN__SHUFFLE(a, b, 2, 6, 3, 7);
+        const four cd_low = DTRAIN__SHUFFLE(c, d, 0, 4, 1, 5);
+        const four cd_high = DTRAIN__SHUFFLE(c, d, 2, 6, 3, 7);
+        float *to = out + p * width;
+        *(four *)to = DTRAIN__SHUFFLE(ab_low, cd_low, 0, 1, 4, 5);
+        *(four *)(to + width) = DTRAIN__SHUFFLE(ab_low, cd_low, 2, 3, 6, 7);
+        *(four *)(to + 2 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 0, 1, 4, 5);
+        *(four *)(to + 3 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
+    }
+#undef DTRAIN__SHUFFLE
+#endif
+    for (; p < k; p++)
+        for (int r = 0; r < 4; r++) out[p * width + r] = in[r][p];
+}
+
+/* The same for the last two rows of a panel of six. */
+DTRAIN__HELPER void DTRAIN__K(interleave2)(float *out, int64_t width, const float *const in[4],
+                                           int k)
+{
+    for (int p = 0; p < k; p++) {
+        out[p * width] = in[0][p];
+        out[p * width + 1] = in[1][p];
+    }
+}
+
+/* Memory runs along k. Rows beyond `count` repeat the last one: their products are never stored. */
+DTRAIN__HELPER void DTRAIN__K(pack_runs)(float *panel, int width, const dtrain__operand *x,
+                                         int64_t index, int count, int64_t p, int k)
+{
+    float converted[4][DTRAIN__KC];
+    for (int r = 0; r < width; r += 4) {
+        const float *in[4];
+        for (int i = 0; i < 4; i++) {
+            const int64_t at = (index + (r + i < count ? r + i : count - 1)) * x->ld + p;
+            in[i] = (const float *)x->data + at;
+            if (x->dtype == DTRAIN_DTYPE_F32) continue;
+            for (int q = 0; q < k; q += DTRAIN__W)
+                dtrain__vstore(converted[i] + q,
+                               dtrain__vload_as(x->data, x->dtype, at + q, k - q));
+            in[i] = converted[i];
         }
-        for (; j < basis->columns; j++) wide[j] = (double)x[j];
+        if (r + 4 <= width) DTRAIN__K(interleave4)(panel + r, width, in, k);
+        else DTRAIN__K(interleave2)(panel + r, width, in, k);
     }
 }
 
-/* Up to 4 columns, too few for a tile; columns is a constant where these are called. */
-DTRAIN__VECTOR void dtrain__gram_few(const float *x, int64_t rows, int columns, double *sums,
-                                     int64_t ld)
+/* `count` of `width` elements from `at` on, zeros behind them; both are constants where whole
+ * panels are packed. */
+DTRAIN__HELPER void DTRAIN__K(pack_step)(float *to, int width, const void *data, dtrain_dtype dtype,
+                                         int64_t at, int count)
 {
-    double s01 = 0, s02 = 0, s03 = 0, s12 = 0, s13 = 0, s23 = 0;
-    double s00 = 0, s11 = 0, s22 = 0, s33 = 0;
-    for (int64_t row = 0; row < rows; row++, x += columns) {
-        const double a = (double)x[0], b = (double)x[1];
-        const double c = columns > 2 ? (double)x[2] : 0, d = columns > 3 ? (double)x[3] : 0;
-        s00 += a * a, s01 += a * b, s02 += a * c, s03 += a * d;
-        s11 += b * b, s12 += b * c, s13 += b * d;
-        s22 += c * c, s23 += c * d;
-        s33 += d * d;
-    }
-    sums[0] = s00, sums[1] = s01, sums[2] = s02, sums[3] = s03;
-    sums[ld + 1] = s11, sums[ld + 2] = s12, sums[ld + 3] = s13;
-    sums[2 * ld + 2] = s22, sums[2 * ld + 3] = s23;
-    sums[3 * ld + 3] = s33;
-}
-
-DTRAIN__VECTOR void dtrain__recombine_few(float *x, int64_t rows, int columns, const double *f,
-                                          int64_t ld)
-{
-    const double f00 = f[0], f01 = f[1], f02 = f[2], f03 = f[3], f11 = f[ld + 1], f12 = f[ld + 2];
-    const double f13 = f[ld + 3], f22 = f[2 * ld + 2], f23 = f[2 * ld + 3], f33 = f[3 * ld + 3];
-    for (int64_t row = 0; row < rows; row++, x += columns) {
-        const double a = (double)x[0], b = columns > 1 ? (double)x[1] : 0;
-        const double c = columns > 2 ? (double)x[2] : 0, d = columns > 3 ? (double)x[3] : 0;
-        x[0] = (float)(a * f00);
-        if (columns > 1) x[1] = (float)(a * f01 + b * f11);
-        if (columns > 2) x[2] = (float)(a * f02 + b * f12 + c * f22);
-        if (columns > 3) x[3] = (float)(a * f03 + b * f13 + c * f23 + d * f33);
+    for (int j = 0; j < width; j += DTRAIN__W) {
+        dtrain__v v = dtrain__vset(0);
+        if (j < count) v = dtrain__vload_as(data, dtype, at + j, count - j);
+        if (j + DTRAIN__W <= width) dtrain__vstore(to + j, v);
+        else memcpy(to + j, &v, (size_t)(width - j) * sizeof *to);
     }
 }
 
-DTRAIN__VECTOR void dtrain__gram_rows(const dtrain__basis *basis, int64_t first, int64_t last,
-                                      double *sums)
+/* Memory runs along the panel's width: one copy for each k. */
+DTRAIN__HELPER void DTRAIN__K(pack_steps)(float *panel, int width, const dtrain__operand *x,
+                                          int64_t index, int count, int64_t p, int k)
 {
-    const float *x = basis->x + first * basis->columns;
-    const int64_t ld = basis->padded, columns = basis->columns, rows = last - first;
-    double wide[DTRAIN__BASIS_ROWS * DTRAIN_ORTHOGONALIZE_COLUMNS];
-    switch (columns) {
-    case 1: sums[0] = dtrain__sum_chunk(x, rows, true); return;
-    case 2: dtrain__gram_few(x, rows, 2, sums, ld); return;
-    case 3: dtrain__gram_few(x, rows, 3, sums, ld); return;
-    case 4: dtrain__gram_few(x, rows, 4, sums, ld); return;
-    default: break;
-    }
-    for (int64_t row = first; row < last; row += DTRAIN__BASIS_ROWS) {
-        const int64_t count = last - row < DTRAIN__BASIS_ROWS ? last - row : DTRAIN__BASIS_ROWS;
-        dtrain__basis_widen(basis, row, count, wide);
-        for (int64_t i = 0; i < columns; i += 4)
-            for (int64_t j = i / (2 * DTRAIN__H) * (2 * DTRAIN__H); j < columns; j += 2 * DTRAIN__H)
-                dtrain__basis_tile(sums + i * ld + j, ld, wide + i, ld, 1, wide + j, ld, count);
+    int64_t at = p * x->ld + index;
+    if (count < width)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, x->dtype, at, count);
+    else if (x->dtype == DTRAIN_DTYPE_F32)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            memcpy(panel, (const float *)x->data + at, (size_t)width * sizeof *panel);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, DTRAIN_DTYPE_BF16, at, width);
+    else
+        for (int i = 0; i < k; i++, at += x->ld, panel += width)
+            DTRAIN__K(pack_step)(panel, width, x->data, DTRAIN_DTYPE_F16, at, width);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_a)(float *panel, const dtrain__operand *x, int64_t index,
+                                       int count, int64_t p, int k)
+{
+    if (x->along_k) DTRAIN__K(pack_runs)(panel, DTRAIN__MR, x, index, count, p, k);
+    else DTRAIN__K(pack_steps)(panel, DTRAIN__MR, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_b)(float *panel, const dtrain__operand *x, int64_t index,
+                                       int count, int64_t p, int k)
+{
+    if (x->along_k) DTRAIN__K(pack_runs)(panel, DTRAIN__N, x, index, count, p, k);
+    else DTRAIN__K(pack_steps)(panel, DTRAIN__N, x, index, count, p, k);
+}
+
+/* ---- What follows the last step of k, while the tile is in L1 */
+
+DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
+{
+    for (int r = 0; r < from->rows; r++, tile += DTRAIN__N)
+        for (int j = 0; j < from->cols; j += DTRAIN__W)
+            dtrain__vstore(tile + j, dtrain__vload_as(from->data, from->dtype, r * from->ld + j,
+                                                      from->cols - j));
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
+{
+    for (int r = 0; r < to->rows; r++, tile += DTRAIN__N)
+        for (int j = 0; j < to->cols; j += DTRAIN__W)
+            dtrain__vstore_as(to->data, to->dtype, r * to->ld + j, dtrain__vload(tile + j),
+                              to->cols - j);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
+                                            float *aux, uint32_t activation)
+{
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < DTRAIN__N; j += DTRAIN__W) {
+            const int64_t at = r * ldc + j;
+            dtrain__v x = dtrain__vload(c + at);
+            if (bias) x += dtrain__vload(bias + j);
+            if (aux) dtrain__vstore(aux + at, x);
+            dtrain__vstore(c + at, DTRAIN__K(vactivate)(activation, x));
+        }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, uint32_t activation)
+{
+    for (int i = 0; i < count; i += DTRAIN__W) {
+        const dtrain__v x = dtrain__vload(z + i), d = dtrain__vload(c + i);
+        if (activation == DTRAIN_ACTIVATION_GELU)
+            dtrain__vstore(c + i, d * DTRAIN__K(vgelu_slope_low)(x));
+        else dtrain__vstore(c + i, DTRAIN__K(vdeactivate)(activation, x, d));
     }
 }
 
-/* Items are chunks of rows: each has its own sum, the upper triangle of X^T X over its rows. */
-DTRAIN__KERNEL void dtrain__range_gram(dtrain__job *job, int64_t begin, int64_t end, int index)
+static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
+                                           DTRAIN__MR,
+                                           DTRAIN__N,
+                                           1,
+                                           1,
+                                           4,
+                                           DTRAIN__K(gemm_tile),
+                                           DTRAIN__K(pack_a),
+                                           DTRAIN__K(pack_b),
+                                           DTRAIN__K(finish_tile),
+                                           DTRAIN__K(slope_tile),
+                                           DTRAIN__K(load_tile),
+                                           DTRAIN__K(store_tile),
+                                           NULL,
+                                           NULL};
+
+/* ================================================================================================
+ * src/device/cpu/kernels/pairs.h
+ * ==============================================================================================*/
+
+/* ---- Pairs of bf16
+ *
+ * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
+ * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
+ * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
+ * count as zero, in and out, whatever MXCSR says. The order of additions is the instruction's own,
+ * so the bits differ between the two and from those of widened operands; on one machine they depend
+ * on the row of A, the column of B and k alone, like those of the other kernels.
+ *
+ *     B, and A for VDPBF16PS               A for AMX: tiles of 16 rows x 16 cells,
+ *     [cell][width], as above              [cell / 16][row / 16][16 rows][16 cells]
+ *
+ * An odd end of k, and for AMX what is missing to 16 cells, is filled with zeros on both sides.
+ *
+ * AMX has state that the system gives to processes that ask (arch_prctl; signal frames grow by
+ * 8 KiB), and per thread a configuration: loaded when a thread starts work on a product and
+ * released after it, so that nobody else's context switches carry tiles. */
+
+#if DTRAIN__ISA == 3 && DTRAIN__PAIRS
+#include <cpuid.h>
+#include <sys/syscall.h>
+
+#define DTRAIN__ON_PAIRS \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")))
+#define DTRAIN__ON_AMX \
+    __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+
+/* Full zero-masks: g++ warns of the undefined value that the plain intrinsic starts from. */
+#define DTRAIN__LOW32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
+#define DTRAIN__HIGH32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
+#define DTRAIN__LOW64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
+#define DTRAIN__HIGH64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
+#define DTRAIN__LANES(a, b, which) _mm512_maskz_shuffle_i32x4(0xffff, a, b, which)
+
+/* 16 x 16 cells: v[r] holds a row before and a column after. Within the four lanes of 128 bits
+ * first, then the lanes. */
+DTRAIN__HELPER void dtrain__transpose16(__m512i v[16])
 {
-    const dtrain__basis *basis = (const dtrain__basis *)job->args;
-    const int64_t square = basis->padded * basis->padded;
-    (void)index;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * basis->chunk, left = basis->rows - first;
-        double *sums = basis->sums + chunk * square;
-        memset(sums, 0, (size_t)square * sizeof *sums);
-        dtrain__gram_rows(basis, first, first + (left < basis->chunk ? left : basis->chunk), sums);
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = DTRAIN__LOW32(v[i], v[i + 1]);
+        t[i + 1] = DTRAIN__HIGH32(v[i], v[i + 1]);
     }
+    for (int i = 0; i < 16; i += 4) { /* v[i + j], lane q: column 4 q + j of rows i ... i + 3 */
+        v[i] = DTRAIN__LOW64(t[i], t[i + 2]);
+        v[i + 1] = DTRAIN__HIGH64(t[i], t[i + 2]);
+        v[i + 2] = DTRAIN__LOW64(t[i + 1], t[i + 3]);
+        v[i + 3] = DTRAIN__HIGH64(t[i + 1], t[i + 3]);
+    }
+    for (int j = 0; j < 4; j++) {
+        const __m512i even = DTRAIN__LANES(v[j], v[4 + j], 0x88);
+        const __m512i odd = DTRAIN__LANES(v[j], v[4 + j], 0xdd);
+        const __m512i even2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0x88);
+        const __m512i odd2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0xdd);
+        t[j] = DTRAIN__LANES(even, even2, 0x88);
+        t[4 + j] = DTRAIN__LANES(odd, odd2, 0x88);
+        t[8 + j] = DTRAIN__LANES(even, even2, 0xdd);
+        t[12 + j] = DTRAIN__LANES(odd, odd2, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) v[i] = t[i];
 }
 
-/* Items are rows: x = x * factor, whose lower triangle is zero. */
-DTRAIN__KERNEL void dtrain__range_recombine(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__HELPER const uint16_t *dtrain__bf16_at(const dtrain__operand *x, int64_t row,
+                                               int64_t column)
 {
-    const dtrain__basis *basis = (const dtrain__basis *)job->args;
-    const int64_t ld = basis->padded, columns = basis->columns;
-    double wide[DTRAIN__BASIS_ROWS * DTRAIN_ORTHOGONALIZE_COLUMNS], out[4 * 2 * DTRAIN__H];
-    float *x = basis->x + begin * columns;
-    (void)index;
-    switch (columns) {
-    case 1: dtrain__recombine_few(x, end - begin, 1, basis->factor, ld); return;
-    case 2: dtrain__recombine_few(x, end - begin, 2, basis->factor, ld); return;
-    case 3: dtrain__recombine_few(x, end - begin, 3, basis->factor, ld); return;
-    case 4: dtrain__recombine_few(x, end - begin, 4, basis->factor, ld); return;
-    default: break;
-    }
-    for (int64_t row = begin; row < end; row += DTRAIN__BASIS_ROWS) {
-        const int64_t count = end - row < DTRAIN__BASIS_ROWS ? end - row : DTRAIN__BASIS_ROWS;
-        dtrain__basis_widen(basis, row, count, wide);
-        for (int64_t i = 0; i < count; i += 4)
-            for (int64_t j = 0; j < columns; j += 2 * DTRAIN__H) {
-                const int64_t stop = j + 2 * DTRAIN__H < columns ? j + 2 * DTRAIN__H : columns;
-                memset(out, 0, sizeof out);
-                dtrain__basis_tile(out, 2 * DTRAIN__H, wide + i * ld, 1, ld, basis->factor + j, ld,
-                                   stop);
-                for (int64_t r = i; r < count && r < i + 4; r++)
-                    for (int64_t c = j; c < stop; c++)
-                        basis->x[(row + r) * columns + c] =
-                            (float)out[(r - i) * 2 * DTRAIN__H + c - j];
-            }
-    }
+    return (const uint16_t *)x->data + row * x->ld + column;
 }
+
+/* 16 cells of one run along k, of which the first `k` elements exist. */
+DTRAIN__HELPER __m512i dtrain__cells_of_run(const uint16_t *run, int k)
+{
+    return k >= 32 ? _mm512_loadu_si512(run)
+                   : _mm512_maskz_loadu_epi16(k > 0 ? (1u << k) - 1u : 0u, run);
+}
+
+/* One cell of each of 16 neighbours, of which the first `count` exist; k: steps left. */
+DTRAIN__HELPER __m512i dtrain__cells_of_steps(const uint16_t *step, int64_t ld, int count, int k)
+{
+    const __mmask16 some = (__mmask16)(count >= 16 ? 0xffffu : count > 0 ? (1u << count) - 1u : 0u);
+    const __m512i first = _mm512_maskz_cvtepu16_epi32(
+        0xffff, _mm256_maskz_loadu_epi16(k > 0 ? some : (__mmask16)0, step));
+    if (k < 2) return first;
+    const __m512i second =
+        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some, step + ld));
+    return _mm512_maskz_or_epi32(0xffff, first, _mm512_maskz_slli_epi32(0xffff, second, 16));
+}
+
+/* The 16 x 16 cells from index and p on: v[c] is cell c of 16 indices where `by_cell`, else v[r] is
+ * 16 cells of index r. What the operand does not have, count indices and k steps, is 0. */
+DTRAIN__HELPER void dtrain__cells(__m512i v[16], const dtrain__operand *x, int64_t index, int count,
+                                  int64_t p, int k, int by_cell)
+{
+    if (x->along_k)
+        for (int r = 0; r < 16; r++)
+            v[r] = r < count ? dtrain__cells_of_run(dtrain__bf16_at(x, index + r, p), k)
+                             : _mm512_setzero_si512();
+    else
+        for (int c = 0; c < 16; c++) {
+            const int left = k - 2 * c;
+            v[c] = left > 0 ? dtrain__cells_of_steps(dtrain__bf16_at(x, p + 2 * c, index), x->ld,
+                                                     count, left)
+                            : _mm512_setzero_si512();
+        }
+    if (x->along_k == by_cell) dtrain__transpose16(v);
+}
+
+/* Cells side by side, `cells` of them. */
+DTRAIN__HELPER void dtrain__pack_by_cell(float *panel, int width, const dtrain__operand *x,
+                                         int64_t index, int count, int64_t p, int k, int cells)
+{
+    for (int c = 0; c < cells; c += 16)
+        for (int r = 0; r < width; r += 16) {
+            const int lanes = width - r < 16 ? width - r : 16,
+                      some = cells - c < 16 ? cells - c : 16;
+            float *to = panel + c * width + r;
+            __m512i v[16];
+            dtrain__cells(v, x, index + r, count - r, p + 2 * c, k - 2 * c, 1);
+            if (lanes == 16 && some == 16)
+                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * width, v[i]);
+            else
+                for (int i = 0; i < 16; i++)
+                    if (i < some)
+                        _mm512_mask_storeu_epi32(to + i * width, (__mmask16)((1u << lanes) - 1u),
+                                                 v[i]);
+        }
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_a_vdpbf16(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 12, x, index, count, p, k, (k + 1) / 2);
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_b_vdpbf16(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 1) / 2);
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_a_amx(float *panel, const dtrain__operand *x,
+                                                int64_t index, int count, int64_t p, int k)
+{
+    for (; k > 0; k -= 32, p += 32)
+        for (int r = 0; r < 32; r += 16, panel += 256) {
+            __m512i v[16];
+            dtrain__cells(v, x, index + r, count - r, p, k, 0);
+            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + i * 16, v[i]);
+        }
+}
+
+DTRAIN__ON_PAIRS static void dtrain__pack_b_amx(float *panel, const dtrain__operand *x,
+                                                int64_t index, int count, int64_t p, int k)
+{
+    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 31) / 32 * 16);
+}
+
+/* The tile of AVX-512 with pairs for numbers. */
+#define DTRAIN__PAIR_STEP(r)                                         \
+    do {                                                             \
+        const __m512bh x = (__m512bh)dtrain__vset(a##r[at]);         \
+        left##r = _mm512_dpbf16_ps(left##r, x, (__m512bh)b_left);    \
+        right##r = _mm512_dpbf16_ps(right##r, x, (__m512bh)b_right); \
+    } while (0);
+DTRAIN__ON_PAIRS static void dtrain__kernel_vdpbf16(int64_t k, const float *a, const float *b,
+                                                    int64_t b_row, float alpha, float beta,
+                                                    float *c, int64_t c_row)
+{
+    enum { rows = DTRAIN__MR, a_row = 1, a_step = DTRAIN__MR };
+    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__PAIR_STEP)
+}
+
+/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. */
+static const uint8_t dtrain__amx_config[64] __attribute__((aligned(64))) = {
+    1,  0, 0,  0, 0,  0,  0,  0,  0,  0,  0,  0,  0, 0, 0, 0, 64, 0, 64, 0, 64, 0,
+    64, 0, 64, 0, 64, 0,  64, 0,  64, 0,  0,  0,  0, 0, 0, 0, 0,  0, 0,  0, 0,  0,
+    0,  0, 0,  0, 16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0,  0, 0,  0};
+
+DTRAIN__ON_AMX static void dtrain__amx_begin(void) { _tile_loadconfig(dtrain__amx_config); }
+DTRAIN__ON_AMX static void dtrain__amx_end(void) { _tile_release(); }
+
+/* 32 x 32 of C in tiles 0 to 3. Without scaling the tiles start from C and end there. */
+DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, const float *b,
+                                              int64_t ldb, float alpha, float beta, float *c,
+                                              int64_t ldc)
+{
+    const int64_t b_row = ldb * 4, c_row = ldc * 4;
+    const bool plain = alpha == 1 && (beta == 0 || beta == 1);
+    for (int r = 0; r < 32; r++) {
+        __builtin_prefetch(c + r * ldc, 1);
+        __builtin_prefetch(c + r * ldc + 16, 1);
+    }
+    if (plain && beta == 1) {
+        _tile_loadd(0, c, c_row);
+        _tile_loadd(1, c + 16, c_row);
+        _tile_loadd(2, c + 16 * ldc, c_row);
+        _tile_loadd(3, c + 16 * ldc + 16, c_row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (; cells > 0; cells -= 16, a += 512, b += 16 * ldb) {
+        _tile_loadd(4, a, 64);
+        _tile_loadd(6, b, b_row);
+        _tile_loadd(7, b + 16, b_row);
+        _tile_loadd(5, a + 256, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    float sums[32 * 32] __attribute__((aligned(64)));
+    float *to = plain ? c : sums;
+    const int64_t ld = plain ? ldc : 32;
+    _tile_stored(0, to, ld * 4);
+    _tile_stored(1, to + 16, ld * 4);
+    _tile_stored(2, to + 16 * ld, ld * 4);
+    _tile_stored(3, to + 16 * ld + 16, ld * 4);
+    if (plain) return;
+    for (int r = 0; r < 32; r++, c += ldc)
+        for (int j = 0; j < 32; j++)
+            c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
+}
+
+static const dtrain__isa dtrain__isa_vdpbf16 = {"avx512_bf16",
+                                                12,
+                                                32,
+                                                2,
+                                                1,
+                                                8,
+                                                dtrain__kernel_vdpbf16,
+                                                dtrain__pack_a_vdpbf16,
+                                                dtrain__pack_b_vdpbf16,
+                                                DTRAIN__K(finish_tile),
+                                                DTRAIN__K(slope_tile),
+                                                DTRAIN__K(load_tile),
+                                                DTRAIN__K(store_tile),
+                                                NULL,
+                                                NULL};
+static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
+                                            32,
+                                            32,
+                                            2,
+                                            16,
+                                            32,
+                                            dtrain__kernel_amx,
+                                            dtrain__pack_a_amx,
+                                            dtrain__pack_b_amx,
+                                            DTRAIN__K(finish_tile),
+                                            DTRAIN__K(slope_tile),
+                                            DTRAIN__K(load_tile),
+                                            DTRAIN__K(store_tile),
+                                            dtrain__amx_begin,
+                                            dtrain__amx_end};
+
+static bool dtrain__has_vdpbf16(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+
+/* The processor has tiles, the system saves them, and this process may use them: it asks for that
+ * here, and again is harmless. The answer is no, for example, where alternative signal stacks are
+ * too small for the larger frames. */
+static bool dtrain__has_amx(void)
+{
+    enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    uint32_t a, b, c, d, low, high;
+    if (!dtrain__has_vdpbf16() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    __asm__ __volatile__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & TILE_STATE) != TILE_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    return (d & TILE_AND_BF16) == TILE_AND_BF16 &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#undef DTRAIN__ON_PAIRS
+#undef DTRAIN__ON_AMX
+#undef DTRAIN__LOW32
+#undef DTRAIN__HIGH32
+#undef DTRAIN__LOW64
+#undef DTRAIN__HIGH64
+#undef DTRAIN__LANES
+#undef DTRAIN__PAIR_STEP
+#endif
 
 /* ================================================================================================
  * src/device/cpu/kernels/attention.h
@@ -24743,138 +23534,62 @@ DTRAIN__KERNEL void dtrain__range_recombine(dtrain__job *job, int64_t begin, int
  *
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
 
-#define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
-
-/* The micro-kernel: six rows by two vectors in twelve registers, each with a name of its own,
- * because compilers do not keep arrays of vectors in registers. With fewer rows the last one is
- * repeated and not stored. */
-#define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-#define DTRAIN__TILE_BEGIN(r)                                \
-    dtrain__v left##r = dtrain__vset(0), right##r = left##r; \
-    const float *a##r = a + ((r) < rows ? (r) : rows - 1) * a_row;
-#define DTRAIN__TILE_STEP(r)                           \
-    do {                                               \
-        const dtrain__v x = dtrain__vset(a##r[at]);    \
-        left##r = dtrain__vfma(x, b_left, left##r);    \
-        right##r = dtrain__vfma(x, b_right, right##r); \
-    } while (0);
-#define DTRAIN__TILE_END(r)                            \
-    if ((r) < rows) {                                  \
-        float *to = c + (r)*c_row;                     \
-        if (accumulate) {                              \
-            left##r += dtrain__vload(to);              \
-            right##r += dtrain__vload(to + DTRAIN__W); \
-        }                                              \
-        dtrain__vstore(to, left##r);                   \
-        dtrain__vstore(to + DTRAIN__W, right##r);      \
-    }
-
-#define dtrain__tile DTRAIN__INSTANCE(dtrain__tile)
-DTRAIN__KERNEL void dtrain__tile(int64_t rows, int64_t k, const float *a, int64_t a_row,
-                                 int64_t a_step, const float *b, int64_t b_row, float *c,
-                                 int64_t c_row, bool accumulate)
-{
-    DTRAIN__SIX(DTRAIN__TILE_BEGIN)
-    for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) {
-        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);
-        DTRAIN__SIX(DTRAIN__TILE_STEP)
-    }
-    DTRAIN__SIX(DTRAIN__TILE_END)
-}
-
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
-#define dtrain__product DTRAIN__INSTANCE(dtrain__product)
-DTRAIN__KERNEL void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
-                                    int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
-                                    float *c, int64_t c_row, bool accumulate)
+DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
+                                     int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                                     float *c, int64_t c_row, bool accumulate)
 {
     for (int64_t i = 0; i < m; i += 6) {
-        const int64_t rows = m - i < 6 ? m - i : 6;
+        const int rows = m - i < 6 ? (int)(m - i) : 6;
         const int64_t j0 = shape == DTRAIN__C_UPPER ? i / DTRAIN__N * DTRAIN__N : 0;
         const int64_t p0 = shape == DTRAIN__A_UPPER ? i : 0;
         const int64_t p1 = shape == DTRAIN__A_LOWER && i + rows < k ? i + rows : k;
-        for (int64_t j = j0; j < n; j += DTRAIN__N)
-            dtrain__tile(rows, p1 - p0, a + i * a_row + p0 * a_step, a_row, a_step,
-                         b + p0 * b_row + j, b_row, c + i * c_row + j, c_row, accumulate);
+        for (int64_t j = j0; j < n; j += DTRAIN__N) DTRAIN__K(tile)
+        (rows, p1 - p0, a + i * a_row + p0 * a_step, a_row, a_step, b + p0 * b_row + j, b_row,
+         accumulate ? 1.0f : 0.0f, c + i * c_row + j, c_row);
     }
 }
 
-/* to (padded, width) = scale * from (rows, d), zeros around it. width is d rounded up to
- * vectors. */
-#define dtrain__pack_rows DTRAIN__INSTANCE(dtrain__pack_rows)
-DTRAIN__KERNEL void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const float *from,
-                                      int64_t stride, int64_t rows, int64_t d, float scale)
+/* to (padded, width) = scale * from (rows, d) from element `at` on, zeros around it. width is d
+ * rounded up to vectors. */
+DTRAIN__HELPER void DTRAIN__K(pack_rows_as)(float *to, int64_t width, int64_t padded,
+                                            const void *from, dtrain_dtype dtype, int64_t at,
+                                            int64_t stride, int64_t rows, int64_t d, float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < padded; r++, to += width, from += stride)
+    for (int64_t r = 0; r < padded; r++, to += width, at += stride)
         for (int64_t j = 0; j < width; j += DTRAIN__W) {
             const bool inside = r < rows && j < d;
-            dtrain__vstore(to + j, inside ? s * dtrain__vload_n(from + j, d - j) : dtrain__vset(0));
+            dtrain__v x = dtrain__vset(0);
+            if (inside) x = dtrain__vload_as(from, dtype, at + j, d - j);
+            dtrain__vstore(to + j, s * x);
         }
 }
 
-/* to (width, 64) = transpose of from (padded, width). Eight by eight in registers. */
-#define dtrain__transpose DTRAIN__INSTANCE(dtrain__transpose)
-#if DTRAIN__ISA >= 2
-DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
+DTRAIN__ROUTINE void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const void *from,
+                                       dtrain_dtype dtype, int64_t at, int64_t stride, int64_t rows,
+                                       int64_t d, float scale)
 {
-    for (int64_t r = 0; r < padded; r += 8)
-        for (int64_t j = 0; j < width; j += 8) {
-            const float *in = from + r * width + j;
-            float *out = to + j * DTRAIN__ATTENTION_BLOCK + r;
-            __m256 x[8], y[8];
-            for (int i = 0; i < 8; i += 2) { /* pairs of rows: a0 b0 a1 b1 | a4 b4 a5 b5, ... */
-                const __m256 a = _mm256_loadu_ps(in + i * width);
-                const __m256 b = _mm256_loadu_ps(in + (i + 1) * width);
-                x[i] = _mm256_unpacklo_ps(a, b);
-                x[i + 1] = _mm256_unpackhi_ps(a, b);
-            }
-            for (int i = 0; i < 8;
-                 i += 4) { /* four rows: column 0 | column 4, 1 | 5, 2 | 6, 3 | 7 */
-                y[i] = _mm256_shuffle_ps(x[i], x[i + 2], 0x44);
-                y[i + 1] = _mm256_shuffle_ps(x[i], x[i + 2], 0xee);
-                y[i + 2] = _mm256_shuffle_ps(x[i + 1], x[i + 3], 0x44);
-                y[i + 3] = _mm256_shuffle_ps(x[i + 1], x[i + 3], 0xee);
-            }
-            for (int i = 0; i < 4; i++) {
-                _mm256_storeu_ps(out + i * DTRAIN__ATTENTION_BLOCK,
-                                 _mm256_permute2f128_ps(y[i], y[i + 4], 0x20));
-                _mm256_storeu_ps(out + (i + 4) * DTRAIN__ATTENTION_BLOCK,
-                                 _mm256_permute2f128_ps(y[i], y[i + 4], 0x31));
-            }
-        }
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (dtype <= f32)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, f32, at, stride, rows, d, scale);
+    else if (dtype == bf16)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, bf16, at, stride, rows, d, scale);
+    else DTRAIN__K(pack_rows_as)(to, width, padded, from, dtype, at, stride, rows, d, scale);
 }
-#else
-DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
+
+/* to (width, 64) = transpose of from (padded, width). */
+DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t width,
+                                          int64_t padded)
 {
-    for (int64_t r = 0; r < padded; r++)
-        for (int64_t j = 0; j < width; j++)
-            to[j * DTRAIN__ATTENTION_BLOCK + r] = from[r * width + j];
+    for (int64_t r = 0; r < padded; r += 4, from += 4 * width) {
+        const float *rows[4] = {from, from + width, from + 2 * width, from + 3 * width};
+        DTRAIN__K(interleave4)(to + r, DTRAIN__ATTENTION_BLOCK, rows, (int)width);
+    }
 }
-#endif
 
-/* What one item works on. q, k, v, y, d_y, d_qkv begin at the head's columns of the sequence's
- * first row; the rest is scratch of this thread. */
-#define dtrain__head DTRAIN__INSTANCE(dtrain__head)
-typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
-    float scale;
-    const float *q, *k, *v, *y, *d_y;
-    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
-    float *scores;              /* (64 keys, 64 queries) */
-    float *out;                 /* (64, width): O forward, dQ backward */
-    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
-    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
-    float *slopes;              /* (64, 64): dS^T */
-    float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
-} dtrain__head;
-
-#define dtrain__head_open DTRAIN__INSTANCE(dtrain__head_open)
-DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_args *a,
-                                        int64_t item, float *scratch)
+DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
+                                            int64_t item, float *scratch)
 {
     const int64_t d = a->n / a->heads, batch = item / a->heads, column = item % a->heads * d;
     const int64_t row = batch * a->sequence;
@@ -24885,7 +23600,9 @@ DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
-    h->q = (const float *)a->qkv + row * h->stride + column;
+    h->qkv = a->qkv;
+    h->dtype = a->dtype;
+    h->q = row * h->stride + column;
     h->k = h->q + a->n;
     h->v = h->k + a->n;
     h->queries = scratch;
@@ -24899,16 +23616,25 @@ DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_
     return h->factor + DTRAIN__ATTENTION_BLOCK;
 }
 
-#define dtrain__padded DTRAIN__INSTANCE(dtrain__padded)
-DTRAIN__VECTOR int64_t dtrain__padded(int64_t rows)
+/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
+                                                 float *buffer, int64_t *stride)
+{
+    *stride = h->stride;
+    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    *stride = h->width;
+    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
+    return buffer;
+}
+
+DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
 {
     return (rows + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
 }
 
 /* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
  * position. The masked rest of these scores is -FLT_MAX, whose exp is 0. */
-#define dtrain__mask_column DTRAIN__INSTANCE(dtrain__mask_column)
-DTRAIN__VECTOR int64_t dtrain__mask_column(float *scores, int64_t c, int64_t keys, bool diagonal)
+DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t keys, bool diagonal)
 {
     const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
     if (!diagonal) return keys;
@@ -24916,14 +23642,13 @@ DTRAIN__VECTOR int64_t dtrain__mask_column(float *scores, int64_t c, int64_t key
     for (int64_t key = c + 1; key < end; key++) {
         float *at = scores + key * DTRAIN__ATTENTION_BLOCK + c;
         const dtrain__vi hidden = dtrain__viless(query, dtrain__viset((int32_t)key));
-        dtrain__vstore(at, dtrain__vselect(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
+        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
     }
     return end;
 }
 
 /* Products that use the result skip zeros by tiles of six: five more rows must be 0. */
-#define dtrain__clear_below DTRAIN__INSTANCE(dtrain__clear_below)
-DTRAIN__VECTOR void dtrain__clear_below(float *scores, int64_t c, int64_t seen, int64_t keys)
+DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t seen, int64_t keys)
 {
     for (int64_t key = seen; key < keys && key < seen + 5; key++)
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
@@ -24931,12 +23656,11 @@ DTRAIN__VECTOR void dtrain__clear_below(float *scores, int64_t c, int64_t seen, 
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
  * keys so far; sum and what O holds already are rescaled by factor = exp(old top - top). */
-#define dtrain__softmax_block DTRAIN__INSTANCE(dtrain__softmax_block)
-DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries, int64_t keys,
-                                          bool diagonal)
+DTRAIN__ROUTINE void DTRAIN__K(softmax_block)(const dtrain__head *h, int64_t queries, int64_t keys,
+                                              bool diagonal)
 {
     for (int64_t c = 0; c < queries; c += DTRAIN__W) {
-        const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
+        const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v old = dtrain__vload(h->top + c);
         dtrain__v top = old, sum = dtrain__vset(0);
         float *s = h->scores + c;
@@ -24948,7 +23672,7 @@ DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries
             dtrain__vstore(s + key * DTRAIN__ATTENTION_BLOCK, p);
             sum += p;
         }
-        dtrain__clear_below(h->scores, c, seen, keys);
+        DTRAIN__K(clear_below)(h->scores, c, seen, keys);
         const dtrain__v factor = dtrain__vexp(old - top);
         dtrain__vstore(h->factor + c, factor);
         dtrain__vstore(h->top + c, top);
@@ -24956,8 +23680,8 @@ DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries
     }
 }
 
-#define dtrain__scale_rows DTRAIN__INSTANCE(dtrain__scale_rows)
-DTRAIN__KERNEL void dtrain__scale_rows(float *x, int64_t rows, int64_t width, const float *factor)
+DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width,
+                                           const float *factor)
 {
     for (int64_t r = 0; r < rows; r++, x += width) {
         const dtrain__v f = dtrain__vset(factor[r]);
@@ -24968,8 +23692,7 @@ DTRAIN__KERNEL void dtrain__scale_rows(float *x, int64_t rows, int64_t width, co
 }
 
 /* Item: one block of queries of one head; the long ones come first. */
-#define dtrain__range_attention DTRAIN__INSTANCE(dtrain__range_attention)
-DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(attention)
 {
     const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
     const int64_t head_count = a->batch * a->heads;
@@ -24981,10 +23704,10 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
         const int64_t left = a->sequence - q0,
                       m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
         const int64_t limit = a->causal ? q0 + m : a->sequence;
-        dtrain__head_open(&h, a, head, job->scratch + index * job->slot);
-        dtrain__pack_rows(h.queries, h.width, dtrain__padded(m), h.q + q0 * h.stride, h.stride, m,
-                          h.d, h.scale);
-        dtrain__transpose(h.queries_t, h.queries, h.width, dtrain__padded(m));
+        DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
+                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
         for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
             h.top[i] = -FLT_MAX;
             h.sum[i] = 0;
@@ -24993,21 +23716,25 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
             const int64_t keys =
                 limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
             const bool diagonal = a->causal && k0 == q0;
-            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, dtrain__padded(m), h.d,
-                            h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK,
-                            h.scores, DTRAIN__ATTENTION_BLOCK, false);
-            dtrain__softmax_block(&h, m, keys, diagonal);
-            if (k0 > 0) dtrain__scale_rows(h.out, m, h.width, h.factor);
-            dtrain__pack_rows(h.keys, h.width, keys, h.v + k0 * h.stride, h.stride, keys, h.d, 1);
+            int64_t k_stride;
+            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
+                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
+                            DTRAIN__ATTENTION_BLOCK, false);
+            DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
+            if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
+            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
+                              h.stride, keys, h.d, 1);
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
                             1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
         }
         for (int64_t r = 0; r < m; r++) {
             const int64_t row = batch * a->sequence + q0 + r;
-            float *y = (float *)a->y + row * a->n + head % a->heads * h.d;
+            const int64_t at = row * a->n + head % a->heads * h.d;
             const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
             for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_n(y + j, dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
+                dtrain__vstore_as(a->y, a->dtype, at + j,
+                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
             a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
         }
     }
@@ -25016,35 +23743,34 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
 /* ---- Backward ---- */
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
-#define dtrain__open_queries DTRAIN__INSTANCE(dtrain__open_queries)
-DTRAIN__KERNEL void dtrain__open_queries(const dtrain__head *h, int64_t q0, int64_t m,
-                                         const float *lse)
+DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, int64_t m,
+                                             const float *lse)
 {
-    const int64_t padded = dtrain__padded(m);
-    dtrain__pack_rows(h->queries, h->width, padded, h->q + q0 * h->stride, h->stride, m, h->d,
-                      h->scale);
-    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y + q0 * h->y_stride, h->y_stride, m, h->d,
-                      1);
-    dtrain__transpose(h->queries_t, h->queries, h->width, padded);
-    dtrain__transpose(h->d_out_t, h->d_out, h->width, padded);
+    const int64_t padded = DTRAIN__K(padded)(m);
+    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
+                      h->stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
+                      h->y_stride, m, h->d, 1);
+    DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
+    DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
         dtrain__v delta = dtrain__vset(0);
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
-            delta =
-                dtrain__vfma(dtrain__vload(h->d_out + r * h->width + j),
-                             dtrain__vload_n(h->y + (q0 + r) * h->y_stride + j, h->d - j), delta);
+            delta = dtrain__vfma(
+                dtrain__vload(h->d_out + r * h->width + j),
+                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
+                delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
 }
 
 /* scores = P^T = exp(S^T - lse); slopes = dS^T = P^T (dP^T - delta). */
-#define dtrain__softmax_slopes DTRAIN__INSTANCE(dtrain__softmax_slopes)
-DTRAIN__KERNEL void dtrain__softmax_slopes(const dtrain__head *h, int64_t queries, int64_t keys,
-                                           bool diagonal)
+DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t queries, int64_t keys,
+                                               bool diagonal)
 {
     for (int64_t c = 0; c < queries; c += DTRAIN__W) {
-        const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
+        const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
         float *s = h->scores + c, *g = h->slopes + c;
         for (int64_t key = 0; key < seen;
@@ -25053,26 +23779,27 @@ DTRAIN__KERNEL void dtrain__softmax_slopes(const dtrain__head *h, int64_t querie
             dtrain__vstore(s, p);
             dtrain__vstore(g, p * (dtrain__vload(g) - delta));
         }
-        dtrain__clear_below(h->scores, c, seen, keys);
-        dtrain__clear_below(h->slopes, c, seen, keys);
+        DTRAIN__K(clear_below)(h->scores, c, seen, keys);
+        DTRAIN__K(clear_below)(h->slopes, c, seen, keys);
     }
 }
 
 /* One block of keys against the open block of queries: five products. */
-#define dtrain__attend_backward DTRAIN__INSTANCE(dtrain__attend_backward)
-DTRAIN__KERNEL void dtrain__attend_backward(const dtrain__head *h, int64_t m, int64_t k0,
-                                            int64_t keys, bool diagonal, bool first_keys)
+DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m, int64_t k0,
+                                                int64_t keys, bool diagonal, bool first_keys)
 {
-    const int64_t b = DTRAIN__ATTENTION_BLOCK, n = dtrain__padded(m);
+    const int64_t b = DTRAIN__ATTENTION_BLOCK, n = DTRAIN__K(padded)(m);
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    dtrain__pack_rows(h->keys, h->width, keys, h->k + k0 * h->stride, h->stride, keys, h->d, 1);
+    int64_t v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
+    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+                      keys, h->d, 1);
     dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
                     false);
-    dtrain__product(inner, keys, n, h->d, h->v + k0 * h->stride, h->stride, 1, h->d_out_t, b,
-                    h->slopes, b, false);
-    dtrain__softmax_slopes(h, m, keys, diagonal);
+    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
+    DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
     dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
                     h->d_values + k0 * h->width, h->width, true);
     dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
@@ -25081,21 +23808,19 @@ DTRAIN__KERNEL void dtrain__attend_backward(const dtrain__head *h, int64_t m, in
                     h->width, !first_keys);
 }
 
-/* to (rows, d) = scale * from (rows, width). */
-#define dtrain__unpack_rows DTRAIN__INSTANCE(dtrain__unpack_rows)
-DTRAIN__KERNEL void dtrain__unpack_rows(float *to, int64_t stride, const float *from, int64_t width,
-                                        int64_t rows, int64_t d, float scale)
+/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
+                                         const float *from, int64_t width, int64_t rows, int64_t d,
+                                         float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, to += stride, from += width)
+    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
-            dtrain__vstore_n(to + j, dtrain__vload(from + j) * s, d - j);
+            dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Item: one head of one sequence, so that no two threads write one element. */
-#define dtrain__range_attention_backward DTRAIN__INSTANCE(dtrain__range_attention_backward)
-DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__KERNEL(attention_backward)
 {
     const dtrain_attention_backward_args *a = (const dtrain_attention_backward_args *)job->args;
     dtrain_attention_args forward;
@@ -25105,15 +23830,15 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
     forward.n = a->n;
     forward.causal = a->causal;
     forward.qkv = a->qkv;
+    forward.dtype = a->dtype;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        float *scratch = dtrain__head_open(&h, &forward, item, job->scratch + index * job->slot);
-        const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
+        float *scratch = DTRAIN__K(head_open)(&h, &forward, item, job->scratch + index * job->slot);
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        float *d_q = (float *)a->d_qkv + (h.q - (const float *)a->qkv);
-        h.y = (const float *)a->y + at;
-        h.d_y = (const float *)a->d_y + at;
+        h.y = a->y;
+        h.d_y = a->d_y;
+        h.at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         h.d_out = scratch;
         h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
         h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
@@ -25121,21 +23846,25 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
         h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
         h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
         h.d_values = h.d_keys + rounded * h.width;
+        h.values = h.d_values + rounded * h.width;
         memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
         for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
             const int64_t left = a->sequence - q0,
                           m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
             const int64_t limit = a->causal ? q0 + m : a->sequence;
-            dtrain__open_queries(&h, q0, m, a->lse + item * a->sequence);
+            DTRAIN__K(open_queries)(&h, q0, m, a->lse + item * a->sequence);
             for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
                 const int64_t keys =
                     limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-                dtrain__attend_backward(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
+                DTRAIN__K(attend_backward)(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
             }
-            dtrain__unpack_rows(d_q + q0 * h.stride, h.stride, h.out, h.width, m, h.d, h.scale);
+            dtrain__unpack_rows(a->d_qkv, a->dtype, h.q + q0 * h.stride, h.stride, h.out, h.width,
+                                m, h.d, h.scale);
         }
-        dtrain__unpack_rows(d_q + a->n, h.stride, h.d_keys, h.width, a->sequence, h.d, 1);
-        dtrain__unpack_rows(d_q + 2 * a->n, h.stride, h.d_values, h.width, a->sequence, h.d, 1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+                            1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+                            h.d, 1);
     }
 }
 
@@ -25145,32 +23874,72 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
 
 /* ---- The table of this instance ---------------------------------------------------------------*/
 
-static const dtrain__kernels DTRAIN__INSTANCE(dtrain__kernels) = {
+static const dtrain__kernels DTRAIN__K(kernels) = {
     DTRAIN__STRING(DTRAIN__SUFFIX),
-    dtrain__range_activate,
-    dtrain__range_activation_backward,
-    dtrain__range_layernorm,
-    dtrain__range_layernorm_backward,
-    dtrain__range_layernorm_params,
-    dtrain__range_embedding,
-    dtrain__range_embedding_backward,
-    dtrain__range_attention,
-    dtrain__range_attention_backward,
-    dtrain__range_cross_entropy,
-    dtrain__range_cross_entropy_backward,
-    dtrain__range_add,
-    dtrain__range_axpby,
-    dtrain__range_dropout,
-    dtrain__range_sum,
-    dtrain__range_convert,
-    dtrain__range_adamw,
-    dtrain__range_sgd,
-    dtrain__range_topk,
-    dtrain__range_gram,
-    dtrain__range_recombine,
+    &DTRAIN__K(isa),
+    DTRAIN__K(activate),
+    DTRAIN__K(activation_backward),
+    DTRAIN__K(layernorm),
+    DTRAIN__K(layernorm_backward),
+    DTRAIN__K(layernorm_params),
+    DTRAIN__K(embedding),
+    DTRAIN__K(embedding_backward),
+    DTRAIN__K(attention),
+    DTRAIN__K(attention_backward),
+    DTRAIN__K(cross_entropy),
+    DTRAIN__K(cross_entropy_backward),
+    DTRAIN__K(add),
+    DTRAIN__K(axpby),
+    DTRAIN__K(dropout),
+    DTRAIN__K(sum),
+    DTRAIN__K(convert),
+    DTRAIN__K(adamw),
+    DTRAIN__K(sgd),
+    DTRAIN__K(topk),
 };
 
+#undef dtrain__v
+#undef dtrain__vi
+#undef dtrain__vset
+#undef dtrain__viset
+#undef dtrain__vload
+#undef dtrain__vstore
+#undef dtrain__vload_n
+#undef dtrain__vstore_n
+#undef dtrain__vload_as
+#undef dtrain__vstore_as
+#undef dtrain__vfma
+#undef dtrain__vmax
+#undef dtrain__vmin
+#undef dtrain__vbits
+#undef dtrain__vfrombits
+#undef dtrain__viless
+#undef dtrain__viota
+#undef dtrain__vkeep
+#undef dtrain__vsum
+#undef dtrain__vexp
+#undef dtrain__product
+#undef dtrain__pack_rows
+#undef dtrain__unpack_rows
 #undef DTRAIN__SUFFIX
 #undef DTRAIN__W
+#undef DTRAIN__H
 #undef DTRAIN__ON
+#undef DTRAIN__GLUE2
+#undef DTRAIN__GLUE
+#undef DTRAIN__K
+#undef DTRAIN__HELPER
+#undef DTRAIN__ROUTINE
+#undef DTRAIN__KERNEL
+#undef DTRAIN__N
+#undef DTRAIN__SIX
+#undef DTRAIN__MR
+#undef DTRAIN__ROWS
+#undef DTRAIN__UNROLL
+#undef DTRAIN__ROW_BEGIN
+#undef DTRAIN__ROW_STEP
+#undef DTRAIN__ROW_END
+#undef DTRAIN__TILE
+#undef DTRAIN__GELU_A
+#undef DTRAIN__GELU_B
 #endif

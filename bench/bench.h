@@ -22,11 +22,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "tools/flags.h"
-
-/* ---- figures of repeated runs ---- */
-
-enum { BENCH_MOST = 1024 }; /* repetitions of one figure */
+/* A function for one instruction set, with multiply-adds fused; gcc does not fuse them in -std=c99. */
+#if defined(__clang__)
+#define BENCH_TARGET(t) __attribute__((target(t)))
+#define BENCH_BASELINE
+#else
+#define BENCH_TARGET(t) __attribute__((target(t), optimize("O3", "fp-contract=fast")))
+#define BENCH_BASELINE __attribute__((optimize("O3", "fp-contract=fast")))
+#endif
 
 typedef struct spread {
     double median, min, max;

@@ -95,10 +95,10 @@ enum { SHAPE_COUNT = sizeof shapes / sizeof *shapes };
     }
 
 #if defined(__x86_64__) || defined(__i386__)
-DEFINE_PEAK(avx512, DTRAIN__TARGET("avx512f,fma"), 16)
-DEFINE_PEAK(avx2, DTRAIN__TARGET("avx2,fma"), 8)
+DEFINE_PEAK(avx512, BENCH_TARGET("avx512f,fma"), 16)
+DEFINE_PEAK(avx2, BENCH_TARGET("avx2,fma"), 8)
 #endif
-DEFINE_PEAK(baseline, DTRAIN__BASELINE, 4)
+DEFINE_PEAK(baseline, BENCH_BASELINE, 4)
 
 /* Runs `steps` on the widest vectors of this machine; returns the floating-point operations. */
 static double peak_run(long steps)

@@ -69,10 +69,10 @@ static volatile uint32_t sink;
     }
 
 #if defined(__x86_64__) || defined(__i386__)
-DEFINE_STREAMS(avx512, DTRAIN__TARGET("avx512f"), 16)
-DEFINE_STREAMS(avx2, DTRAIN__TARGET("avx2"), 8)
+DEFINE_STREAMS(avx512, BENCH_TARGET("avx512f"), 16)
+DEFINE_STREAMS(avx2, BENCH_TARGET("avx2"), 8)
 #endif
-DEFINE_STREAMS(baseline, DTRAIN__BASELINE, 4)
+DEFINE_STREAMS(baseline, BENCH_BASELINE, 4)
 
 static void streams(int mode, const float *x, float *r, float *v, int64_t count)
 {

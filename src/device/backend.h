@@ -1,4 +1,4 @@
-
+/* For authors of devices and operations: the arguments of every kernel, and a device's table. */
 
 #pragma once
 
@@ -14,7 +14,7 @@ typedef struct dtrain_graph dtrain_graph;
 /* Numbers that change from step to step, in device memory: kernels that are given their address
  * read them when they run, which is what makes a captured graph of a step replayable. */
 typedef struct dtrain_step_scalars {
-    uint64_t seed; /* added to the seed of dropout and of stochastic rounding */
+    uint64_t seed; /* added to the seed of dropout */
     float lr, correction1, correction2, grad_scale;
     uint32_t skip;     /* non-zero: optimizers change nothing */
     uint32_t reserved; /* 0 */
@@ -46,8 +46,8 @@ typedef struct dtrain_gemm_args {
 } dtrain_gemm_args;
 
 /* d_in = d_out * act'(x), where x is what the GEMM left in aux; and d_bias (n) = column sums of
- * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only d_bias
- * is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
+ * d_in. d_in may be d_out; d_bias may be NULL; with DTRAIN_ACTIVATION_NONE x is not read and only
+ * d_bias is made when d_in == d_out. RELU looks at x > 0 only, so x may be the layer's output. */
 typedef struct dtrain_activation_backward_args {
     uint32_t activation;
     bool accumulate; /* of d_bias */
@@ -216,14 +216,6 @@ typedef struct dtrain_clip_args {
     float *norm;                  /* (1) device memory */
 } dtrain_clip_args;
 
-/* found[0] |= 1 when an element is NaN or infinite, by its exponent bits. */
-typedef struct dtrain_finite_args {
-    int64_t count;
-    const void *x;
-    dtrain_dtype dtype;
-    uint32_t *found; /* (1) device memory */
-} dtrain_finite_args;
-
 typedef struct dtrain_convert_args {
     int64_t count;
     const void *x;
@@ -231,16 +223,13 @@ typedef struct dtrain_convert_args {
     dtrain_dtype x_dtype, y_dtype; /* F32, BF16, F16 */
 } dtrain_convert_args;
 
-/* One piece of what an optimizer updates. value is the fp32 master copy; low, if not NULL, receives
- * it in low_dtype: what the next forward pass reads. */
+/* One piece of what an optimizer updates; value is the fp32 master copy. */
 typedef struct dtrain_optimizer_tensor {
     int64_t count;
     float weight_decay;
-    dtrain_dtype low_dtype; /* BF16 or F16, when low is given */
     float *value;
     const float *grad;
     float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
-    void *low;
 } dtrain_optimizer_tensor;
 
 /* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
@@ -248,14 +237,11 @@ typedef struct dtrain_optimizer_tensor {
  *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
  * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
- * corrections and grad_scale, and can skip the step. stochastic_rounding rounds `low` up with the
- * probability of the discarded fraction, from Philox (seed, tensor, element); else to nearest. */
+ * corrections and grad_scale, and can skip the step. */
 typedef struct dtrain_adamw_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
-    bool stochastic_rounding;
-    uint64_t seed;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
 } dtrain_adamw_args;
 
@@ -267,8 +253,6 @@ typedef struct dtrain_sgd_args {
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, momentum, grad_scale;
     bool nesterov, first;
-    bool stochastic_rounding;
-    uint64_t seed;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
 } dtrain_sgd_args;
 
@@ -315,7 +299,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 3u
+#define DTRAIN_DEVICE_ABI 4u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream. */
@@ -356,9 +340,6 @@ struct dtrain_device_ops {
                                   dtrain_stream *stream);
     dtrain_result (*event_wait)(dtrain_device *device, dtrain_event *event, dtrain_stream *stream);
     dtrain_result (*event_query)(dtrain_device *device, dtrain_event *event, bool *done);
-    /* Milliseconds between two events made with timing, both done. */
-    dtrain_result (*event_elapsed)(dtrain_device *device, dtrain_event *begin, dtrain_event *end,
-                                   float *milliseconds);
     bool (*is_device_memory)(dtrain_device *device, const void *memory);
 
     /* Between begin and end work on the compute stream, and on streams that wait for its events, is
@@ -384,7 +365,6 @@ struct dtrain_device_ops {
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
     dtrain_result (*sum)(dtrain_device *, const dtrain_sum_args *);
     dtrain_result (*clip)(dtrain_device *, const dtrain_clip_args *);
-    dtrain_result (*finite)(dtrain_device *, const dtrain_finite_args *);
     dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
     dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
@@ -406,8 +386,10 @@ struct dtrain_device {
     void *waiting_user;
 };
 
-/* For the authors of devices and communicators. reserve is asked before memory is taken, and says
- * which limit it would break; count is told what was taken: bytes more than before on one of
- * device->allocated_bytes and comm_bytes, which it is given the address of. */
+/* Check whether `bytes` more would go beyond the memory limit of this rank; the error says what is
+ * in use and what would help. Devices and communicators call it before they allocate. */
 DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes);
+
+/* Add `bytes` to *counter, which is device->allocated_bytes or device->comm_bytes, and update
+ * device->peak_bytes. Devices and communicators call it after they have allocated. */
 DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);

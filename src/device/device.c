@@ -1,4 +1,4 @@
-/* A device of one's own. */
+/* Devices: creation, copies between memories, tables by name. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -72,4 +72,22 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     const dtrain_allocator allocator = owned->allocator;
     device->ops->destroy(device);
     dtrain__free(&allocator, owned, 1, sizeof *owned);
+}
+
+DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
+{
+    if (!name || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
+                           name ? "out" : "name");
+    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
+#ifdef DTRAIN_USE_CUDA
+    if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
+#else
+    if (strcmp(name, "cuda") == 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this program was built without CUDA: compile it with "
+                           "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
+#endif
+    if (*out) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
 }

@@ -396,25 +396,12 @@ static dtrain_result naive_clip(dtrain_device *device, const dtrain_clip_args *a
             (float)((double)a->scalars->grad_scale * (double)a->max_norm / (norm + 1e-6));
     return DTRAIN_OK;
 }
-static dtrain_result naive_finite(dtrain_device *device, const dtrain_finite_args *a)
-{
-    (void)device;
-    for (int64_t i = 0; i < a->count; i++)
-        a->found[0] |= isfinite(naive_get(a->x, a->dtype, i)) ? 0u : 1u;
-    return DTRAIN_OK;
-}
 static dtrain_result naive_convert(dtrain_device *device, const dtrain_convert_args *a)
 {
     (void)device;
     for (int64_t i = 0; i < a->count; i++)
         naive_put(a->y, a->y_dtype, i, naive_get(a->x, a->x_dtype, i));
     return DTRAIN_OK;
-}
-
-/* Rounds to nearest whatever was asked: tests of stochastic rounding look at its mean. */
-static void naive_low(const dtrain_optimizer_tensor *t, int64_t i)
-{
-    if (t->low) naive_put(t->low, t->low_dtype, i, (double)t->value[i]);
 }
 
 static dtrain_result naive_adamw(dtrain_device *device, const dtrain_adamw_args *a)
@@ -435,7 +422,6 @@ static dtrain_result naive_adamw(dtrain_device *device, const dtrain_adamw_args 
             t->value[i] =
                 (float)((double)t->value[i] * (1 - (double)now.lr * (double)t->weight_decay) -
                         (double)now.lr * step);
-            naive_low(t, i);
         }
     return DTRAIN_OK;
 }
@@ -454,7 +440,6 @@ static dtrain_result naive_sgd(dtrain_device *device, const dtrain_sgd_args *a)
                 step = a->nesterov ? g + a->momentum * buffer : buffer;
             }
             t->value[i] = t->value[i] * (1 - now.lr * t->weight_decay) - now.lr * step;
-            naive_low(t, i);
         }
     return DTRAIN_OK;
 }
@@ -560,7 +545,6 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.dropout = naive_dropout;
     ops.sum = naive_sum;
     ops.clip = naive_clip;
-    ops.finite = naive_finite;
     ops.convert = naive_convert;
     ops.adamw = naive_adamw;
     ops.sgd = naive_sgd;

@@ -449,13 +449,6 @@ static void test_sums(void)
                      &out[side], types[t]})
             CHECK_CLOSE(total[0], total[1], 1e-9);
             CHECK((double)out[0] == (double)(float)total[0]);
-            uint32_t found[2] = {0, 0};
-            ON_BOTH(finite, look, {N, any(x, side), types[t], &found[side]})
-            CHECK(found[0] == 0 && found[1] == 0);
-            for (int side = 0; side < 2; side++)
-                naive_put(any(x, side), types[t], N - 1, options & 1 ? HUGE_VAL : (double)NAN);
-            ON_BOTH(finite, again, {N, any(x, side), types[t], &found[side]})
-            CHECK(found[0] == 1 && found[1] == 1);
             release();
         }
 }
@@ -481,11 +474,10 @@ static void test_clip(void)
 static void test_optimizers(void)
 {
     enum { N = 517, SMALL = 3 };
-    for (int low_type = 1; low_type < TYPES; low_type++)
+    for (int nesterov = 0; nesterov < 2; nesterov++)
         for (int options = 0; options < 8; options++) {
             pair *value = noise(N, DTRAIN_DTYPE_F32, 1), *grad = noise(N, DTRAIN_DTYPE_F32, 1);
-            pair *m = noise(N, DTRAIN_DTYPE_F32, 0.1), *v = noise(N, DTRAIN_DTYPE_F32, 0),
-                 *low = noise(N, types[low_type], 1);
+            pair *m = noise(N, DTRAIN_DTYPE_F32, 0.1), *v = noise(N, DTRAIN_DTYPE_F32, 0);
             pair *one = noise(SMALL, DTRAIN_DTYPE_F32, 1),
                  *one_grad = noise(SMALL, DTRAIN_DTYPE_F32, 1);
             pair *one_m = noise(SMALL, DTRAIN_DTYPE_F32, 0),
@@ -495,14 +487,13 @@ static void test_optimizers(void)
             for (int side = 0; side < 2; side++) {
                 dtrain_device *device = side ? naive : cpu;
                 const dtrain_optimizer_tensor tensors[2] = {
-                    {N, 0.1f, types[low_type], f32(value, side), f32(grad, side), f32(m, side),
-                     f32(v, side), low_type > 1 ? any(low, side) : NULL},
-                    {SMALL, 0, DTRAIN_DTYPE_NONE, f32(one, side), f32(one_grad, side),
-                     f32(one_m, side), f32(one_v, side), NULL}};
-                const dtrain_adamw_args adamw = {2,    tensors, 0.01f, 0.9f,  0.99f, 1e-8f,
-                                                 0.1f, 0.01f,   0.5f,  false, 0,     scalars};
-                const dtrain_sgd_args sgd = {2,     tensors, 0.01f, 0.9f,   0.5f, low_type == 2,
-                                             false, false,   0,     scalars};
+                    {N, 0.1f, f32(value, side), f32(grad, side), f32(m, side), f32(v, side)},
+                    {SMALL, 0, f32(one, side), f32(one_grad, side), f32(one_m, side),
+                     f32(one_v, side)}};
+                const dtrain_adamw_args adamw = {2,     tensors, 0.01f, 0.9f, 0.99f,
+                                                 1e-8f, 0.1f,    0.01f, 0.5f, scalars};
+                const dtrain_sgd_args sgd = {2,    tensors,       0.01f, 0.9f,
+                                             0.5f, nesterov != 0, false, scalars};
                 CHECK((options & 1 ? device->ops->adamw(device, &adamw)
                                    : device->ops->sgd(device, &sgd)) == DTRAIN_OK);
             }
@@ -510,40 +501,8 @@ static void test_optimizers(void)
             same(m, 2e-6, "m");
             same(v, 2e-6, "v");
             same(one, 2e-6, "second value");
-            if (low_type > 1) same(low, 2e-6, "low copy");
             release();
         }
-}
-
-/* Each low copy is one of the two neighbours, and the mean over many draws is the value itself. */
-static void test_stochastic_rounding(void)
-{
-    enum { N = 64, DRAWS = 2000 };
-    for (int which = 0; which < 2; which++) {
-        const dtrain_dtype dtype = which ? DTRAIN_DTYPE_F16 : DTRAIN_DTYPE_BF16;
-        const double step = which ? 1.0 / 1024 : 1.0 / 128;
-        float value[N], grad[N] = {0};
-        uint16_t low[N];
-        double mean[N] = {0};
-        for (int i = 0; i < N; i++) value[i] = 1 + 0.9f * dtrain_random_uniform(1, 1, (uint64_t)i);
-        value[7] = -value[7];
-        const dtrain_optimizer_tensor one = {N, 0, dtype, value, grad, NULL, NULL, low};
-        for (uint64_t draw = 0; draw < DRAWS; draw++) {
-            const dtrain_sgd_args args = {1, &one, 0.1f, 0, 1, false, false, true, draw, NULL};
-            CHECK(cpu->ops->sgd(cpu, &args) == DTRAIN_OK);
-            for (int i = 0; i < N; i++) {
-                const double got = naive_get(low, dtype, i);
-                if (fabs(got - (double)value[i]) >= step)
-                    CHECK_MSG(0, "%g became %g", (double)value[i], got);
-                mean[i] += got / DRAWS;
-            }
-        }
-        for (int i = 0; i < N; i++)
-            CHECK_CLOSE(mean[i], (double)value[i], 4 * step / sqrt((double)DRAWS));
-    }
-    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_DTYPE_BF16, 0xffffffffu) == 0x7f80);
-    CHECK(dtrain__round_random(HUGE_VALF, DTRAIN_DTYPE_F16, 0xffffffffu) == 0x7c00);
-    CHECK(dtrain__round_random(1e-6f, DTRAIN_DTYPE_F16, 0xffffffffu) == dtrain_f32_to_f16(1e-6f));
 }
 
 static void test_sparse(void)
@@ -598,7 +557,6 @@ static void test_order(void)
     dtrain_graph *graph;
     void *memory;
     char text[8] = "abc";
-    float milliseconds = -1;
     bool done = false;
     CHECK(ops->query(cpu, &info) == DTRAIN_OK && info.memory_bytes > 0 &&
           strcmp(info.id, "cpu") == 0);
@@ -615,7 +573,6 @@ static void test_order(void)
     CHECK(ops->event_record(cpu, end, NULL) == DTRAIN_OK &&
           ops->event_wait(cpu, end, stream) == DTRAIN_OK);
     CHECK(ops->event_query(cpu, end, &done) == DTRAIN_OK && done);
-    CHECK(ops->event_elapsed(cpu, begin, end, &milliseconds) == DTRAIN_OK && milliseconds >= 0);
     ops->event_destroy(cpu, begin), ops->event_destroy(cpu, end), ops->stream_destroy(cpu, stream);
     CHECK(ops->graph_begin(cpu) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(ops->graph_end(cpu, &graph) == DTRAIN_ERROR_UNSUPPORTED && !graph);
@@ -626,10 +583,8 @@ static void test_wrong_types(void)
 {
     float x[4] = {0};
     dtrain_add_args add = {4, x, x, x, DTRAIN_DTYPE_I32, DTRAIN_DTYPE_F32};
-    dtrain_finite_args finite = {4, x, DTRAIN_DTYPE_I64, NULL};
     CHECK(cpu->ops->add(cpu, &add) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(strstr(dtrain_last_error(), "i32") != NULL);
-    CHECK(cpu->ops->finite(cpu, &finite) == DTRAIN_ERROR_UNSUPPORTED);
 }
 
 int main(int argc, char **argv)
@@ -655,7 +610,6 @@ int main(int argc, char **argv)
     RUN(test_sums);
     RUN(test_clip);
     RUN(test_optimizers);
-    RUN(test_stochastic_rounding);
     RUN(test_sparse);
     RUN(test_order);
     RUN(test_wrong_types);

@@ -1,6 +1,10 @@
 /* Tests of the CPU's sparse and low-rank kernels: top-k against a sort, bit for bit, on every
  * instruction set and with 1 to 4 threads; orthonormal columns; scatter-add. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
+#endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
+#define DTRAIN__TEST_INSTANCES
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -86,8 +86,6 @@ DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device)
     dtrain__pool_destroy(cpu->pool);
     dtrain__gemm_workspace_free(&cpu->gemm);
     dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
-    for (int i = 0; i < DTRAIN__WIDE; i++)
-        dtrain__aligned_free(&allocator, cpu->wide[i], cpu->wide_bytes[i]);
     dtrain__free(&allocator, cpu, 1, sizeof *cpu);
     device->state = NULL;
 }

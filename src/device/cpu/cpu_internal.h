@@ -1,4 +1,4 @@
-/* What other files may use of device/cpu/ beside the public API. */
+/* The CPU device's state, and the functions that its launchers use. */
 
 #pragma once
 
@@ -12,8 +12,6 @@
 #include "device/cpu/pool_internal.h"
 #include "device/device.h"
 
-#define DTRAIN__WIDE 4 /* operands of one operation that may have to be widened */
-
 typedef struct dtrain__cpu {
     dtrain_allocator allocator;
     dtrain__pool *pool;
@@ -23,37 +21,15 @@ typedef struct dtrain__cpu {
     float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
     size_t scratch_bytes;
     double sums[DTRAIN__SUM_CHUNKS];
-    float *wide[DTRAIN__WIDE]; /* half-precision operands in fp32; they grow in the first step */
-    size_t wide_bytes[DTRAIN__WIDE];
 } dtrain__cpu;
 
-enum { DTRAIN__READ = 1, DTRAIN__WRITE = 2 };
-
-typedef struct dtrain__wide_item {
-    void *narrow;
-    float *wide;
-    int64_t count;
-    dtrain_dtype dtype;
-    int access;
-} dtrain__wide_item;
-
-typedef struct dtrain__wide_list {
-    dtrain__cpu *cpu;
-    dtrain__wide_item items[DTRAIN__WIDE];
-    int count;
-    dtrain_result result;
-} dtrain__wide_list;
-
-struct dtrain_event {
-    uint64_t recorded_ns;
-};
-
+/* Every kernel in the order of dtrain_device_ops. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X)                                                               \
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(finite) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
     X(orthogonalize)
 /* clang-format on */
 
@@ -81,82 +57,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, con
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device);
 DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device);
 
-/* device/cpu/launch_gemm.c */
-DTRAIN__PRIVATE dtrain__wide_list dtrain__wide_begin(dtrain_device *device);
-DTRAIN__PRIVATE bool dtrain__is_f32(dtrain_dtype dtype);
-DTRAIN__PRIVATE void dtrain__cpu_convert_run(dtrain__cpu *cpu, const void *x, dtrain_dtype x_dtype,
-                                             void *y, dtrain_dtype y_dtype, int64_t count);
-DTRAIN__PRIVATE float *dtrain__wide(dtrain__wide_list *list, const void *x, dtrain_dtype dtype,
-                                    int64_t count, int access);
-DTRAIN__PRIVATE dtrain_result dtrain__wide_end(dtrain__wide_list *list, dtrain_result result);
-DTRAIN__PRIVATE dtrain_result dtrain__wide_elementwise(dtrain__wide_list *list, const void *args,
-                                                       int64_t count, dtrain__range_fn range);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtrain_gemm_args *args);
-
-/* device/cpu/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
-                                                    const dtrain_layernorm_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
-                                                    const dtrain_embedding_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
-                                                    const dtrain_attention_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
-    dtrain_device *device, const dtrain_cross_entropy_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
-                                                        const dtrain_cross_entropy_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
-                                                const dtrain_axpby_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
-                                                  const dtrain_dropout_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
-                                                 const dtrain_finite_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
-                                                  const dtrain_convert_args *args);
-DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                                 size_t tensor_count,
-                                                 const dtrain_optimizer_tensor *tensors,
-                                                 const dtrain_step_scalars *scalars,
-                                                 dtrain__range_fn range);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
-                                                const dtrain_adamw_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args);
-
-/* device/cpu/launch_sparse.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
-                                                      const dtrain_scatter_add_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
-                                                        const dtrain_orthogonalize_args *args);
-
-/* device/cpu/table.c */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory,
-                                                        size_t bytes);
-DTRAIN__PRIVATE void dtrain__cpu_host_unregister(dtrain_device *device, void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
-                                                     const void *from, size_t bytes,
-                                                     dtrain_copy_kind kind, dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
-                                                        dtrain_stream **out);
-DTRAIN__PRIVATE void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream);
-DTRAIN__PRIVATE void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
-                                                     dtrain_stream *stream);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event,
-                                                      bool *done);
-DTRAIN__PRIVATE bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_begin(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph);
-DTRAIN__PRIVATE void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph);
+/* device/cpu/launch.c, launch_gemm.c, launch_sparse.c: checks, cuts the work and runs it */
+DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype);
+#define DTRAIN__CPU_LAUNCHER(op)                                          \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
+                                                   const dtrain_##op##_args *args);
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
+#undef DTRAIN__CPU_LAUNCHER

@@ -1,4 +1,4 @@
-/* What other files may use of device/cpu/ beside the public API. */
+/* Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
 
 #pragma once
 
@@ -8,8 +8,15 @@
 #include "device/backend.h"
 #include "device/cpu/pool_internal.h"
 
+/* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
+#if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
+#define DTRAIN__PAIRS 1
+#else
+#define DTRAIN__PAIRS 0
+#endif
+
 enum {
-    DTRAIN__THIN = 16, /* columns, or k, of a thin product */
     DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
     DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
@@ -37,17 +44,6 @@ typedef struct dtrain__rectangle {
     int rows, cols;
 } dtrain__rectangle;
 
-/* A product with few columns: c (rows, cols) += a b, in blocks of k_step, or c = for the first one.
- * a: as it lies, (rows, k) or, for thin_columns, (k, rows). b (k, DTRAIN__THIN): zeros beyond cols.
- * sums: scratch of thin_columns, (cols rounded up to 4, rows rounded up to nr). */
-typedef struct dtrain__thin {
-    const float *a, *b;
-    int64_t lda, ldc;
-    float *c, *sums;
-    int64_t rows, k, k_step;
-    int cols, first;
-} dtrain__thin;
-
 /* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
  * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
  * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
@@ -65,13 +61,11 @@ typedef struct dtrain__isa {
     dtrain__pack_fn pack_a, pack_b;
     void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
                    uint32_t activation);
-    void (*slope)(float *c, const float *z, uint32_t activation);
+    void (*slope)(float *c, const float *z, int count, uint32_t activation);
     void (*load)(float *tile, const dtrain__rectangle *from);
     void (*store)(const dtrain__rectangle *to, const float *tile);
     void (*begin)(void);
     void (*end)(void);
-    void (*thin_rows)(const dtrain__thin *x);
-    void (*thin_columns)(const dtrain__thin *x);
 } dtrain__isa;
 
 /* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
@@ -84,11 +78,6 @@ typedef struct dtrain__gemm_workspace {
     void *memory;
     size_t bytes;
 } dtrain__gemm_workspace;
-
-/* device/cpu/gemm_kernels.c */
-DTRAIN__PRIVATE const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index);
-DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
-DTRAIN__PRIVATE const dtrain__isa *dtrain__isa_select(void);
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws);

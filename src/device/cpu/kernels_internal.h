@@ -1,9 +1,11 @@
-/* What other files may use of device/cpu/ beside the public API. */
+/* What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+ * structures of single operations. */
 
 #pragma once
 
 #include "core/platform_internal.h"
 #include "device/backend.h"
+#include "device/cpu/gemm_internal.h"
 
 struct dtrain__job;
 typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
@@ -22,13 +24,14 @@ typedef struct dtrain__job {
 
 typedef struct dtrain__kernels {
     const char *name;
+    const dtrain__isa *gemm;
     dtrain__range_fn activate, activation_backward;
     dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
     dtrain__range_fn embedding, embedding_backward;
     dtrain__range_fn attention, attention_backward;
     dtrain__range_fn cross_entropy, cross_entropy_backward;
     dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
-    dtrain__range_fn topk, gram, recombine;
+    dtrain__range_fn topk;
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
@@ -36,9 +39,6 @@ typedef struct dtrain__update {
     const dtrain_adamw_args *adamw;
     const dtrain_sgd_args *sgd;
     const dtrain_optimizer_tensor *tensor;
-    uint64_t stream; /* of stochastic rounding: the tensor's place in the list */
-    uint64_t seed;
-    bool stochastic;
     dtrain_step_scalars now;
 } dtrain__update;
 
@@ -53,19 +53,7 @@ typedef struct dtrain__topk_pass {
     int64_t *found;   /* (threads); -1: more than the list had room for */
 } dtrain__topk_pass;
 
-#define DTRAIN__TOPK_BLOCK 1024 /* elements between two looks at the room that is left */
-#define DTRAIN__TOPK_SLACK (DTRAIN__TOPK_BLOCK + 16) /* a block, and a vector's lanes behind it */
-
-/* Orthonormal columns: matrices of doubles have rows of `padded` elements. */
-typedef struct dtrain__basis {
-    int64_t rows, columns, padded, chunk; /* rows of a chunk */
-    float *x;                             /* (rows, columns) */
-    double *sums;                         /* (chunks, padded, padded) products of the columns */
-    double *factor;                       /* (padded, padded) x becomes x * factor */
-} dtrain__basis;
-
-#define DTRAIN__BASIS_ROWS 64 /* that are widened to double at a time */
-
+#define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
 #define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
@@ -74,6 +62,27 @@ typedef struct dtrain__basis {
 #ifndef DTRAIN__SMALL
 #define DTRAIN__SMALL 16384
 #endif
+
+/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
+ * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+typedef struct dtrain__head {
+    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
+    bool causal;
+    float scale;
+    const void *qkv, *y, *d_y;
+    dtrain_dtype dtype;
+    int64_t q, k, v, at;        /* elements */
+    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
+    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *scores;              /* (64 keys, 64 queries) */
+    float *out;                 /* (64, width): O forward, dQ backward */
+    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
+    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
+    float *slopes;              /* (64, 64): dS^T */
+    float *delta, *lse;         /* (64): rowsum(dO O) */
+    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *values;              /* (64, width): V of halves, backward */
+} dtrain__head;
 
 /* Which part of a product of attention is not zero. */
 enum {
@@ -87,4 +96,5 @@ enum {
 #define DTRAIN__STRING(x) DTRAIN__STRING2(x)
 
 /* device/cpu/kernels.c */
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);

@@ -8,31 +8,41 @@
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/kernels_internal.h"
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+{
+    if (dtype >= DTRAIN_DTYPE_NONE && dtype <= DTRAIN_DTYPE_F16) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "activations of type %s: expected f32, bf16 or f16",
+                       dtrain_dtype_name(dtype));
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
                                                     const dtrain_layernorm_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_layernorm_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     if (!args->residual != !args->sum)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "layernorm: residual and sum are given together or not at all");
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
-    wide.sum = dtrain__wide(&w, args->sum, args->x_dtype, count, DTRAIN__WRITE);
-    wide.residual = dtrain__wide(&w, args->residual, args->y_dtype, count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->y_dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->layernorm, count));
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
 }
 
 /* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
-static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
-                                                    const dtrain_layernorm_backward_args *args)
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
 {
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
     const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
     dtrain__job job = dtrain__job_make(args, chunk_count, 1);
+    if (args->d_residual && !args->d_x)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.chunk = chunk;
     job.chunk_count = chunk_count;
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n));
@@ -40,26 +50,6 @@ static dtrain_result dtrain__layernorm_backward_run(dtrain__cpu *cpu,
     job.total = args->n;
     job.unit = DTRAIN__LINE;
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
-{
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_layernorm_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
-    if (args->d_residual && !args->d_x)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, count, DTRAIN__READ);
-    wide.d_y = dtrain__wide(&w, args->d_y, args->y_dtype, count, DTRAIN__READ);
-    wide.d_x = dtrain__wide(&w, args->d_x, args->x_dtype, count,
-                            DTRAIN__WRITE | (args->accumulate_x ? DTRAIN__READ : 0));
-    if (w.result == DTRAIN_OK) w.result = dtrain__layernorm_backward_run(w.cpu, &wide);
-    if (w.result == DTRAIN_OK && args->d_residual)
-        dtrain__cpu_convert_run(w.cpu, wide.d_x, DTRAIN_DTYPE_F32, args->d_residual,
-                                dtrain__is_f32(args->y_dtype) ? DTRAIN_DTYPE_F32 : args->y_dtype,
-                                count);
-    return dtrain__wide_end(&w, w.result);
 }
 
 static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
@@ -84,27 +74,21 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_embedding_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->rows * args->n, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding, args->rows * args->n));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->embedding, args->rows * args->n);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_embedding_backward_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, args->rows * args->n, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->n, DTRAIN__LINE);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->embedding_backward, args->rows * args->n));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->embedding_backward, args->rows * args->n);
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
@@ -113,7 +97,7 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
     int64_t floats = 4 * block * width + block * block + 3 * block;
     if (backward) {
-        floats += 2 * block * width + block * block + 2 * block;
+        floats += 3 * block * width + block * block + 2 * block;
         floats += 2 * dtrain__multiple(sequence, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
@@ -130,69 +114,50 @@ static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_attention_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads * blocks, 1);
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
     DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__WRITE);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
-    if (w.result == DTRAIN_OK)
-        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
-    if (w.result == DTRAIN_OK) dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention, 8 * count);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_attention_backward_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(&wide, args->batch * args->heads, 1);
+    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
     DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    wide.qkv = dtrain__wide(&w, args->qkv, args->dtype, 3 * count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, count, DTRAIN__READ);
-    wide.d_y = dtrain__wide(&w, args->d_y, args->dtype, count, DTRAIN__READ);
-    wide.d_qkv = dtrain__wide(&w, args->d_qkv, args->dtype, 3 * count, DTRAIN__WRITE);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
-    if (w.result == DTRAIN_OK)
-        w.result = dtrain__cpu_scratch(w.cpu, &job, job.slot * w.cpu->thread_count);
-    if (w.result == DTRAIN_OK)
-        dtrain__job_run(w.cpu, &job, w.cpu->kernels->attention_backward, 16 * count);
-    return dtrain__wide_end(&w, w.result);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_cross_entropy_backward_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
-    wide.d_logits = dtrain__wide(&w, args->d_logits, args->dtype, count, DTRAIN__WRITE);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    return dtrain__wide_end(
-        &w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy_backward, count));
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy_backward, args->rows * args->n);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_cross_entropy_args wide = *args;
-    const int64_t count = args->rows * args->n;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    wide.logits = dtrain__wide(&w, args->logits, args->dtype, count, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->rows, 1);
-    dtrain__job_run(w.cpu, &job, w.cpu->kernels->cross_entropy, count);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy, args->rows * args->n);
     if (!args->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
         args->rows, args->n,        args->scale, args->logits, args->targets,
@@ -202,53 +167,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_add_args wide = *args;
-    wide.x = dtrain__wide(&w, args->x, args->x_dtype, args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->y_dtype, args->count, DTRAIN__READ);
-    wide.out = dtrain__wide(&w, args->out, args->x_dtype, args->count, DTRAIN__WRITE);
-    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->add);
+    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
+    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_axpby_args wide = *args;
-    wide.x =
-        dtrain__wide(&w, args->x, args->dtype, args->broadcast ? 1 : args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
-                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
-    return dtrain__wide_elementwise(&w, &wide, args->count, w.cpu->kernels->axpby);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_dropout_args wide = *args;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
-    wide.y = dtrain__wide(&w, args->y, args->dtype, args->count,
-                          DTRAIN__WRITE | (args->accumulate ? DTRAIN__READ : 0));
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
-    return dtrain__wide_end(&w, dtrain__job_run(w.cpu, &job, w.cpu->kernels->dropout, args->count));
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    return dtrain__job_run(cpu, &job, cpu->kernels->dropout, args->count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
 {
-    dtrain__wide_list w = dtrain__wide_begin(device);
-    dtrain_sum_args wide = *args;
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    wide.x = dtrain__wide(&w, args->x, args->dtype, args->count, DTRAIN__READ);
-    if (w.result != DTRAIN_OK) return w.result;
-    dtrain__job job = dtrain__job_make(&wide, (args->count + chunk - 1) / chunk, 1);
+    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
     double sum = 0;
     job.chunk = chunk;
-    job.sums = w.cpu->sums;
-    dtrain__job_run(w.cpu, &job, w.cpu->kernels->sum, args->count);
-    for (int64_t i = 0; i < job.total; i++) sum += w.cpu->sums[i];
+    job.sums = cpu->sums;
+    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
+    for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->accumulate) sum += args->total[0];
     if (args->total) args->total[0] = sum;
@@ -267,33 +218,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_finite(dtrain_device *device,
-                                                 const dtrain_finite_args *args)
-{
-    const bool wide = dtrain__is_f32(args->dtype);
-    const uint32_t exponent = wide                               ? 0x7f800000u
-                              : args->dtype == DTRAIN_DTYPE_BF16 ? 0x7f80u
-                                                                 : 0x7c00u;
-    const char *x = (const char *)args->x;
-    uint32_t found = 0;
-    (void)device;
-    if (!wide && args->dtype != DTRAIN_DTYPE_BF16 && args->dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "finite: %s has no infinity",
-                           dtrain_dtype_name(args->dtype));
-    for (int64_t i = 0; i < args->count; i++) {
-        uint32_t bits = 0;
-        uint16_t half;
-        if (wide) memcpy(&bits, x + (size_t)i * sizeof bits, sizeof bits);
-        else {
-            memcpy(&half, x + (size_t)i * sizeof half, sizeof half);
-            bits = half;
-        }
-        found |= (bits & exponent) == exponent;
-    }
-    args->found[0] |= found;
-    return DTRAIN_OK;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
@@ -307,49 +231,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
 
-/* The fraction that rounding would discard, against as many random bits: up with exactly its
- * probability. fp16 discards 13 bits where it is normal; below that it rounds to nearest. */
-static uint16_t dtrain__round_random(float value, dtrain_dtype dtype, uint32_t random)
-{
-    const uint32_t bits = dtrain__f32_bits(value), magnitude = bits & 0x7fffffffu;
-    const uint32_t discarded = dtype == DTRAIN_DTYPE_BF16 ? 0xffffu : 0x1fffu;
-    const uint32_t smallest = dtype == DTRAIN_DTYPE_BF16 ? 0 : 0x38800000u; /* 2^-14 */
-    float up;
-    if (magnitude >= 0x7f800000u || magnitude < smallest)
-        return dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(value) : dtrain_f32_to_f16(value);
-    const uint32_t raised = (bits + (random & discarded)) & ~discarded;
-    memcpy(&up, &raised, sizeof up);
-    return dtype == DTRAIN_DTYPE_BF16 ? (uint16_t)(raised >> 16) : dtrain_f32_to_f16(up);
-}
-
-DTRAIN__PRIVATE void dtrain__round_low(const dtrain__update *update, int64_t begin, int64_t end)
-{
-    const dtrain_optimizer_tensor *t = update->tensor;
-    uint16_t *low = (uint16_t *)t->low;
-    uint32_t words[4];
-    if (!update->stochastic) {
-        dtrain_convert_args args = {end, t->value, t->low, DTRAIN_DTYPE_F32, t->low_dtype};
-        dtrain__job job = dtrain__job_make(&args, end, 1);
-        dtrain__kernels_select()->convert(&job, begin, end, 0);
-        return;
-    }
-    for (int64_t i = begin; i < end; i++) {
-        if (i == begin || i % 4 == 0)
-            dtrain_philox(update->seed + update->now.seed, update->stream, (uint64_t)i / 4, words);
-        low[i] = dtrain__round_random(t->value[i], t->low_dtype, words[i % 4]);
-    }
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
-                                                 size_t tensor_count,
-                                                 const dtrain_optimizer_tensor *tensors,
-                                                 const dtrain_step_scalars *scalars,
-                                                 dtrain__range_fn range)
+static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
+                                        size_t tensor_count, const dtrain_optimizer_tensor *tensors,
+                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
 {
     if (scalars) update->now = *scalars;
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
-        update->stream = i;
         DTRAIN__TRY(dtrain__cpu_elementwise(device, update, tensors[i].count, range));
     }
     return DTRAIN_OK;
@@ -361,8 +249,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     dtrain__update update;
     memset(&update, 0, sizeof update);
     update.adamw = args;
-    update.seed = args->seed;
-    update.stochastic = args->stochastic_rounding;
     update.now.lr = args->lr;
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
@@ -376,8 +262,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     dtrain__update update;
     memset(&update, 0, sizeof update);
     update.sgd = args;
-    update.seed = args->seed;
-    update.stochastic = args->stochastic_rounding;
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,

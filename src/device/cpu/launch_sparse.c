@@ -71,7 +71,7 @@ static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, 
     const int64_t stride = a->count / size;
     int64_t rank = (int64_t)(mean + 4 * sqrt(mean)) + 8;
     const double pass = (double)a->count / (double)size * (double)rank;
-    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_SLACK;
+    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_BLOCK;
     if (rank >= size / 2) return -1;
     for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
         const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
@@ -145,13 +145,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     memset(&pass, 0, sizeof pass);
     pass.args = args;
     pass.below = -1;
-    pass.room = args->count + DTRAIN__TOPK_SLACK;
+    pass.room = args->count + DTRAIN__TOPK_BLOCK;
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head));
     if (!few) {
         pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
                                             (uint32_t *)(void *)job.scratch, &pass.room);
         if (pass.below < 0) pass.room = 0;
-        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_SLACK;
+        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_BLOCK;
     }
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head + 2 * lists * pass.room));
     uint32_t *bins = (uint32_t *)(void *)job.scratch;
@@ -184,81 +184,64 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* ---- Orthonormal columns
+/* ---- Orthonormal columns ----------------------------------------------------------------------
  *
- * Gram-Schmidt by way of the Cholesky factor: X^T X = R^T R has in R's columns what Gram-Schmidt
- * subtracts, so X R^-1 is its result, from two passes over X in place of one for each pair of
- * columns. X^T X squares the condition number, which double bears: products of floats are exact in
- * it, and what is left of a column after projection is known down to about 1e-8 of it, while below
- * 1e-6 nothing but the rounding of floats is left and the column counts as zero. The second time
- * round the columns are orthogonal to 1e-3 or better, and come out so to the rounding of a float
- * (Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015). */
+ * Gram-Schmidt in double, column after column: each is projected twice against those before it
+ * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
+ * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
+ * step cost far more. */
 
-/* gram (columns, ld) = R^T R, upper triangles; factor = R^-1, with zeros for columns that the ones
- * before span. Of a matrix that is not finite all becomes NaN. */
-static void dtrain__basis_factor(double *gram, double *factor, int64_t columns, int64_t ld)
+static double dtrain__dot(const double *a, const double *b, int64_t count)
 {
-    double inverse[DTRAIN_ORTHOGONALIZE_COLUMNS];
-    memset(factor, 0, (size_t)(ld * ld) * sizeof *factor);
-    for (int64_t j = 0; j < columns; j++) {
-        uint64_t bits;
-        const double before = gram[j * ld + j];
-        memcpy(&bits, &before, sizeof bits);
-        if ((bits >> 52 & 0x7ff) == 0x7ff) {
-            bits = (uint64_t)0x7ff8 << 48;
-            for (int64_t k = 0; k < columns; k++) memcpy(factor + k, &bits, sizeof bits);
-            return;
-        }
+    double even = 0, odd = 0; /* two chains hide the latency of an addition */
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+        even += a[i] * b[i];
+        odd += a[i + 1] * b[i + 1];
     }
-    for (int64_t j = 0; j < columns; j++) {
-        double *row = gram + j * ld, left = row[j];
-        for (int64_t i = 0; i < j; i++) left -= gram[i * ld + j] * gram[i * ld + j];
-        inverse[j] = left > 1e-12 * row[j] ? 1 / sqrt(left) : 0;
-        for (int64_t k = j; k < columns; k++) {
-            for (int64_t i = 0; i < j; i++) row[k] -= gram[i * ld + j] * gram[i * ld + k];
-            row[k] *= inverse[j];
+    if (i < count) even += a[i] * b[i];
+    return even + odd;
+}
+
+/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
+ * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
+ * and the column counts as zero. */
+static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
+{
+    double *x = q + j * rows;
+    const double before = dtrain__dot(x, x, rows);
+    uint64_t bits;
+    memcpy(&bits, &before, sizeof bits);
+    if ((bits >> 52 & 0x7ff) == 0x7ff) return false;
+    for (int64_t round = 0; round < 2; round++)
+        for (int64_t i = 0; i < j; i++) {
+            const double *other = q + i * rows, along = dtrain__dot(other, x, rows);
+            for (int64_t row = 0; row < rows; row++) x[row] -= along * other[row];
         }
-    }
-    for (int64_t k = 0; k < columns; k++) {
-        factor[k * ld + k] = inverse[k];
-        for (int64_t i = k - 1; i >= 0 && inverse[k] > 0; i--) {
-            double sum = 0;
-            for (int64_t l = i + 1; l <= k; l++) sum += gram[i * ld + l] * factor[l * ld + k];
-            factor[i * ld + k] = -sum * inverse[i];
-        }
-    }
+    const double left = dtrain__dot(x, x, rows);
+    const double factor = left > 1e-12 * before ? 1 / sqrt(left) : 0;
+    for (int64_t row = 0; row < rows; row++) x[row] *= factor;
+    return true;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
                                                         const dtrain_orthogonalize_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (args->rows < 0 || args->columns < 1 || args->columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
+    const int64_t rows = args->rows, columns = args->columns;
+    if (rows < 0 || columns < 1 || columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
-                           (long long)args->rows, (long long)args->columns,
-                           DTRAIN_ORTHOGONALIZE_COLUMNS);
-    dtrain__basis basis;
-    memset(&basis, 0, sizeof basis);
-    basis.rows = args->rows;
-    basis.columns = args->columns;
-    basis.padded = dtrain__multiple(args->columns, 16);
-    basis.chunk = dtrain__multiple((args->rows + 31) / 32, 256);
-    basis.x = args->x;
-    if (args->rows == 0) return DTRAIN_OK;
-    const int64_t chunks = (args->rows + basis.chunk - 1) / basis.chunk;
-    const int64_t square = basis.padded * basis.padded, work = args->rows * args->columns;
-    dtrain__job sum = dtrain__job_make(&basis, chunks, 1);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &sum, 2 * (chunks + 1) * square));
-    dtrain__job recombine = dtrain__job_make(&basis, args->rows, DTRAIN__BASIS_ROWS);
-    basis.factor = (double *)(void *)sum.scratch;
-    basis.sums = basis.factor + square;
-    for (int round = 0; round < 2; round++) {
-        dtrain__job_run(cpu, &sum, cpu->kernels->gram, work);
-        for (int64_t chunk = 1; chunk < chunks; chunk++)
-            for (int64_t i = 0; i < square; i++) basis.sums[i] += basis.sums[chunk * square + i];
-        dtrain__basis_factor(basis.sums, basis.factor, basis.columns, basis.padded);
-        dtrain__job_run(cpu, &recombine, cpu->kernels->recombine, work);
-    }
+                           (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
+    dtrain__job job = dtrain__job_make(args, rows, 1);
+    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, &job, 2 * rows * columns));
+    double *q = (double *)(void *)job.scratch;
+    bool finite = true;
+    for (int64_t i = 0; i < rows * columns; i++)
+        q[i % columns * rows + i / columns] = (double)args->x[i];
+    for (int64_t j = 0; j < columns && finite; j++)
+        finite = dtrain__orthogonalize_column(q, rows, j);
+    for (int64_t i = 0; i < rows * columns; i++)
+        args->x[i] = finite ? (float)q[i % columns * rows + i / columns]
+                            : dtrain__f32_from_bits(0x7fc00000u);
     return DTRAIN_OK;
 }

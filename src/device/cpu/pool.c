@@ -1,12 +1,9 @@
-/* Device
+/* The threads of one rank
  *
- * The CPU device in six parts, each a review sitting:
- *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
- *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else; the same text is compiled once per instruction set
- *     S24.5  attention    likewise
- *     S24.6  device       memory, launchers, the CPU table and the plan table */
+ * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
+ * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
+ * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
+ * instruction set. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -1,4 +1,4 @@
-/* What other files may use of device/cpu/ beside the public API. */
+/* A pool of threads that run one function together. */
 
 #pragma once
 

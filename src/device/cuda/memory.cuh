@@ -279,22 +279,6 @@ static dtrain_result dtrain_cuda_event_query(dtrain_device *device, dtrain_event
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain_cuda_event_elapsed(dtrain_device *device, dtrain_event *begin,
-                                               dtrain_event *end, float *milliseconds)
-{
-    (void)device;
-    *milliseconds = 0;
-    const cudaError_t error =
-        cudaEventElapsedTime(milliseconds, (cudaEvent_t)begin, (cudaEvent_t)end);
-    if (error == cudaErrorNotReady || error == cudaErrorInvalidResourceHandle) {
-        cudaGetLastError();
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "event_elapsed: both events have to be created with timing, recorded, "
-                           "and done");
-    }
-    return dtrain_cuda_check(error, "event_elapsed");
-}
-
 /* ---- Graphs -------------------------------------------------------------------------------------
  *
  * A capture belongs to this thread alone: another thread of the process, such as a watchdog that

@@ -7,14 +7,13 @@
  *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
  *
- * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28 (30 with a low copy);
+ * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28;
  * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
-#include "device/cuda/elementwise.cuh"
 
 #include <math.h>
 
@@ -28,19 +27,14 @@ struct dtrain_cuda_tensor {
     float *value;
     const float *grad;
     float *m, *v;
-    void *low;
     int64_t count;
     float weight_decay;
-    uint16_t low_dtype;
-    uint16_t aligned;     /* all pointers */
+    uint32_t aligned;     /* all pointers */
     uint32_t first_block; /* of this launch */
-    uint32_t number;      /* in the caller's list: the stream of its random numbers */
 };
 
 struct dtrain_cuda_tensors {
     int count;
-    uint32_t stochastic_rounding;
-    uint64_t seed;
     const dtrain_step_scalars *scalars;
     dtrain_cuda_tensor at[DTRAIN_CUDA_TABLE_TENSORS];
 };
@@ -88,54 +82,12 @@ struct dtrain_cuda_sgd_rule {
     }
 };
 
-/* ---- Rounding of the low copy -------------------------------------------------------------------
- *
- * The fraction that rounding would discard, against as many random bits: up with exactly its
- * probability, and the bits of the CPU device. fp16 discards 13 bits where it is normal; below that
- * it rounds to nearest. */
-
-static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint32_t random,
-                                                                   dtrain_cuda_bf16 &to)
-{
-    const uint32_t bits = __float_as_uint(x);
-    if ((bits & 0x7f800000u) == 0x7f800000u) dtrain_cuda_narrow(x, to);
-    else to.bits = (uint16_t)((bits + (random & 0xffffu)) >> 16);
-}
-
-static __device__ __forceinline__ void dtrain_cuda_narrow_randomly(float x, uint32_t random,
-                                                                   dtrain_cuda_f16 &to)
-{
-    const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
-    const bool to_nearest = magnitude < 0x38800000u || magnitude >= 0x7f800000u; /* 2^-14 */
-    const uint32_t raised = (bits + (random & 0x1fffu)) & ~0x1fffu;
-    dtrain_cuda_narrow(to_nearest ? x : __uint_as_float(raised), to);
-}
-
 /* ---- The kernel -------------------------------------------------------------------------------*/
-
-template <typename T, int W>
-static __device__ __forceinline__ void
-dtrain_cuda_store_low(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
-                      uint64_t seed, int64_t i, const dtrain_cuda_pack<float, W> &value)
-{
-    dtrain_cuda_pack<T, W> low;
-    uint32_t words[W];
-    if (tensors.stochastic_rounding) {
-        dtrain_cuda_random<W>(seed, tensor.number, i, words);
-        DTRAIN_CUDA_UNROLL
-        for (int j = 0; j < W; j++) dtrain_cuda_narrow_randomly(value.at[j], words[j], low.at[j]);
-    } else {
-        DTRAIN_CUDA_UNROLL
-        for (int j = 0; j < W; j++) dtrain_cuda_narrow(value.at[j], low.at[j]);
-    }
-    dtrain_cuda_store((T *)tensor.low + i, low);
-}
 
 /* Update elements i .. i + W. */
 template <int W, typename Rule>
 static __device__ __forceinline__ void
-dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_tensor &tensor,
-                         const Rule &rule, uint64_t seed, float decay, int64_t i)
+dtrain_cuda_update_group(const dtrain_cuda_tensor &tensor, const Rule &rule, float decay, int64_t i)
 {
     dtrain_cuda_pack<float, W> value, grad, m = {}, v = {};
     value = dtrain_cuda_load<W>(tensor.value + i);
@@ -147,10 +99,6 @@ dtrain_cuda_update_group(const dtrain_cuda_tensors &tensors, const dtrain_cuda_t
     dtrain_cuda_store(tensor.value + i, value);
     if (tensor.m) dtrain_cuda_store(tensor.m + i, m);
     if (tensor.v) dtrain_cuda_store(tensor.v + i, v);
-    if (!tensor.low) return;
-    if (tensor.low_dtype == DTRAIN_DTYPE_BF16)
-        dtrain_cuda_store_low<dtrain_cuda_bf16>(tensors, tensor, seed, i, value);
-    else dtrain_cuda_store_low<dtrain_cuda_f16>(tensors, tensor, seed, i, value);
 }
 
 /* Find the last tensor that starts at or before this block; all threads of the block find the
@@ -177,17 +125,15 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
                             ? begin + DTRAIN_CUDA_UPDATE_ELEMENTS
                             : tensor.count;
     const int64_t groups_end = tensor.aligned ? end - end % W : begin;
-    uint64_t seed = tensors.seed;
     if (tensors.scalars) {
         if (tensors.scalars->skip) return;
         rule.resolve(*tensors.scalars);
-        seed += tensors.scalars->seed;
     }
     const float decay = __fmaf_rn(-rule.lr, tensor.weight_decay, 1.0f);
     for (int64_t i = begin + (int64_t)threadIdx.x * W; i < groups_end; i += blockDim.x * W)
-        dtrain_cuda_update_group<W>(tensors, tensor, rule, seed, decay, i);
+        dtrain_cuda_update_group<W>(tensor, rule, decay, i);
     for (int64_t i = groups_end + threadIdx.x; i < end; i += blockDim.x)
-        dtrain_cuda_update_group<1>(tensors, tensor, rule, seed, decay, i);
+        dtrain_cuda_update_group<1>(tensor, rule, decay, i);
 }
 
 /* ---- Launching --------------------------------------------------------------------------------*/
@@ -195,17 +141,13 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
 static dtrain_result dtrain_cuda_check_tensor(const char *name, const dtrain_optimizer_tensor *from,
                                               size_t number, bool needs_moments)
 {
-    if (from->low && from->low_dtype != DTRAIN_DTYPE_BF16 && from->low_dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: tensor %llu has a low copy of data type %s, expected bf16 or f16",
-                           name, (unsigned long long)number, dtrain_dtype_name(from->low_dtype));
     if (needs_moments && (!from->m || !from->v))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tensor %llu has no m or no v", name,
                            (unsigned long long)number);
     return DTRAIN_OK;
 }
 
-static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *from, size_t number,
+static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *from,
                                                 int64_t first_block, bool needs_moments)
 {
     dtrain_cuda_tensor to = {};
@@ -213,15 +155,11 @@ static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *f
     to.grad = from->grad;
     to.m = from->m;
     to.v = needs_moments ? from->v : NULL;
-    to.low = from->low;
     to.count = from->count;
     to.weight_decay = from->weight_decay;
-    to.low_dtype = (uint16_t)from->low_dtype;
     to.aligned = dtrain_cuda_aligned(to.value) && dtrain_cuda_aligned(to.grad) &&
-                 dtrain_cuda_aligned(to.m) && dtrain_cuda_aligned(to.v) &&
-                 dtrain_cuda_aligned(to.low);
+                 dtrain_cuda_aligned(to.m) && dtrain_cuda_aligned(to.v);
     to.first_block = (uint32_t)first_block;
-    to.number = (uint32_t)number;
     return to;
 }
 
@@ -238,7 +176,7 @@ static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name,
         DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &from[i], i, needs_moments));
     for (size_t i = 0; i < count; i++) {
         if (from[i].count > 0) {
-            tensors.at[tensors.count++] = dtrain_cuda_tensor_of(&from[i], i, blocks, needs_moments);
+            tensors.at[tensors.count++] = dtrain_cuda_tensor_of(&from[i], blocks, needs_moments);
             blocks +=
                 (from[i].count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;
         }
@@ -258,8 +196,6 @@ static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw
                                          args->epsilon,   args->correction1, args->correction2,
                                          args->grad_scale};
     dtrain_cuda_tensors tensors = {};
-    tensors.stochastic_rounding = args->stochastic_rounding;
-    tensors.seed = args->seed;
     tensors.scalars = args->scalars;
     return dtrain_cuda_update(device, "adamw", rule, args->tensors, args->tensor_count, true,
                               tensors);
@@ -270,8 +206,6 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
     const dtrain_cuda_sgd_rule rule = {args->lr, args->momentum, args->grad_scale, args->nesterov,
                                        args->first};
     dtrain_cuda_tensors tensors = {};
-    tensors.stochastic_rounding = args->stochastic_rounding;
-    tensors.seed = args->seed;
     tensors.scalars = args->scalars;
     return dtrain_cuda_update(device, "sgd", rule, args->tensors, args->tensor_count, false,
                               tensors);

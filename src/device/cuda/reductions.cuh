@@ -125,61 +125,6 @@ static dtrain_result dtrain_cuda_clip(dtrain_device *device, const dtrain_clip_a
     return DTRAIN_CUDA_RUN(device, "clip", dtrain_cuda_clip_kernel, 1, 1, 0, *args);
 }
 
-/* ---- finite: x (count) -> found[0] |= 1; 4 (or 2) bytes read an element -----------------------*/
-
-static __device__ __forceinline__ bool dtrain_cuda_is_wild(float x)
-{
-    return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
-}
-static __device__ __forceinline__ bool dtrain_cuda_is_wild(dtrain_cuda_bf16 x)
-{
-    return (x.bits & 0x7f80u) == 0x7f80u;
-}
-static __device__ __forceinline__ bool dtrain_cuda_is_wild(dtrain_cuda_f16 x)
-{
-    return (x.bits & 0x7c00u) == 0x7c00u;
-}
-
-template <typename T>
-static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
-    dtrain_cuda_finite_kernel(const T *x, int64_t count, bool aligned, unsigned *found)
-{
-    constexpr int width = dtrain_cuda_pack<T>::width, at_once = 4;
-    const int64_t step = (int64_t)gridDim.x * blockDim.x * width;
-    bool wild = false;
-    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; i < count;
-         i += at_once * step) {
-        dtrain_cuda_pack<T> packs[at_once];
-        DTRAIN_CUDA_UNROLL
-        for (int u = 0; u < at_once; u++)
-            dtrain_cuda_load_pack(x, i + u * step, count, aligned, packs[u]);
-        DTRAIN_CUDA_UNROLL
-        for (int u = 0; u < at_once; u++) DTRAIN_CUDA_UNROLL
-        for (int j = 0; j < width; j++) wild |= dtrain_cuda_is_wild(packs[u].at[j]);
-    }
-    const int any = __syncthreads_or(wild);
-    if (threadIdx.x == 0 && any) atomicOr(found, 1u);
-}
-
-template <typename T>
-static dtrain_result dtrain_cuda_finite_as(dtrain_device *device, const dtrain_finite_args *args)
-{
-    const int64_t packs =
-        (args->count + dtrain_cuda_pack<T>::width - 1) / dtrain_cuda_pack<T>::width;
-    if (args->count <= 0) return DTRAIN_OK;
-    return DTRAIN_CUDA_RUN(
-        device, "finite", dtrain_cuda_finite_kernel<T>,
-        dtrain_cuda_blocks(dtrain_cuda_state_of(device), (packs + 3) / 4, DTRAIN_CUDA_SUM_THREADS),
-        DTRAIN_CUDA_SUM_THREADS, 0, (const T *)args->x, args->count, dtrain_cuda_aligned(args->x),
-        args->found);
-}
-
-static dtrain_result dtrain_cuda_finite(dtrain_device *device, const dtrain_finite_args *args)
-{
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("finite", args->dtype));
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_finite_as)(device, args);
-}
-
 /* ---- Column sums: x (rows,n), rows ld elements apart -> out (n) ---------------------------------
  *
  * The bias gradient of a product: the activation's backward pass with no activation, in place. */

@@ -14,8 +14,8 @@
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 3,
-              "the table below is that of ABI 3: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 4,
+              "the table below is that of ABI 4: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -43,7 +43,6 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_event_record,
                                           dtrain_cuda_event_wait,
                                           dtrain_cuda_event_query,
-                                          dtrain_cuda_event_elapsed,
                                           dtrain_cuda_is_device_memory,
                                           dtrain_cuda_graph_begin,
                                           dtrain_cuda_graph_end,
@@ -64,7 +63,6 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_dropout,
                                           dtrain_cuda_sum,
                                           dtrain_cuda_clip,
-                                          dtrain_cuda_finite,
                                           dtrain_cuda_convert,
                                           dtrain_cuda_adamw,
                                           dtrain_cuda_sgd,

@@ -306,16 +306,6 @@ static dtrain_result late_event_query(dtrain_device *device, dtrain_event *handl
     return DTRAIN_OK;
 }
 
-static dtrain_result late_event_elapsed(dtrain_device *device, dtrain_event *begin,
-                                        dtrain_event *end, float *ms)
-{
-    (void)device;
-    (void)begin;
-    (void)end;
-    *ms = 0;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the late device has no clock");
-}
-
 /* ---- memory ---- */
 
 static inline late_block *late_find(late_state *late, const void *memory, size_t bytes, bool host)
@@ -571,7 +561,6 @@ static inline const dtrain_device_ops *late_device_ops(void)
     ops.event_record = late_event_record;
     ops.event_wait = late_event_wait;
     ops.event_query = late_event_query;
-    ops.event_elapsed = late_event_elapsed;
     ops.is_device_memory = late_is_device_memory;
     ops.graph_begin = late_graph_begin;
     ops.graph_end = late_graph_end;

@@ -22,138 +22,62 @@
  *
  * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
 
-#define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
-
-/* The micro-kernel: six rows by two vectors in twelve registers, each with a name of its own,
- * because compilers do not keep arrays of vectors in registers. With fewer rows the last one is
- * repeated and not stored. */
-#define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
-#define DTRAIN__TILE_BEGIN(r)                                \
-    dtrain__v left##r = dtrain__vset(0), right##r = left##r; \
-    const float *a##r = a + ((r) < rows ? (r) : rows - 1) * a_row;
-#define DTRAIN__TILE_STEP(r)                           \
-    do {                                               \
-        const dtrain__v x = dtrain__vset(a##r[at]);    \
-        left##r = dtrain__vfma(x, b_left, left##r);    \
-        right##r = dtrain__vfma(x, b_right, right##r); \
-    } while (0);
-#define DTRAIN__TILE_END(r)                            \
-    if ((r) < rows) {                                  \
-        float *to = c + (r)*c_row;                     \
-        if (accumulate) {                              \
-            left##r += dtrain__vload(to);              \
-            right##r += dtrain__vload(to + DTRAIN__W); \
-        }                                              \
-        dtrain__vstore(to, left##r);                   \
-        dtrain__vstore(to + DTRAIN__W, right##r);      \
-    }
-
-#define dtrain__tile DTRAIN__INSTANCE(dtrain__tile)
-DTRAIN__KERNEL void dtrain__tile(int64_t rows, int64_t k, const float *a, int64_t a_row,
-                                 int64_t a_step, const float *b, int64_t b_row, float *c,
-                                 int64_t c_row, bool accumulate)
-{
-    DTRAIN__SIX(DTRAIN__TILE_BEGIN)
-    for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) {
-        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);
-        DTRAIN__SIX(DTRAIN__TILE_STEP)
-    }
-    DTRAIN__SIX(DTRAIN__TILE_END)
-}
-
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
-#define dtrain__product DTRAIN__INSTANCE(dtrain__product)
-DTRAIN__KERNEL void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
-                                    int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
-                                    float *c, int64_t c_row, bool accumulate)
+DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
+                                     int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
+                                     float *c, int64_t c_row, bool accumulate)
 {
     for (int64_t i = 0; i < m; i += 6) {
-        const int64_t rows = m - i < 6 ? m - i : 6;
+        const int rows = m - i < 6 ? (int)(m - i) : 6;
         const int64_t j0 = shape == DTRAIN__C_UPPER ? i / DTRAIN__N * DTRAIN__N : 0;
         const int64_t p0 = shape == DTRAIN__A_UPPER ? i : 0;
         const int64_t p1 = shape == DTRAIN__A_LOWER && i + rows < k ? i + rows : k;
-        for (int64_t j = j0; j < n; j += DTRAIN__N)
-            dtrain__tile(rows, p1 - p0, a + i * a_row + p0 * a_step, a_row, a_step,
-                         b + p0 * b_row + j, b_row, c + i * c_row + j, c_row, accumulate);
+        for (int64_t j = j0; j < n; j += DTRAIN__N) DTRAIN__K(tile)
+        (rows, p1 - p0, a + i * a_row + p0 * a_step, a_row, a_step, b + p0 * b_row + j, b_row,
+         accumulate ? 1.0f : 0.0f, c + i * c_row + j, c_row);
     }
 }
 
-/* to (padded, width) = scale * from (rows, d), zeros around it. width is d rounded up to
- * vectors. */
-#define dtrain__pack_rows DTRAIN__INSTANCE(dtrain__pack_rows)
-DTRAIN__KERNEL void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const float *from,
-                                      int64_t stride, int64_t rows, int64_t d, float scale)
+/* to (padded, width) = scale * from (rows, d) from element `at` on, zeros around it. width is d
+ * rounded up to vectors. */
+DTRAIN__HELPER void DTRAIN__K(pack_rows_as)(float *to, int64_t width, int64_t padded,
+                                            const void *from, dtrain_dtype dtype, int64_t at,
+                                            int64_t stride, int64_t rows, int64_t d, float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < padded; r++, to += width, from += stride)
+    for (int64_t r = 0; r < padded; r++, to += width, at += stride)
         for (int64_t j = 0; j < width; j += DTRAIN__W) {
             const bool inside = r < rows && j < d;
-            dtrain__vstore(to + j, inside ? s * dtrain__vload_n(from + j, d - j) : dtrain__vset(0));
+            dtrain__v x = dtrain__vset(0);
+            if (inside) x = dtrain__vload_as(from, dtype, at + j, d - j);
+            dtrain__vstore(to + j, s * x);
         }
 }
 
-/* to (width, 64) = transpose of from (padded, width). Eight by eight in registers. */
-#define dtrain__transpose DTRAIN__INSTANCE(dtrain__transpose)
-#if DTRAIN__ISA >= 2
-DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
+DTRAIN__ROUTINE void dtrain__pack_rows(float *to, int64_t width, int64_t padded, const void *from,
+                                       dtrain_dtype dtype, int64_t at, int64_t stride, int64_t rows,
+                                       int64_t d, float scale)
 {
-    for (int64_t r = 0; r < padded; r += 8)
-        for (int64_t j = 0; j < width; j += 8) {
-            const float *in = from + r * width + j;
-            float *out = to + j * DTRAIN__ATTENTION_BLOCK + r;
-            __m256 x[8], y[8];
-            for (int i = 0; i < 8; i += 2) { /* pairs of rows: a0 b0 a1 b1 | a4 b4 a5 b5, ... */
-                const __m256 a = _mm256_loadu_ps(in + i * width);
-                const __m256 b = _mm256_loadu_ps(in + (i + 1) * width);
-                x[i] = _mm256_unpacklo_ps(a, b);
-                x[i + 1] = _mm256_unpackhi_ps(a, b);
-            }
-            for (int i = 0; i < 8;
-                 i += 4) { /* four rows: column 0 | column 4, 1 | 5, 2 | 6, 3 | 7 */
-                y[i] = _mm256_shuffle_ps(x[i], x[i + 2], 0x44);
-                y[i + 1] = _mm256_shuffle_ps(x[i], x[i + 2], 0xee);
-                y[i + 2] = _mm256_shuffle_ps(x[i + 1], x[i + 3], 0x44);
-                y[i + 3] = _mm256_shuffle_ps(x[i + 1], x[i + 3], 0xee);
-            }
-            for (int i = 0; i < 4; i++) {
-                _mm256_storeu_ps(out + i * DTRAIN__ATTENTION_BLOCK,
-                                 _mm256_permute2f128_ps(y[i], y[i + 4], 0x20));
-                _mm256_storeu_ps(out + (i + 4) * DTRAIN__ATTENTION_BLOCK,
-                                 _mm256_permute2f128_ps(y[i], y[i + 4], 0x31));
-            }
-        }
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (dtype <= f32)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, f32, at, stride, rows, d, scale);
+    else if (dtype == bf16)
+        DTRAIN__K(pack_rows_as)(to, width, padded, from, bf16, at, stride, rows, d, scale);
+    else DTRAIN__K(pack_rows_as)(to, width, padded, from, dtype, at, stride, rows, d, scale);
 }
-#else
-DTRAIN__KERNEL void dtrain__transpose(float *to, const float *from, int64_t width, int64_t padded)
+
+/* to (width, 64) = transpose of from (padded, width). */
+DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t width,
+                                          int64_t padded)
 {
-    for (int64_t r = 0; r < padded; r++)
-        for (int64_t j = 0; j < width; j++)
-            to[j * DTRAIN__ATTENTION_BLOCK + r] = from[r * width + j];
+    for (int64_t r = 0; r < padded; r += 4, from += 4 * width) {
+        const float *rows[4] = {from, from + width, from + 2 * width, from + 3 * width};
+        DTRAIN__K(interleave4)(to + r, DTRAIN__ATTENTION_BLOCK, rows, (int)width);
+    }
 }
-#endif
 
-/* What one item works on. q, k, v, y, d_y, d_qkv begin at the head's columns of the sequence's
- * first row; the rest is scratch of this thread. */
-#define dtrain__head DTRAIN__INSTANCE(dtrain__head)
-typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
-    float scale;
-    const float *q, *k, *v, *y, *d_y;
-    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
-    float *scores;              /* (64 keys, 64 queries) */
-    float *out;                 /* (64, width): O forward, dQ backward */
-    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
-    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
-    float *slopes;              /* (64, 64): dS^T */
-    float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
-} dtrain__head;
-
-#define dtrain__head_open DTRAIN__INSTANCE(dtrain__head_open)
-DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_args *a,
-                                        int64_t item, float *scratch)
+DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
+                                            int64_t item, float *scratch)
 {
     const int64_t d = a->n / a->heads, batch = item / a->heads, column = item % a->heads * d;
     const int64_t row = batch * a->sequence;
@@ -164,7 +88,9 @@ DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
-    h->q = (const float *)a->qkv + row * h->stride + column;
+    h->qkv = a->qkv;
+    h->dtype = a->dtype;
+    h->q = row * h->stride + column;
     h->k = h->q + a->n;
     h->v = h->k + a->n;
     h->queries = scratch;
@@ -178,16 +104,25 @@ DTRAIN__KERNEL float *dtrain__head_open(dtrain__head *h, const dtrain_attention_
     return h->factor + DTRAIN__ATTENTION_BLOCK;
 }
 
-#define dtrain__padded DTRAIN__INSTANCE(dtrain__padded)
-DTRAIN__VECTOR int64_t dtrain__padded(int64_t rows)
+/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
+                                                 float *buffer, int64_t *stride)
+{
+    *stride = h->stride;
+    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    *stride = h->width;
+    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
+    return buffer;
+}
+
+DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
 {
     return (rows + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
 }
 
 /* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
  * position. The masked rest of these scores is -FLT_MAX, whose exp is 0. */
-#define dtrain__mask_column DTRAIN__INSTANCE(dtrain__mask_column)
-DTRAIN__VECTOR int64_t dtrain__mask_column(float *scores, int64_t c, int64_t keys, bool diagonal)
+DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t keys, bool diagonal)
 {
     const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
     if (!diagonal) return keys;
@@ -195,14 +130,13 @@ DTRAIN__VECTOR int64_t dtrain__mask_column(float *scores, int64_t c, int64_t key
     for (int64_t key = c + 1; key < end; key++) {
         float *at = scores + key * DTRAIN__ATTENTION_BLOCK + c;
         const dtrain__vi hidden = dtrain__viless(query, dtrain__viset((int32_t)key));
-        dtrain__vstore(at, dtrain__vselect(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
+        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
     }
     return end;
 }
 
 /* Products that use the result skip zeros by tiles of six: five more rows must be 0. */
-#define dtrain__clear_below DTRAIN__INSTANCE(dtrain__clear_below)
-DTRAIN__VECTOR void dtrain__clear_below(float *scores, int64_t c, int64_t seen, int64_t keys)
+DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t seen, int64_t keys)
 {
     for (int64_t key = seen; key < keys && key < seen + 5; key++)
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
@@ -210,12 +144,11 @@ DTRAIN__VECTOR void dtrain__clear_below(float *scores, int64_t c, int64_t seen, 
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
  * keys so far; sum and what O holds already are rescaled by factor = exp(old top - top). */
-#define dtrain__softmax_block DTRAIN__INSTANCE(dtrain__softmax_block)
-DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries, int64_t keys,
-                                          bool diagonal)
+DTRAIN__ROUTINE void DTRAIN__K(softmax_block)(const dtrain__head *h, int64_t queries, int64_t keys,
+                                              bool diagonal)
 {
     for (int64_t c = 0; c < queries; c += DTRAIN__W) {
-        const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
+        const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v old = dtrain__vload(h->top + c);
         dtrain__v top = old, sum = dtrain__vset(0);
         float *s = h->scores + c;
@@ -227,7 +160,7 @@ DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries
             dtrain__vstore(s + key * DTRAIN__ATTENTION_BLOCK, p);
             sum += p;
         }
-        dtrain__clear_below(h->scores, c, seen, keys);
+        DTRAIN__K(clear_below)(h->scores, c, seen, keys);
         const dtrain__v factor = dtrain__vexp(old - top);
         dtrain__vstore(h->factor + c, factor);
         dtrain__vstore(h->top + c, top);
@@ -235,8 +168,8 @@ DTRAIN__KERNEL void dtrain__softmax_block(const dtrain__head *h, int64_t queries
     }
 }
 
-#define dtrain__scale_rows DTRAIN__INSTANCE(dtrain__scale_rows)
-DTRAIN__KERNEL void dtrain__scale_rows(float *x, int64_t rows, int64_t width, const float *factor)
+DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width,
+                                           const float *factor)
 {
     for (int64_t r = 0; r < rows; r++, x += width) {
         const dtrain__v f = dtrain__vset(factor[r]);
@@ -247,8 +180,7 @@ DTRAIN__KERNEL void dtrain__scale_rows(float *x, int64_t rows, int64_t width, co
 }
 
 /* Item: one block of queries of one head; the long ones come first. */
-#define dtrain__range_attention DTRAIN__INSTANCE(dtrain__range_attention)
-DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(attention)
 {
     const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
     const int64_t head_count = a->batch * a->heads;
@@ -260,10 +192,10 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
         const int64_t left = a->sequence - q0,
                       m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
         const int64_t limit = a->causal ? q0 + m : a->sequence;
-        dtrain__head_open(&h, a, head, job->scratch + index * job->slot);
-        dtrain__pack_rows(h.queries, h.width, dtrain__padded(m), h.q + q0 * h.stride, h.stride, m,
-                          h.d, h.scale);
-        dtrain__transpose(h.queries_t, h.queries, h.width, dtrain__padded(m));
+        DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
+                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
         for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
             h.top[i] = -FLT_MAX;
             h.sum[i] = 0;
@@ -272,21 +204,25 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
             const int64_t keys =
                 limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
             const bool diagonal = a->causal && k0 == q0;
-            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, dtrain__padded(m), h.d,
-                            h.k + k0 * h.stride, h.stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK,
-                            h.scores, DTRAIN__ATTENTION_BLOCK, false);
-            dtrain__softmax_block(&h, m, keys, diagonal);
-            if (k0 > 0) dtrain__scale_rows(h.out, m, h.width, h.factor);
-            dtrain__pack_rows(h.keys, h.width, keys, h.v + k0 * h.stride, h.stride, keys, h.d, 1);
+            int64_t k_stride;
+            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
+                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
+                            DTRAIN__ATTENTION_BLOCK, false);
+            DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
+            if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
+            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
+                              h.stride, keys, h.d, 1);
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
                             1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
         }
         for (int64_t r = 0; r < m; r++) {
             const int64_t row = batch * a->sequence + q0 + r;
-            float *y = (float *)a->y + row * a->n + head % a->heads * h.d;
+            const int64_t at = row * a->n + head % a->heads * h.d;
             const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
             for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_n(y + j, dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
+                dtrain__vstore_as(a->y, a->dtype, at + j,
+                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
             a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
         }
     }
@@ -295,35 +231,34 @@ DTRAIN__KERNEL void dtrain__range_attention(dtrain__job *job, int64_t begin, int
 /* ---- Backward ---- */
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
-#define dtrain__open_queries DTRAIN__INSTANCE(dtrain__open_queries)
-DTRAIN__KERNEL void dtrain__open_queries(const dtrain__head *h, int64_t q0, int64_t m,
-                                         const float *lse)
+DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, int64_t m,
+                                             const float *lse)
 {
-    const int64_t padded = dtrain__padded(m);
-    dtrain__pack_rows(h->queries, h->width, padded, h->q + q0 * h->stride, h->stride, m, h->d,
-                      h->scale);
-    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y + q0 * h->y_stride, h->y_stride, m, h->d,
-                      1);
-    dtrain__transpose(h->queries_t, h->queries, h->width, padded);
-    dtrain__transpose(h->d_out_t, h->d_out, h->width, padded);
+    const int64_t padded = DTRAIN__K(padded)(m);
+    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
+                      h->stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
+                      h->y_stride, m, h->d, 1);
+    DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
+    DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
         dtrain__v delta = dtrain__vset(0);
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
-            delta =
-                dtrain__vfma(dtrain__vload(h->d_out + r * h->width + j),
-                             dtrain__vload_n(h->y + (q0 + r) * h->y_stride + j, h->d - j), delta);
+            delta = dtrain__vfma(
+                dtrain__vload(h->d_out + r * h->width + j),
+                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
+                delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
 }
 
 /* scores = P^T = exp(S^T - lse); slopes = dS^T = P^T (dP^T - delta). */
-#define dtrain__softmax_slopes DTRAIN__INSTANCE(dtrain__softmax_slopes)
-DTRAIN__KERNEL void dtrain__softmax_slopes(const dtrain__head *h, int64_t queries, int64_t keys,
-                                           bool diagonal)
+DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t queries, int64_t keys,
+                                               bool diagonal)
 {
     for (int64_t c = 0; c < queries; c += DTRAIN__W) {
-        const int64_t seen = dtrain__mask_column(h->scores, c, keys, diagonal);
+        const int64_t seen = DTRAIN__K(mask_column)(h->scores, c, keys, diagonal);
         const dtrain__v lse = dtrain__vload(h->lse + c), delta = dtrain__vload(h->delta + c);
         float *s = h->scores + c, *g = h->slopes + c;
         for (int64_t key = 0; key < seen;
@@ -332,26 +267,27 @@ DTRAIN__KERNEL void dtrain__softmax_slopes(const dtrain__head *h, int64_t querie
             dtrain__vstore(s, p);
             dtrain__vstore(g, p * (dtrain__vload(g) - delta));
         }
-        dtrain__clear_below(h->scores, c, seen, keys);
-        dtrain__clear_below(h->slopes, c, seen, keys);
+        DTRAIN__K(clear_below)(h->scores, c, seen, keys);
+        DTRAIN__K(clear_below)(h->slopes, c, seen, keys);
     }
 }
 
 /* One block of keys against the open block of queries: five products. */
-#define dtrain__attend_backward DTRAIN__INSTANCE(dtrain__attend_backward)
-DTRAIN__KERNEL void dtrain__attend_backward(const dtrain__head *h, int64_t m, int64_t k0,
-                                            int64_t keys, bool diagonal, bool first_keys)
+DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m, int64_t k0,
+                                                int64_t keys, bool diagonal, bool first_keys)
 {
-    const int64_t b = DTRAIN__ATTENTION_BLOCK, n = dtrain__padded(m);
+    const int64_t b = DTRAIN__ATTENTION_BLOCK, n = DTRAIN__K(padded)(m);
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    dtrain__pack_rows(h->keys, h->width, keys, h->k + k0 * h->stride, h->stride, keys, h->d, 1);
+    int64_t v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
+    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+                      keys, h->d, 1);
     dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
                     false);
-    dtrain__product(inner, keys, n, h->d, h->v + k0 * h->stride, h->stride, 1, h->d_out_t, b,
-                    h->slopes, b, false);
-    dtrain__softmax_slopes(h, m, keys, diagonal);
+    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
+    DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
     dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
                     h->d_values + k0 * h->width, h->width, true);
     dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
@@ -360,21 +296,19 @@ DTRAIN__KERNEL void dtrain__attend_backward(const dtrain__head *h, int64_t m, in
                     h->width, !first_keys);
 }
 
-/* to (rows, d) = scale * from (rows, width). */
-#define dtrain__unpack_rows DTRAIN__INSTANCE(dtrain__unpack_rows)
-DTRAIN__KERNEL void dtrain__unpack_rows(float *to, int64_t stride, const float *from, int64_t width,
-                                        int64_t rows, int64_t d, float scale)
+/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
+                                         const float *from, int64_t width, int64_t rows, int64_t d,
+                                         float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, to += stride, from += width)
+    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
-            dtrain__vstore_n(to + j, dtrain__vload(from + j) * s, d - j);
+            dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Item: one head of one sequence, so that no two threads write one element. */
-#define dtrain__range_attention_backward DTRAIN__INSTANCE(dtrain__range_attention_backward)
-DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__KERNEL(attention_backward)
 {
     const dtrain_attention_backward_args *a = (const dtrain_attention_backward_args *)job->args;
     dtrain_attention_args forward;
@@ -384,15 +318,15 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
     forward.n = a->n;
     forward.causal = a->causal;
     forward.qkv = a->qkv;
+    forward.dtype = a->dtype;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        float *scratch = dtrain__head_open(&h, &forward, item, job->scratch + index * job->slot);
-        const int64_t at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
+        float *scratch = DTRAIN__K(head_open)(&h, &forward, item, job->scratch + index * job->slot);
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        float *d_q = (float *)a->d_qkv + (h.q - (const float *)a->qkv);
-        h.y = (const float *)a->y + at;
-        h.d_y = (const float *)a->d_y + at;
+        h.y = a->y;
+        h.d_y = a->d_y;
+        h.at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
         h.d_out = scratch;
         h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
         h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
@@ -400,20 +334,24 @@ DTRAIN__KERNEL void dtrain__range_attention_backward(dtrain__job *job, int64_t b
         h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
         h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
         h.d_values = h.d_keys + rounded * h.width;
+        h.values = h.d_values + rounded * h.width;
         memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
         for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
             const int64_t left = a->sequence - q0,
                           m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
             const int64_t limit = a->causal ? q0 + m : a->sequence;
-            dtrain__open_queries(&h, q0, m, a->lse + item * a->sequence);
+            DTRAIN__K(open_queries)(&h, q0, m, a->lse + item * a->sequence);
             for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
                 const int64_t keys =
                     limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-                dtrain__attend_backward(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
+                DTRAIN__K(attend_backward)(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
             }
-            dtrain__unpack_rows(d_q + q0 * h.stride, h.stride, h.out, h.width, m, h.d, h.scale);
+            dtrain__unpack_rows(a->d_qkv, a->dtype, h.q + q0 * h.stride, h.stride, h.out, h.width,
+                                m, h.d, h.scale);
         }
-        dtrain__unpack_rows(d_q + a->n, h.stride, h.d_keys, h.width, a->sequence, h.d, 1);
-        dtrain__unpack_rows(d_q + 2 * a->n, h.stride, h.d_values, h.width, a->sequence, h.d, 1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+                            1);
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+                            h.d, 1);
     }
 }

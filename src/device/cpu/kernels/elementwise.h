@@ -1,50 +1,54 @@
 /* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
 
-#define dtrain__range_add DTRAIN__INSTANCE(dtrain__range_add)
-DTRAIN__KERNEL void dtrain__range_add(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
+                                      dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
-    const dtrain_add_args *args = (const dtrain_add_args *)job->args;
-    const float *x = (const float *)args->x, *y = (const float *)args->y;
-    float *out = (float *)args->out;
-    (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__vstore_n(out + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(y + i, n), n);
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__vstore_as(a->out, x_dtype, i, x + dtrain__vload_as(a->y, y_dtype, i, n), n);
     }
 }
 
-#define dtrain__range_axpby DTRAIN__INSTANCE(dtrain__range_axpby)
-DTRAIN__KERNEL void dtrain__range_axpby(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(add)
 {
-    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(add_as)(a, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(add_as)(a, begin, end, a->x_dtype, a->y_dtype);
+}
+
+DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t begin, int64_t end,
+                                        dtrain_dtype dtype)
+{
     const bool constant = args->broadcast || !args->x;
-    const float *x = (const float *)args->x;
-    float *y = (float *)args->y;
-    const dtrain__v a = dtrain__vset(constant && x ? args->a * x[0] : args->a);
-    const dtrain__v b = dtrain__vset(args->b);
-    (void)index;
-    if (constant)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = dtrain__vload_n(y + i, args->accumulate ? n : 0);
-            dtrain__vstore_n(y + i, args->accumulate ? dtrain__vfma(b, old, a) : a, n);
-        }
-    else if (args->accumulate)
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const dtrain__v old = b * dtrain__vload_n(y + i, n);
-            dtrain__vstore_n(y + i, dtrain__vfma(a, dtrain__vload_n(x + i, n), old), n);
-        }
-    else
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            dtrain__vstore_n(y + i, a * dtrain__vload_n(x + i, n), n);
-        }
+    float value = args->a, lanes[DTRAIN__W];
+    if (constant && args->x) {
+        dtrain__vstore(lanes, dtrain__vload_as(args->x, dtype, 0, 1));
+        value *= lanes[0];
+    }
+    const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        dtrain__v y = a;
+        if (args->accumulate) {
+            const dtrain__v old = dtrain__vload_as(args->y, dtype, i, n);
+            y = constant ? dtrain__vfma(b, old, a)
+                         : dtrain__vfma(a, dtrain__vload_as(args->x, dtype, i, n), b * old);
+        } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
+        dtrain__vstore_as(args->y, dtype, i, y, n);
+    }
+}
+
+DTRAIN__KERNEL(axpby)
+{
+    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
+    if (a->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(axpby_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(axpby_as)(a, begin, end, a->dtype);
 }
 
 /* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
-#define dtrain__range_adamw DTRAIN__INSTANCE(dtrain__range_adamw)
-DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(adamw)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
     const dtrain_adamw_args *a = update->adamw;
@@ -56,23 +60,20 @@ DTRAIN__KERNEL void dtrain__range_adamw(dtrain__job *job, int64_t begin, int64_t
     const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
     const dtrain__v step = dtrain__vset(update->now.lr / update->now.correction1);
     const dtrain__v correct2 = dtrain__vset(1 / update->now.correction2);
-    (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
         const dtrain__v m = dtrain__vfma(rest1, g, beta1 * dtrain__vload_n(t->m + i, n));
         const dtrain__v v = dtrain__vfma(rest2 * g, g, beta2 * dtrain__vload_n(t->v + i, n));
-        const dtrain__v root = dtrain__vsqrt(v * correct2) + epsilon;
+        const dtrain__v root = DTRAIN__K(vsqrt)(v * correct2) + epsilon;
         const dtrain__v old = dtrain__vload_n(t->value + i, n);
         dtrain__vstore_n(t->m + i, m, n);
         dtrain__vstore_n(t->v + i, v, n);
         dtrain__vstore_n(t->value + i, old * decay - step * m / root, n);
     }
-    if (t->low) dtrain__round_low(update, begin, end);
 }
 
-#define dtrain__range_sgd DTRAIN__INSTANCE(dtrain__range_sgd)
-DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(sgd)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
     const dtrain_sgd_args *a = update->sgd;
@@ -81,7 +82,6 @@ DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t e
     const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
     const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
     float *buffer = t->m;
-    (void)index;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
@@ -93,128 +93,83 @@ DTRAIN__KERNEL void dtrain__range_sgd(dtrain__job *job, int64_t begin, int64_t e
         }
         dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
     }
-    if (t->low) dtrain__round_low(update, begin, end);
 }
 
 /* ---- Sums: chunk c of the job covers [c, c+1) * job->chunk elements ---------------------------
  *
  * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
 #define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
-#define dtrain__vhalf DTRAIN__INSTANCE(dtrain__vhalf)
-#define dtrain__vwiden DTRAIN__INSTANCE(dtrain__vwiden)
 #if DTRAIN__W > 1
-typedef float dtrain__vhalf __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
-typedef double dtrain__vd __attribute__((vector_size(4 * DTRAIN__W)));
-DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p)
+typedef float DTRAIN__K(vhalf) __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
+typedef double DTRAIN__K(vd) __attribute__((vector_size(4 * DTRAIN__W)));
+DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
 {
-    return __builtin_convertvector(*(const dtrain__vhalf *)p, dtrain__vd);
+    return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
 }
 #else
-typedef double dtrain__vd;
-DTRAIN__VECTOR dtrain__vd dtrain__vwiden(const float *p) { return (double)*p; }
+typedef double DTRAIN__K(vd);
+DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p) { return (double)*p; }
 #endif
 
-#define dtrain__sum_chunk DTRAIN__INSTANCE(dtrain__sum_chunk)
-DTRAIN__KERNEL double dtrain__sum_chunk(const float *x, int64_t count, bool squares)
+DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
+                                           dtrain_dtype dtype, bool squares)
 {
-    dtrain__vd even, odd;
+    DTRAIN__K(vd) even, odd;
     double lanes[DTRAIN__H], total = 0;
-    int64_t i = 0;
+    float buffer[2 * DTRAIN__H];
+    int64_t i = begin;
     memset(&even, 0, sizeof even);
     odd = even;
-    if (squares)
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            const dtrain__vd a = dtrain__vwiden(x + i), b = dtrain__vwiden(x + i + DTRAIN__H);
-            even += a * a;
-            odd += b * b;
-        }
-    else
-        for (; i + 2 * DTRAIN__H <= count; i += 2 * DTRAIN__H) {
-            even += dtrain__vwiden(x + i);
-            odd += dtrain__vwiden(x + i + DTRAIN__H);
-        }
+    for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
+        const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
+        const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
+        even += squares ? low * low : low;
+        odd += squares ? high * high : high;
+    }
     even += odd;
     memcpy(lanes, &even, sizeof lanes);
     for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
-    for (; i < count; i++) total += squares ? (double)x[i] * (double)x[i] : (double)x[i];
+    for (; i < end; i++) {
+        const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
+        total += squares ? x * x : x;
+    }
     return total;
 }
 
-#define dtrain__range_sum DTRAIN__INSTANCE(dtrain__range_sum)
-DTRAIN__KERNEL void dtrain__range_sum(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
-    (void)index;
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk;
-        const int64_t count = a->count - first < job->chunk ? a->count - first : job->chunk;
-        job->sums[chunk] = dtrain__sum_chunk((const float *)a->x + first, count, a->squares);
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->count ? past : a->count;
+        job->sums[chunk] =
+            a->dtype > DTRAIN_DTYPE_F32 ? DTRAIN__K(sum_chunk)(a, first, last, a->dtype, a->squares)
+            : a->squares ? DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, true)
+                         : DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, false);
     }
 }
 
-/* ---- Conversions ------------------------------------------------------------------------------*/
-
-#define dtrain__to_half DTRAIN__INSTANCE(dtrain__to_half)
-#define dtrain__from_half DTRAIN__INSTANCE(dtrain__from_half)
-/* Without vector code for a whole row: count elements, either direction. */
-DTRAIN__KERNEL void dtrain__to_half(uint16_t *to, const float *from, int64_t count,
-                                    dtrain_dtype dtype)
+/* One vector at a time, through fp32. */
+DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
+                                          dtrain_dtype from, dtrain_dtype to)
 {
-    uint16_t tail[DTRAIN__W];
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__to_bf16(to + i, dtrain__vload(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__to_f16(to + i, dtrain__vload(from + i));
-    if (i == count) return;
-    const dtrain__v rest = dtrain__vload_n(from + i, count - i);
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(tail, rest);
-    else dtrain__to_f16(tail, rest);
-    memcpy(to + i, tail, (size_t)(count - i) * sizeof *to);
+    for (int64_t i = begin; i < end; i += DTRAIN__W)
+        dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
-DTRAIN__KERNEL void dtrain__from_half(float *to, const uint16_t *from, int64_t count,
-                                      dtrain_dtype dtype)
-{
-    uint16_t tail[DTRAIN__W] = {0};
-    int64_t i = 0;
-    if (dtype == DTRAIN_DTYPE_BF16)
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, dtrain__from_bf16(from + i));
-    else
-        for (; i + DTRAIN__W <= count; i += DTRAIN__W)
-            dtrain__vstore(to + i, dtrain__from_f16(from + i));
-    if (i == count) return;
-    memcpy(tail, from + i, (size_t)(count - i) * sizeof *from);
-    dtrain__vstore_n(to + i,
-                     dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(tail) : dtrain__from_f16(tail),
-                     count - i);
-}
-
-#define dtrain__range_convert DTRAIN__INSTANCE(dtrain__range_convert)
-DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(convert)
 {
     const dtrain_convert_args *a = (const dtrain_convert_args *)job->args;
-    const size_t x_bytes = dtrain_dtype_bytes(a->x_dtype), y_bytes = dtrain_dtype_bytes(a->y_dtype);
-    const char *x = (const char *)a->x + (size_t)begin * x_bytes;
-    char *y = (char *)a->y + (size_t)begin * y_bytes;
-    float between[256];
-    (void)index;
-    if (a->x_dtype == a->y_dtype) memmove(y, x, (size_t)(end - begin) * x_bytes);
-    else if (a->x_dtype == DTRAIN_DTYPE_F32)
-        dtrain__to_half((uint16_t *)(void *)y, (const float *)(const void *)x, end - begin,
-                        a->y_dtype);
-    else if (a->y_dtype == DTRAIN_DTYPE_F32)
-        dtrain__from_half((float *)(void *)y, (const uint16_t *)(const void *)x, end - begin,
-                          a->x_dtype);
-    else
-        for (int64_t i = begin; i < end; i += 256, x += 512, y += 512) {
-            const int64_t n = end - i < 256 ? end - i : 256;
-            dtrain__from_half(between, (const uint16_t *)(const void *)x, n, a->x_dtype);
-            dtrain__to_half((uint16_t *)(void *)y, between, n, a->y_dtype);
-        }
+    const dtrain_dtype from = a->x_dtype, to = a->y_dtype;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (from == to) {
+        const size_t bytes = dtrain_dtype_bytes(from), at = (size_t)begin * bytes;
+        memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
+    } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
+    else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
+    else if (from == f32) DTRAIN__K(convert_as)(a, begin, end, f32, DTRAIN_DTYPE_F16);
+    else if (to == f32) DTRAIN__K(convert_as)(a, begin, end, DTRAIN_DTYPE_F16, f32);
+    else DTRAIN__K(convert_as)(a, begin, end, from, to);
 }
 
 /* ---- Dropout: ranges are multiples of 16, so that no block of Philox is split -----------------
@@ -222,26 +177,22 @@ DTRAIN__KERNEL void dtrain__range_convert(dtrain__job *job, int64_t begin, int64
  * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
  * there. High halves carry rubbish between rounds: the multiplier ignores them. */
 
-#define dtrain__vq DTRAIN__INSTANCE(dtrain__vq)
-#define dtrain__vwide DTRAIN__INSTANCE(dtrain__vwide)
-#define dtrain__vmerge DTRAIN__INSTANCE(dtrain__vmerge)
-#define dtrain__vphilox DTRAIN__INSTANCE(dtrain__vphilox)
 #if DTRAIN__W > 1
-typedef uint64_t dtrain__vq __attribute__((vector_size(4 * DTRAIN__W)));
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(4 * DTRAIN__W)));
 
-DTRAIN__VECTOR dtrain__vq dtrain__vwide(dtrain__vq a, uint32_t b)
+DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
 {
 #if DTRAIN__ISA == 3
-    return (dtrain__vq)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
+    return (DTRAIN__K(vq))_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64((int64_t)b));
 #elif DTRAIN__ISA == 2
-    return (dtrain__vq)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
+    return (DTRAIN__K(vq))_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((int64_t)b));
 #else
     return (a & (uint64_t)0xffffffffu) * (uint64_t)b;
 #endif
 }
 
 /* words = a0 b0 a1 b1 ... in 64-bit lanes. */
-DTRAIN__VECTOR void dtrain__vmerge(dtrain__vq a, dtrain__vq b, uint32_t *words)
+DTRAIN__HELPER void DTRAIN__K(vmerge)(DTRAIN__K(vq) a, DTRAIN__K(vq) b, uint32_t *words)
 {
 #if DTRAIN__ISA == 3
     const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0);
@@ -264,20 +215,20 @@ DTRAIN__VECTOR void dtrain__vmerge(dtrain__vq a, dtrain__vq b, uint32_t *words)
 
 /* words[4 j + w] = word w of block counter + j, for j < H. A 64-bit lane holds two
  * neighbouring words, the low half first. */
-DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
-                                    uint32_t *words)
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
 {
     static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint64_t half = 0xffffffffu;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    dtrain__vq c0;
+    DTRAIN__K(vq) c0;
     memcpy(&c0, lanes, sizeof c0);
-    dtrain__vq c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
+    DTRAIN__K(vq) c2 = (c0 ^ c0) + stream, c3 = c2 >> 32;
     c0 += counter;
-    dtrain__vq c1 = c0 >> 32;
+    DTRAIN__K(vq) c1 = c0 >> 32;
     for (int round = 0; round < 10; round++) {
-        const dtrain__vq p0 = dtrain__vwide(c0, DTRAIN__PHILOX_M0);
-        const dtrain__vq p1 = dtrain__vwide(c2, DTRAIN__PHILOX_M1);
+        const DTRAIN__K(vq) p0 = DTRAIN__K(vwide)(c0, DTRAIN__PHILOX_M0);
+        const DTRAIN__K(vq) p1 = DTRAIN__K(vwide)(c2, DTRAIN__PHILOX_M1);
         c0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0;
         c1 = p1;
         c2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
@@ -285,18 +236,17 @@ DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t cou
         k0 += DTRAIN__PHILOX_W0;
         k1 += DTRAIN__PHILOX_W1;
     }
-    dtrain__vmerge((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
+    DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
 }
 #else
-DTRAIN__VECTOR void dtrain__vphilox(uint64_t seed, uint64_t stream, uint64_t counter,
-                                    uint32_t *words)
+DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
+                                       uint32_t *words)
 {
     dtrain_philox(seed, stream, counter, words);
 }
 #endif
 
-#define dtrain__range_dropout DTRAIN__INSTANCE(dtrain__range_dropout)
-DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(dropout)
 {
     const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
     /* uniform >= probability, asked of the 24-bit integers. */
@@ -304,22 +254,19 @@ DTRAIN__KERNEL void dtrain__range_dropout(dtrain__job *job, int64_t begin, int64
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
-    const float *x = (const float *)a->x;
     uint32_t words[4 * DTRAIN__H];
-    (void)index;
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        dtrain__vphilox(seed, a->stream, (uint64_t)i / 4, words);
+        DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)i / 4, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
-            float *y = (float *)a->y + i + j;
             dtrain__vi u;
             memcpy(&u, words + j, sizeof u);
             u = (u >> 8) & dtrain__viset(0xffffff); /* the 24 bits of dtrain_random_uniform */
             const dtrain__vi dropped = dtrain__viless(u, dtrain__viset(threshold));
-            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_n(x + i + j, n);
+            dtrain__v kept = dtrain__vset(scale) * dtrain__vload_as(a->x, a->dtype, i + j, n);
             kept = dtrain__vkeep(kept, ~dropped);
-            if (a->accumulate) kept += dtrain__vload_n(y, n);
-            dtrain__vstore_n(y, kept, n);
+            if (a->accumulate) kept += dtrain__vload_as(a->y, a->dtype, i + j, n);
+            dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
         }
     }
 }

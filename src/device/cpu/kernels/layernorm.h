@@ -2,11 +2,8 @@
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
-#define dtrain__row_sum DTRAIN__INSTANCE(dtrain__row_sum)
-#define dtrain__row_spread DTRAIN__INSTANCE(dtrain__row_spread)
-
 /* Four accumulators, because one would wait for itself. */
-DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
+DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
 {
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
     int64_t i = 0;
@@ -21,7 +18,7 @@ DTRAIN__KERNEL float dtrain__row_sum(const float *x, int64_t n)
 }
 
 /* Sum of (x - mean)^2. */
-DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
+DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
 {
     const dtrain__v m = dtrain__vset(mean);
     dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
@@ -36,37 +33,38 @@ DTRAIN__KERNEL float dtrain__row_spread(const float *x, int64_t n, float mean)
         d = dtrain__vfma(h, h, d);
     }
     for (; i < n; i += DTRAIN__W) {
-        const dtrain__v e = dtrain__vfirst(dtrain__vload_n(x + i, n - i) - m, n - i);
+        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
         a = dtrain__vfma(e, e, a);
     }
     return dtrain__vsum((a + b) + (c + d));
 }
 
-/* sum = x + residual of one row; returns it. */
-#define dtrain__row_add DTRAIN__INSTANCE(dtrain__row_add)
-DTRAIN__KERNEL const float *dtrain__row_add(const dtrain_layernorm_args *a, int64_t row)
+/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
+ * is rounded for storage: the mean is that of the unrounded row. */
+DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
+                                                 float *buffer)
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *residual = (const float *)a->residual + row * a->n;
-    float *sum = (float *)a->sum + row * a->n;
+    const int64_t first = row * a->n;
+    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        dtrain__vstore_n(sum + i, dtrain__vload_n(x + i, n) + dtrain__vload_n(residual + i, n), n);
+        const int64_t at = first + i, n = a->n - i;
+        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
+                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
+        dtrain__vstore(buffer + i, sum);
+        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
     }
-    return sum;
+    return buffer;
 }
 
-#define dtrain__range_layernorm DTRAIN__INSTANCE(dtrain__range_layernorm)
-DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int64_t end, int index,
+                                            dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    (void)index;
+    void *y = a->y;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->x + row * a->n;
-        float *y = (float *)a->y + row * a->n;
-        if (a->residual) x = dtrain__row_add(a, row);
-        const float mean = dtrain__row_sum(x, a->n) / (float)a->n;
-        const float variance = dtrain__row_spread(x, a->n, mean) / (float)a->n;
+        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
+        const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
+        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -74,31 +72,39 @@ DTRAIN__KERNEL void dtrain__range_layernorm(dtrain__job *job, int64_t begin, int
             const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
             __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
             const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_n(y + i, dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias),
-                             n);
+            dtrain__vstore_as(y, y_dtype, row * a->n + i,
+                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
         a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
 }
 
+DTRAIN__KERNEL(layernorm)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    if (a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_as)(job, begin, end, index, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_as)(job, begin, end, index, a->y_dtype);
+}
+
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
-#define dtrain__layernorm_sums DTRAIN__INSTANCE(dtrain__layernorm_sums)
-DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args *a, int64_t row,
-                                           float *weight_sum, float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                              float *weight_sum, float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_n(d_y + i, n);
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
+        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
         const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
         g_sum += g;
         gh_sum = dtrain__vfma(g, h, gh_sum);
@@ -109,53 +115,58 @@ DTRAIN__KERNEL void dtrain__layernorm_sums(const dtrain_layernorm_backward_args 
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
-#define dtrain__layernorm_slope DTRAIN__INSTANCE(dtrain__layernorm_slope)
-DTRAIN__KERNEL void dtrain__layernorm_slope(const dtrain_layernorm_backward_args *a, int64_t row,
-                                            const float means[2])
+DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                               const float means[2])
 {
-    const float *x = (const float *)a->x + row * a->n;
-    const float *d_y = (const float *)a->d_y + row * a->n;
-    float *d_x = (float *)a->d_x + row * a->n;
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    void *d_x = a->d_x, *d_residual = a->d_residual;
     const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_n(x + i, n) - m) * r;
-        const dtrain__v g = dtrain__vload_n(d_y + i, n) * dtrain__vload_n(a->weight + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g =
+            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
         dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_n(d_x + i, n);
-        dtrain__vstore_n(d_x + i, slope, n);
+        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
+        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
+        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
     }
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-#define dtrain__range_layernorm_backward DTRAIN__INSTANCE(dtrain__range_layernorm_backward)
-DTRAIN__KERNEL void dtrain__range_layernorm_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t begin, int64_t end,
+                                                     dtrain_dtype x_dtype, dtrain_dtype y_dtype)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float means[2];
-    (void)index;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
         const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
         float *sums = job->scratch + chunk * 2 * a->n;
         memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
         for (int64_t row = first; row < last; row++) {
-            dtrain__layernorm_sums(a, row, sums, means);
-            if (a->d_x) dtrain__layernorm_slope(a, row, means);
+            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
         }
     }
 }
 
+DTRAIN__KERNEL(layernorm_backward)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(layernorm_backward_as)(job, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(layernorm_backward_as)(job, begin, end, a->x_dtype, a->y_dtype);
+}
+
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
-#define dtrain__range_layernorm_params DTRAIN__INSTANCE(dtrain__range_layernorm_params)
-DTRAIN__KERNEL void dtrain__range_layernorm_params(dtrain__job *job, int64_t begin, int64_t end,
-                                                   int index)
+DTRAIN__KERNEL(layernorm_params)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
     float *const out[2] = {a->d_weight, a->d_bias};
-    (void)index;
     for (int which = 0; which < 2; which++) {
         if (!out[which]) continue;
         for (int64_t i = begin; i < end; i += DTRAIN__W) {

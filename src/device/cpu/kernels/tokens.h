@@ -1,28 +1,26 @@
 /* ---- Activation -------------------------------------------------------------------------------*/
 
-#define dtrain__vactivate DTRAIN__INSTANCE(dtrain__vactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vactivate(uint32_t activation, dtrain__v x)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
 {
-    if (activation == DTRAIN_ACTIVATION_GELU) return dtrain__vgelu(x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
     if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
     return x;
 }
 
 /* d_out * act'(x); the slope of relu at 0 is 0. */
-#define dtrain__vdeactivate DTRAIN__INSTANCE(dtrain__vdeactivate)
-DTRAIN__VECTOR dtrain__v dtrain__vdeactivate(uint32_t activation, dtrain__v x, dtrain__v d_out)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain__vgelu_slope(x);
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
     if (activation == DTRAIN_ACTIVATION_RELU)
-        return dtrain__vkeep(d_out, dtrain__vless(dtrain__vset(0), x));
+        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
     return d_out;
 }
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-#define dtrain__activation_backward_as DTRAIN__INSTANCE(dtrain__activation_backward_as)
-DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backward_args *a,
-                                                   int64_t begin, int64_t end, dtrain_dtype dtype)
+DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_backward_args *a,
+                                                      int64_t begin, int64_t end,
+                                                      dtrain_dtype dtype)
 {
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
@@ -32,30 +30,25 @@ DTRAIN__VECTOR void dtrain__activation_backward_as(const dtrain_activation_backw
             const int64_t at = row * a->n + j, n = end - j;
             dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
             if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = dtrain__vdeactivate(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
+                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
             if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
 }
 
-#define dtrain__range_activation_backward DTRAIN__INSTANCE(dtrain__range_activation_backward)
-DTRAIN__KERNEL void dtrain__range_activation_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                      int index)
+DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    (void)index;
     if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
-        dtrain__activation_backward_as(a, begin, end, a->dtype);
-    else dtrain__activation_backward_as(a, begin, end, DTRAIN_DTYPE_F32);
+        DTRAIN__K(activation_backward_as)(a, begin, end, a->dtype);
+    else DTRAIN__K(activation_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
-#define dtrain__range_activate DTRAIN__INSTANCE(dtrain__range_activate)
-DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         float *c = (float *)a->c + row * a->ldc;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
@@ -63,45 +56,38 @@ DTRAIN__KERNEL void dtrain__range_activate(dtrain__job *job, int64_t begin, int6
             dtrain__v x = dtrain__vload_n(c + j, n);
             if (a->bias) x += dtrain__vload_n(a->bias + j, n);
             if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, dtrain__vactivate(a->activation, x), n);
+            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
         }
     }
 }
 
 /* ---- Embedding --------------------------------------------------------------------------------*/
 
-#define dtrain__range_embedding DTRAIN__INSTANCE(dtrain__range_embedding)
-DTRAIN__KERNEL void dtrain__range_embedding(dtrain__job *job, int64_t begin, int64_t end, int index)
+DTRAIN__KERNEL(embedding)
 {
     const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
         const float *token = a->wte + a->tokens[row] * a->n;
         const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
-        float *y = (float *)a->y + row * a->n;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
             dtrain__v v = dtrain__vload_n(token + j, n);
             if (place) v += dtrain__vload_n(place + j, n);
-            dtrain__vstore_n(y + j, v, n);
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
         }
     }
 }
 
 /* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
-#define dtrain__range_embedding_backward DTRAIN__INSTANCE(dtrain__range_embedding_backward)
-DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t begin, int64_t end,
-                                                     int index)
+DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
-    (void)index;
     for (int64_t row = 0; row < a->rows; row++) {
-        const float *d_y = (const float *)a->d_y + row * a->n;
         float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
         float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t n = end - j;
-            const dtrain__v d = dtrain__vload_n(d_y + j, n);
+            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
             if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
             if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
         }
@@ -114,9 +100,10 @@ DTRAIN__KERNEL void dtrain__range_embedding_backward(dtrain__job *job, int64_t b
  * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
  * logit. */
 
+enum { DTRAIN__K(LOGITS) = 2048 };
+
 /* Maximum of count floats, not below `top`. */
-#define dtrain__row_top DTRAIN__INSTANCE(dtrain__row_top)
-DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
+DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
 {
     dtrain__v a = dtrain__vset(top), b = a;
     int64_t i = 0;
@@ -124,13 +111,12 @@ DTRAIN__KERNEL float dtrain__row_top(const float *x, int64_t count, float top)
         a = dtrain__vmax(dtrain__vload(x + i), a);
         b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
     }
-    top = dtrain__vtop(dtrain__vmax(a, b));
+    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
     for (; i < count; i++) top = x[i] > top ? x[i] : top;
     return top;
 }
 
-#define dtrain__row_exp_sum DTRAIN__INSTANCE(dtrain__row_exp_sum)
-DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float top)
+DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
 {
     const dtrain__v t = dtrain__vset(top);
     dtrain__v a = dtrain__vset(0), b = a;
@@ -141,59 +127,69 @@ DTRAIN__KERNEL float dtrain__row_exp_sum(const float *x, int64_t count, float to
     }
     for (; i < count; i += DTRAIN__W) {
         const int64_t n = count - i;
-        a += dtrain__vfirst(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
+        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
     }
     return dtrain__vsum(a + b);
 }
 
-#define dtrain__range_cross_entropy DTRAIN__INSTANCE(dtrain__range_cross_entropy)
-DTRAIN__KERNEL void dtrain__range_cross_entropy(dtrain__job *job, int64_t begin, int64_t end,
-                                                int index)
+DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    (void)index;
     for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
         double sum = 0;
-        float top = -FLT_MAX;
+        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         if (a->targets[row] == -1) {
             a->loss[row] = a->lse[row] = 0;
             continue;
         }
-        for (int64_t i = 0; i < a->n; i += 2048) {
-            const int64_t count = a->n - i < 2048 ? a->n - i : 2048;
-            const float higher = dtrain__row_top(x + i, count, top);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = a->n - i, most = DTRAIN__K(LOGITS);
+            const int64_t count = left < most ? left : most;
+            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
+            const float higher = DTRAIN__K(row_top)(x, count, top);
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
-            sum += (double)dtrain__row_exp_sum(x + i, count, top);
+            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
-        a->loss[row] = (float)(lse - (double)x[a->targets[row]]);
+        const int64_t at = row * a->n + a->targets[row];
+        a->loss[row] =
+            (float)(lse - (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0]);
     }
 }
 
-#define dtrain__range_cross_entropy_backward DTRAIN__INSTANCE(dtrain__range_cross_entropy_backward)
-DTRAIN__KERNEL void dtrain__range_cross_entropy_backward(dtrain__job *job, int64_t begin,
-                                                         int64_t end, int index)
+DTRAIN__HELPER void
+DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a, int64_t begin,
+                                     int64_t end, dtrain_dtype dtype)
+{
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const dtrain__v scale = dtrain__vset(factor);
+    for (int64_t row = begin; row < end; row++) {
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const int64_t first = row * a->n, target = first + a->targets[row];
+        if (a->targets[row] == -1) {
+            for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+                dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+            continue;
+        }
+        /* The target's element is read before d_logits, which may be logits, is written. */
+        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
+        }
+        dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
+                          1);
+    }
+}
+
+DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const dtrain__v scale = dtrain__vset(factor);
-    (void)index;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = (const float *)a->logits + row * a->n;
-        float *d = (float *)a->d_logits + row * a->n;
-        const dtrain__v lse = dtrain__vset(a->lse[row]);
-        if (a->targets[row] == -1) {
-            memset(d, 0, (size_t)a->n * sizeof *d);
-            continue;
-        }
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__vstore_n(d + i, dtrain__vexp(dtrain__vload_n(x + i, n) - lse) * scale, n);
-        }
-        d[a->targets[row]] -= factor;
-    }
+    if (a->dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(cross_entropy_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
+    else DTRAIN__K(cross_entropy_backward_as)(a, begin, end, a->dtype);
 }

@@ -1,21 +1,24 @@
 /* Vectors, and what all kernels have in common.
  *
- * The header includes itself with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2 + FMA + F16C), 1 (four-lane
- * vector extensions: SSE2, NEON, ...) and 0 (plain C). Every name below that is a macro gets the
- * suffix of the instance, so the text reads like ordinary C and debuggers see ordinary functions.
+ * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
+ * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (plain C, DTRAIN_NO_SIMD). Names
+ * of an instance end with its suffix:
  *
- * A kernel body works on the range [begin, end) of its job (elements, rows, columns or items, see
- * the launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the
- * bits do not depend on the number of threads. Explicit vectors instead of the auto-vectoriser:
- * gcc 12 at -O2 leaves loops of unknown length scalar.
+ *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
+ *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
+ *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
  *
- * Tails: vload_n / vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
- * One well predicted branch per vector; every element goes through the same instructions, wherever
- * the ranges are cut. */
-
-#define DTRAIN__GLUE2(name, suffix) name##_##suffix
-#define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
-#define DTRAIN__INSTANCE(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
+ * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K; text.h
+ * takes all macros back at its end.
+ *
+ * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
+ * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
+ * do not depend on the number of threads. Vectors are explicit because gcc 12 at -O2 leaves loops
+ * of unknown length scalar.
+ *
+ * Tails: vload_n and vstore_n touch the first min(n, lanes) elements only, lanes beyond read as 0.
+ * That is one well predicted branch per vector, and every element goes through the same
+ * instructions, wherever the ranges are cut. */
 
 #if DTRAIN__ISA == 3
 #define DTRAIN__SUFFIX avx512
@@ -25,6 +28,11 @@
 #define DTRAIN__SUFFIX avx2
 #define DTRAIN__W 8
 #define DTRAIN__ON __attribute__((target("avx2,fma,f16c")))
+#elif DTRAIN__ISA == 1 && \
+    defined(DTRAIN__TEST_WIDE) /* for tests: the widest tiles on any machine */
+#define DTRAIN__SUFFIX wide
+#define DTRAIN__W 16
+#define DTRAIN__ON
 #elif DTRAIN__ISA == 1
 #define DTRAIN__SUFFIX generic
 #define DTRAIN__W 4
@@ -35,165 +43,189 @@
 #define DTRAIN__ON
 #endif
 
-#define dtrain__v DTRAIN__INSTANCE(dtrain__v)
-#define dtrain__vi DTRAIN__INSTANCE(dtrain__vi)
-#define dtrain__vu DTRAIN__INSTANCE(dtrain__vu)
-#define dtrain__vd DTRAIN__INSTANCE(dtrain__vd)
-#define dtrain__vset DTRAIN__INSTANCE(dtrain__vset)
-#define dtrain__vfma DTRAIN__INSTANCE(dtrain__vfma)
-#define dtrain__vmax DTRAIN__INSTANCE(dtrain__vmax)
-#define dtrain__vmin DTRAIN__INSTANCE(dtrain__vmin)
-#define dtrain__vsqrt DTRAIN__INSTANCE(dtrain__vsqrt)
-#define dtrain__vround DTRAIN__INSTANCE(dtrain__vround)
-#define dtrain__vtofloat DTRAIN__INSTANCE(dtrain__vtofloat)
-#define dtrain__vbits DTRAIN__INSTANCE(dtrain__vbits)
-#define dtrain__vfrombits DTRAIN__INSTANCE(dtrain__vfrombits)
-#define dtrain__viota DTRAIN__INSTANCE(dtrain__viota)
-#define dtrain__vless DTRAIN__INSTANCE(dtrain__vless)
-#define dtrain__viless DTRAIN__INSTANCE(dtrain__viless)
-#define dtrain__viset DTRAIN__INSTANCE(dtrain__viset)
-#define dtrain__vkeep DTRAIN__INSTANCE(dtrain__vkeep)
-#define dtrain__vselect DTRAIN__INSTANCE(dtrain__vselect)
-#define dtrain__vload DTRAIN__INSTANCE(dtrain__vload)
-#define dtrain__vstore DTRAIN__INSTANCE(dtrain__vstore)
-#define dtrain__vload_n DTRAIN__INSTANCE(dtrain__vload_n)
-#define dtrain__vstore_n DTRAIN__INSTANCE(dtrain__vstore_n)
-#define dtrain__vpart_load DTRAIN__INSTANCE(dtrain__vpart_load)
-#define dtrain__vpart_store DTRAIN__INSTANCE(dtrain__vpart_store)
-#define dtrain__vfirst DTRAIN__INSTANCE(dtrain__vfirst)
-#define dtrain__vsum DTRAIN__INSTANCE(dtrain__vsum)
-#define dtrain__vtop DTRAIN__INSTANCE(dtrain__vtop)
-#define dtrain__vexp DTRAIN__INSTANCE(dtrain__vexp)
-#define dtrain__vgelu DTRAIN__INSTANCE(dtrain__vgelu)
-#define dtrain__vgelu_slope DTRAIN__INSTANCE(dtrain__vgelu_slope)
+#define DTRAIN__GLUE2(name, suffix) dtrain__##name##_##suffix
+#define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
+#define DTRAIN__K(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
+#define DTRAIN__HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON
+#define DTRAIN__ROUTINE static DTRAIN__ON
+#define DTRAIN__KERNEL(name)                                                            \
+    DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
+                                         DTRAIN__UNUSED int index)
 
-/* Signatures: a helper is inlined into its caller, a kernel is called through the table. */
-#define DTRAIN__VECTOR static inline __attribute__((always_inline, unused)) DTRAIN__ON
-#define DTRAIN__KERNEL static DTRAIN__ON
+#define dtrain__v DTRAIN__K(v)
+#define dtrain__vi DTRAIN__K(vi)
+#define dtrain__vset DTRAIN__K(vset)
+#define dtrain__viset DTRAIN__K(viset)
+#define dtrain__vload DTRAIN__K(vload)
+#define dtrain__vstore DTRAIN__K(vstore)
+#define dtrain__vload_n DTRAIN__K(vload_n)
+#define dtrain__vstore_n DTRAIN__K(vstore_n)
+#define dtrain__vload_as DTRAIN__K(vload_as)
+#define dtrain__vstore_as DTRAIN__K(vstore_as)
+#define dtrain__vfma DTRAIN__K(vfma)
+#define dtrain__vmax DTRAIN__K(vmax)
+#define dtrain__vmin DTRAIN__K(vmin)
+#define dtrain__vbits DTRAIN__K(vbits)
+#define dtrain__vfrombits DTRAIN__K(vfrombits)
+#define dtrain__viless DTRAIN__K(viless)
+#define dtrain__viota DTRAIN__K(viota)
+#define dtrain__vkeep DTRAIN__K(vkeep)
+#define dtrain__vsum DTRAIN__K(vsum)
+#define dtrain__vexp DTRAIN__K(vexp)
+#define dtrain__product DTRAIN__K(product)
+#define dtrain__pack_rows DTRAIN__K(pack_rows)
+#define dtrain__unpack_rows DTRAIN__K(unpack_rows)
 
 /* ---- Vectors ----------------------------------------------------------------------------------*/
 
-#if DTRAIN__W > 1
+#if DTRAIN__ISA == 3
+typedef __m512 dtrain__v;
+#elif DTRAIN__ISA == 2
+typedef __m256 dtrain__v;
+#elif DTRAIN__ISA == 1
 typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
-typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
-typedef float dtrain__vu __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
 #else
-typedef float dtrain__v, dtrain__vu;
-typedef int32_t dtrain__vi;
+typedef float dtrain__v;
 #endif
 
-DTRAIN__VECTOR dtrain__v dtrain__vload(const float *p) { return *(const dtrain__vu *)p; }
+#if DTRAIN__ISA > 0
+typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
+typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
 
-DTRAIN__VECTOR void dtrain__vstore(float *p, dtrain__v v) { *(dtrain__vu *)p = v; }
-
-#if DTRAIN__W > 1
-DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
-DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
-DTRAIN__VECTOR dtrain__vi dtrain__vless(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
-DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
-DTRAIN__VECTOR dtrain__v dtrain__vtofloat(dtrain__vi v)
+DTRAIN__HELPER dtrain__v dtrain__vload(const float *p)
+{
+    return (dtrain__v) * (const DTRAIN__K(vu) *)p;
+}
+DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v)
+{
+    *(DTRAIN__K(vu) *)p = (DTRAIN__K(vu))v;
+}
+DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
+DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
+DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
+DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
 {
     return __builtin_convertvector(v, dtrain__v);
 }
 #else
-DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
-DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v)
+typedef int32_t dtrain__vi;
+
+DTRAIN__HELPER dtrain__v dtrain__vload(const float *p) { return *p; }
+DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v) { *p = v; }
+DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
+DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v)
 {
     return dtrain__f32_from_bits((uint32_t)v);
 }
-DTRAIN__VECTOR dtrain__vi dtrain__vless(dtrain__v a, dtrain__v b) { return -(a < b); }
-DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
-DTRAIN__VECTOR dtrain__v dtrain__vtofloat(dtrain__vi v) { return (float)v; }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return -(a < b); }
+DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
+DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v) { return (float)v; }
 #endif
 
 /* Masks are all ones or all zeros per lane. */
-DTRAIN__VECTOR dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
+DTRAIN__HELPER dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
 {
     return dtrain__vfrombits(dtrain__vbits(v) & mask);
 }
 
-DTRAIN__VECTOR dtrain__v dtrain__vselect(dtrain__vi mask, dtrain__v yes, dtrain__v no)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vselect)(dtrain__vi mask, dtrain__v yes, dtrain__v no)
 {
     return dtrain__vfrombits((dtrain__vbits(yes) & mask) | (dtrain__vbits(no) & ~mask));
 }
 
-/* What the compilers do not make out of operators: fused multiply-add (-std=c99 forbids
+DTRAIN__HELPER dtrain__vi dtrain__viota(void)
+{
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    dtrain__vi v;
+    memcpy(&v, lanes, sizeof v);
+    return v;
+}
+
+/* The operations that compilers do not make out of operators: fused multiply-add (-std=c99 forbids
  * contracting), broadcast, max and min with a known NaN rule (the second operand wins), rounding to
- * an integer. */
+ * an integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
+ * intrinsic starts from an undefined value, because g++ warns about those. */
 #if DTRAIN__ISA == 3
-/* Full zero-masks where the plain intrinsic starts from an undefined value: g++ warns about
- * those. */
-DTRAIN__VECTOR dtrain__v dtrain__vset(float x) { return (dtrain__v)_mm512_set1_ps(x); }
-DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
-DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm512_set1_ps(x); }
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
+DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
-    return (dtrain__v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return _mm512_fmadd_ps(a, b, c);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
-    return (dtrain__v)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+    return _mm512_maskz_max_ps(0xffff, a, b);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
-    return (dtrain__v)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+    return _mm512_maskz_min_ps(0xffff, a, b);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
-    return (dtrain__v)_mm512_maskz_sqrt_ps(0xffff, (__m512)a);
+    return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, a);
 }
-DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
-    return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)a);
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
-    return (dtrain__v)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
-}
-DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
-{
-    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), (__m512)v);
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
 }
 #elif DTRAIN__ISA == 2
-DTRAIN__VECTOR dtrain__v dtrain__vset(float x) { return (dtrain__v)_mm256_set1_ps(x); }
-DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
-DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm256_set1_ps(x); }
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
+DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
-    return (dtrain__v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    return _mm256_fmadd_ps(a, b, c);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b) { return _mm256_max_ps(a, b); }
+DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b) { return _mm256_min_ps(a, b); }
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm256_sqrt_ps(a); }
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
-    return (dtrain__v)_mm256_max_ps((__m256)a, (__m256)b);
+    return (dtrain__vi)_mm256_cvtps_epi32(a);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
-    return (dtrain__v)_mm256_min_ps((__m256)a, (__m256)b);
+    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
+    return _mm256_maskload_ps(p, (__m256i)mask);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a) { return (dtrain__v)_mm256_sqrt_ps((__m256)a); }
-DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
-    return (dtrain__vi)_mm256_cvtps_epi32((__m256)a);
+    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
+    _mm256_maskstore_ps(p, (__m256i)mask, v);
 }
 #else
-DTRAIN__VECTOR dtrain__v dtrain__vset(float x)
+DTRAIN__HELPER dtrain__v dtrain__vset(float x)
 {
     float lanes[DTRAIN__W];
     for (int i = 0; i < DTRAIN__W; i++) lanes[i] = x;
     return dtrain__vload(lanes);
 }
-DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x)
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
 {
     return dtrain__vbits(dtrain__vset(dtrain__f32_from_bits((uint32_t)x)));
 }
-DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c) { return a * b + c; }
-DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
-    return dtrain__vselect(dtrain__vless(b, a), a, b);
+#if defined(__aarch64__) && DTRAIN__W == 4
+    return (dtrain__v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
 }
-DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
-    return dtrain__vselect(dtrain__vless(a, b), a, b);
+    return DTRAIN__K(vselect)(DTRAIN__K(vless)(b, a), a, b);
 }
-DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
+DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+{
+    return DTRAIN__K(vselect)(DTRAIN__K(vless)(a, b), a, b);
+}
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, a);
@@ -201,7 +233,7 @@ DTRAIN__VECTOR dtrain__v dtrain__vsqrt(dtrain__v a)
     return dtrain__vload(lanes);
 }
 /* Halves go away from zero here: any of the two neighbours is good enough for exp. */
-DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
+DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
@@ -211,42 +243,13 @@ DTRAIN__VECTOR dtrain__vi dtrain__vround(dtrain__v a)
     return a < 1e9f ? (int32_t)(a + half) : 0; /* NaN: any integer, but no undefined conversion */
 #endif
 }
-#endif
-
-DTRAIN__VECTOR dtrain__vi dtrain__viota(void)
-{
-    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    dtrain__vi v;
-    memcpy(&v, lanes, sizeof v);
-    return v;
-}
-
-/* The first n lanes of v, 0 in the others. */
-DTRAIN__VECTOR dtrain__v dtrain__vfirst(dtrain__v v, int64_t n)
-{
-    if (n >= DTRAIN__W) return v;
-    return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
-}
-
-#if DTRAIN__ISA == 2
-DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
-{
-    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
-    return (dtrain__v)_mm256_maskload_ps(p, (__m256i)mask);
-}
-DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
-{
-    const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
-    _mm256_maskstore_ps(p, (__m256i)mask, (__m256)v);
-}
-#elif DTRAIN__ISA < 2
-DTRAIN__VECTOR dtrain__v dtrain__vpart_load(const float *p, int64_t n)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     float lanes[DTRAIN__W] = {0};
     for (int64_t i = 0; i < n && i < DTRAIN__W; i++) lanes[i] = p[i];
     return dtrain__vload(lanes);
 }
-DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
+DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
@@ -254,19 +257,26 @@ DTRAIN__VECTOR void dtrain__vpart_store(float *p, dtrain__v v, int64_t n)
 }
 #endif
 
-DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
+DTRAIN__HELPER dtrain__v dtrain__vload_n(const float *p, int64_t n)
 {
-    return n >= DTRAIN__W ? dtrain__vload(p) : dtrain__vpart_load(p, n);
+    return n >= DTRAIN__W ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
 }
 
-DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
+DTRAIN__HELPER void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) dtrain__vstore(p, v);
-    else dtrain__vpart_store(p, v, n);
+    else DTRAIN__K(vpart_store)(p, v, n);
+}
+
+/* The first n lanes of v, 0 in the others. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
+{
+    if (n >= DTRAIN__W) return v;
+    return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
 }
 
 /* Sum and maximum over the lanes, always as the same tree. */
-DTRAIN__VECTOR float dtrain__vsum(dtrain__v v)
+DTRAIN__HELPER float dtrain__vsum(dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
@@ -275,7 +285,7 @@ DTRAIN__VECTOR float dtrain__vsum(dtrain__v v)
     return lanes[0];
 }
 
-DTRAIN__VECTOR float dtrain__vtop(dtrain__v v)
+DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
@@ -291,11 +301,11 @@ DTRAIN__VECTOR float dtrain__vtop(dtrain__v v)
  * chained (Horner): a loop of exps is bound by how far the core looks ahead, so the short chain
  * wins. Below -87.7 the clamp gives n = -127, whose scale is exactly 0 (a masked score must weigh
  * nothing); above 88 the result stays e^88, callers subtract a maximum first. NaN passes. */
-DTRAIN__VECTOR dtrain__v dtrain__vexp(dtrain__v x)
+DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
 {
     x = dtrain__vmin(dtrain__vset(88.0f), dtrain__vmax(dtrain__vset(-88.0f), x));
-    const dtrain__vi n = dtrain__vround(x * dtrain__vset(1.44269504f));
-    const dtrain__v whole = dtrain__vtofloat(n);
+    const dtrain__vi n = DTRAIN__K(vround)(x * dtrain__vset(1.44269504f));
+    const dtrain__v whole = DTRAIN__K(vtofloat)(n);
 #if DTRAIN__ISA >= 2
     const dtrain__v r = dtrain__vfma(whole, dtrain__vset(-0.693147181f), x);
 #else /* without a fused operation ln 2 is split, so that n * high is exact */
@@ -311,22 +321,55 @@ DTRAIN__VECTOR dtrain__v dtrain__vexp(dtrain__v x)
     return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
 }
 
+/* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
+ * n ln2 + r as above, and e^r - 1 = r + r^2/2! + ... + r^7/7!, whose first missing term is below
+ * 5.2e-9. Another polynomial than vexp: the bits of every trained GPT hang on it. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
+{
+    const dtrain__v cubic = dtrain__vfma(dtrain__vset(0.044715f), x * x * x, x);
+    const dtrain__v limit = dtrain__vset(80.0f), big = dtrain__vset(12582912.0f); /* 1.5 * 2^23 */
+    dtrain__v u = dtrain__vset(-2.0f) * (dtrain__vset(0.797884561f) * cubic);
+    u = dtrain__vmin(limit, dtrain__vmax(-limit, u));
+    /* Adding 1.5 * 2^23 rounds to an integer, which is in the low bits then. */
+    const dtrain__vi n =
+        dtrain__vbits(dtrain__vfma(u, dtrain__vset(1.44269504f), big)) - dtrain__viset(0x4b400000);
+    const dtrain__v whole = DTRAIN__K(vtofloat)(n);
+    dtrain__v r = dtrain__vfma(whole, dtrain__vset(-0.693359375f), u),
+              p = dtrain__vset(1.0f / 5040);
+    r = dtrain__vfma(whole, dtrain__vset(2.12194440e-4f), r);
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 720));
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 120));
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 24));
+    p = dtrain__vfma(p, r, dtrain__vset(1.0f / 6));
+    p = dtrain__vfma(p, r, dtrain__vset(0.5f));
+    p = dtrain__vfma(p, r * r, r);
+    const dtrain__v scale = dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+    return dtrain__vfma(p, scale, scale);
+}
+
+/* y = x/2 (1 + tanh u) as x / (1 + e^-2u): one exp, no cancellation for negative x. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu)(dtrain__v x)
+{
+    return x / (dtrain__vset(1.0f) + DTRAIN__K(gelu_exp)(x));
+}
+
+/* The slope for a C in half precision, by gelu_exp: vgelu_slope below, by vexp, is that of fp32. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope_low)(dtrain__v x)
+{
+    const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
+    x = dtrain__vmin(limit, dtrain__vmax(-limit, x));
+    const dtrain__v e = DTRAIN__K(gelu_exp)(x), s = one / (one + e);
+    const dtrain__v slope =
+        dtrain__vset(1.595769122f) * dtrain__vfma(dtrain__vset(0.134145f), x * x, one);
+    return dtrain__vfma(x * (s * (e * s)), slope, s);
+}
+
 #define DTRAIN__GELU_A 0.797884561f /* sqrt(2/pi) */
 #define DTRAIN__GELU_B 0.044715f
 
-/* y = x/2 (1 + tanh u), u = A (x + B x^3), as x / (1 + e^-2u): no cancellation for negative x. */
-DTRAIN__VECTOR dtrain__v dtrain__vgelu(dtrain__v x)
-{
-    const dtrain__v limit =
-        dtrain__vset(11.0f); /* x^3 must not overflow; beyond it e^-2u is settled */
-    const dtrain__v c = dtrain__vmin(limit, dtrain__vmax(-limit, x));
-    const dtrain__v cubic = dtrain__vfma(c * c * c, dtrain__vset(DTRAIN__GELU_B), c);
-    return x / (dtrain__vset(1.0f) + dtrain__vexp(cubic * dtrain__vset(-2 * DTRAIN__GELU_A)));
-}
-
 /* With q = e^-2u and w = 1 / (1 + q): dy/dx = w + x w (1 - w) 2u' = w (1 + x q w 2u'), where
  * u' = A (1 + 3 B x^2). The tails keep their relative accuracy; outside +-10 it is 0 or 1. */
-DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope)(dtrain__v x)
 {
     const dtrain__v limit = dtrain__vset(10.0f), one = dtrain__vset(1.0f);
     x = dtrain__vmin(limit, dtrain__vmax(-limit, x));
@@ -342,75 +385,70 @@ DTRAIN__VECTOR dtrain__v dtrain__vgelu_slope(dtrain__v x)
 /* ---- Vectors in half precision ----------------------------------------------------------------
  *
  * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
- * functions of core/dtype.c: the bits are the same. A tail goes through a buffer of full width. */
+ * functions of core/dtype.c: the bits are the same. */
 
-#define dtrain__vhalves DTRAIN__INSTANCE(dtrain__vhalves)
-#define dtrain__vwords DTRAIN__INSTANCE(dtrain__vwords)
-#define dtrain__to_bf16 DTRAIN__INSTANCE(dtrain__to_bf16)
-#define dtrain__from_bf16 DTRAIN__INSTANCE(dtrain__from_bf16)
-#define dtrain__to_f16 DTRAIN__INSTANCE(dtrain__to_f16)
-#define dtrain__from_f16 DTRAIN__INSTANCE(dtrain__from_f16)
 #if DTRAIN__ISA >= 2
-typedef uint16_t dtrain__vhalves __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
-typedef uint32_t dtrain__vwords __attribute__((vector_size(4 * DTRAIN__W)));
+typedef uint16_t DTRAIN__K(vhalves)
+    __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+typedef uint32_t DTRAIN__K(vwords) __attribute__((vector_size(4 * DTRAIN__W)));
 
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
 {
-    const dtrain__vwords x = (dtrain__vwords)v;
-    const dtrain__vwords rounded = x + 0x7fffu + ((x >> 16) & 1u);
-    const dtrain__vwords nan = (dtrain__vwords)((x & 0x7fffffffu) > 0x7f800000u);
-    const dtrain__vwords bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
-    *(dtrain__vhalves *)to = __builtin_convertvector(bits, dtrain__vhalves);
+    const DTRAIN__K(vwords) x = (DTRAIN__K(vwords))v;
+    const DTRAIN__K(vwords) rounded = x + 0x7fffu + ((x >> 16) & 1u);
+    const DTRAIN__K(vwords) nan = (DTRAIN__K(vwords))((x & 0x7fffffffu) > 0x7f800000u);
+    const DTRAIN__K(vwords) bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+    *(DTRAIN__K(vhalves) *)to = __builtin_convertvector(bits, DTRAIN__K(vhalves));
 }
 
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 {
-    return (dtrain__v)(__builtin_convertvector(*(const dtrain__vhalves *)from, dtrain__vwords)
-                       << 16);
+    const DTRAIN__K(vhalves) half = *(const DTRAIN__K(vhalves) *)from;
+    return (dtrain__v)(__builtin_convertvector(half, DTRAIN__K(vwords)) << 16);
 }
+
+DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
+{
+    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 #if DTRAIN__ISA == 3
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm256_storeu_si256(
-        (__m256i *)(void *)to,
-        _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm512_maskz_cvtph_ps(
-        0xffff, _mm256_loadu_si256((const __m256i *)(const void *)from));
-}
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, NEAREST));
 #else
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
-{
-    _mm_storeu_si128((__m128i *)(void *)to,
-                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
-{
-    return (dtrain__v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
-}
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, NEAREST));
 #endif
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
+{
+#if DTRAIN__ISA == 3
+    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)from);
+    return _mm512_maskz_cvtph_ps(0xffff, half);
 #else
-DTRAIN__VECTOR void dtrain__to_bf16(uint16_t *to, dtrain__v v)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+#endif
+}
+#else
+DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
     for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
 }
-DTRAIN__VECTOR dtrain__v dtrain__from_bf16(const uint16_t *from)
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 {
     float lanes[DTRAIN__W];
     for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
     return dtrain__vload(lanes);
 }
-DTRAIN__VECTOR void dtrain__to_f16(uint16_t *to, dtrain__v v)
+
+DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
 {
     float lanes[DTRAIN__W];
     dtrain__vstore(lanes, v);
     for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
 }
-DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 {
     float lanes[DTRAIN__W];
     for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
@@ -418,31 +456,43 @@ DTRAIN__VECTOR dtrain__v dtrain__from_f16(const uint16_t *from)
 }
 #endif
 
-#define dtrain__vload_as DTRAIN__INSTANCE(dtrain__vload_as)
-#define dtrain__vstore_as DTRAIN__INSTANCE(dtrain__vstore_as)
-
-/* vload_n and vstore_n of elements from `at` on, of fp32, bf16 or fp16. */
-DTRAIN__VECTOR dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
+ * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
+ * once. A tail of halves goes through a buffer of full width. Where memory is fast the test of
+ * dtype costs as much as the arithmetic: such kernels are helpers with dtype as an argument, called
+ * with the constant F32 where it is that. */
+DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
+    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
         if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
         half = tail;
     }
-    return dtype == DTRAIN_DTYPE_BF16 ? dtrain__from_bf16(half) : dtrain__from_f16(half);
+    return dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half) : DTRAIN__K(from_f16)(half);
 }
 
-DTRAIN__VECTOR void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
+DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype == DTRAIN_DTYPE_F32) {
+    if (dtype <= DTRAIN_DTYPE_F32) {
         dtrain__vstore_n((float *)p + at, v, n);
         return;
     }
     uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain__to_bf16(to, v);
-    else dtrain__to_f16(to, v);
+    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
+    else DTRAIN__K(to_f16)(to, v);
     if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+}
+
+/* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
+ * whole vectors. */
+DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype, int64_t at,
+                                               int64_t count, float *buffer)
+{
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)p + at;
+    for (int64_t i = 0; i < count; i += DTRAIN__W)
+        dtrain__vstore(buffer + i, dtrain__vload_as(p, dtype, at + i, count - i));
+    return buffer;
 }
