@@ -22,6 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "tools/flags.h"
+
 /* A function for one instruction set, with multiply-adds fused; gcc does not fuse them in -std=c99. */
 #if defined(__clang__)
 #define BENCH_TARGET(t) __attribute__((target(t)))
@@ -30,6 +32,10 @@
 #define BENCH_TARGET(t) __attribute__((target(t), optimize("O3", "fp-contract=fast")))
 #define BENCH_BASELINE __attribute__((optimize("O3", "fp-contract=fast")))
 #endif
+
+/* ---- figures of repeated runs ---- */
+
+enum { BENCH_MOST = 1024 }; /* repetitions of one figure */
 
 typedef struct spread {
     double median, min, max;
