@@ -36,7 +36,7 @@ help:
 	@echo "make mpi        the examples over MPI, in $(BUILD)/mpi/ (MPICC=mpicc): mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 	@echo "make install    dtrain.h and its companions to PREFIX=$(PREFIX), with a file for pkg-config; also uninstall"
 	@echo "make test       the tests; prints what was skipped for want of an optional tool"
-	@echo "make test-all   with the long ones: every case of every matrix, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
+	@echo "make test-all   with the long ones: every case of every matrix, dialects, MPI, Slurm, nvcc, NCCL's versions, benchmarks"
 	@echo "make test-long  the long scripts alone"
 	@echo "make nightly    what takes hours: test-all under both compilers, all of it under sanitizers, mutations, long fuzzing"
 	@echo "make bench      GEMM, collectives and training, beside their rivals where installed"
@@ -75,10 +75,10 @@ endif
 # ---- Tests ----------------------------------------------------------------------------------------
 # run.sh takes them in this order, one for each core at a time: the longest come first.
 LONGEST := $(addprefix $(BUILD)/,tests/test_compression emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm \
-             tests/test_rendezvous tests/test_nccl) tests/scripts/test_compile.sh tests/cli/test_examples.sh
+             tests/test_rendezvous tests/test_nccl) tests/cli/test_examples.sh
 LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh) \
-           tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh
-SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh)) tests/scripts/test_compile.sh
+           tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
+SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS)
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh

@@ -75,7 +75,7 @@
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
        src/comm/mpi.c                       The MPI transport
-       src/comm/mpi_internal.h              The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c large
+       src/comm/mpi_internal.h              The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c
        src/comm/mpi_move.c                  The MPI transport: large collectives in lanes, and messages
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Which backend
@@ -6679,8 +6679,8 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
     }
 }
 
-/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks write one
- * line. */
+/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks
+ * write one line. */
 DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
                                    size_t *length)
 {
@@ -6819,7 +6819,7 @@ struct dtrain__engine {
     int64_t number, number_limit; /* of communicators, for tags; 0: no limit */
     bool failed;                  /* comm->report says why */
     bool stirred;                 /* the queue must be visited whatever poll says */
-    dtrain__abort_record *report;       /* the first failure; who shares it fails together */
+    dtrain__abort_record *report; /* the first failure; who shares it fails together */
     uint64_t sequence;            /* of the collective started last */
     uint64_t agreed;              /* of the collective agreed on last */
     dtrain__work *queue, **queue_end, *idle; /* queue: not done, in the order of their start */
@@ -6923,7 +6923,8 @@ static dtrain_result dtrain__engine_agree(dtrain__engine *comm, const dtrain__wo
 {
     for (int i = 1; work->differs && i < comm->base.size; i++)
         DTRAIN__TRY(dtrain__compare(comm, work, 0, i));
-    /* A rank that gave up has taken its buffers back; a small input was copied and is still good. */
+    /* A rank that gave up has taken its buffers back; a small input was copied and is still
+     * good. */
     if (!work->small && dtrain__load(&comm->report->state))
         return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return DTRAIN_OK;
@@ -8013,7 +8014,7 @@ DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm)
  * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
  *
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
- *     slot s % Q       | progress = (s, stage) | what is called, pointers of operation s | payload |
+ *     slot s % Q       | progress = (s, stage) | call and pointers of operation s | payload |
  *
  * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
  * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
@@ -8067,10 +8068,10 @@ typedef struct dtrain__channel {
 /* What one rank shows the others; all zero is the valid beginning. */
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
-    uint32_t departed;     /* atomic: ranks that have destroyed the communicator ... */
-    uint32_t size;         /* ... out of so many */
-    char *stage;           /* 2 chunks, made when first needed */
-    dtrain__part *next;    /* among this rank's retired parts */
+    uint32_t departed;           /* atomic: ranks that have destroyed the communicator ... */
+    uint32_t size;               /* ... out of so many */
+    char *stage;                 /* 2 chunks, made when first needed */
+    dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
 };
@@ -8550,8 +8551,8 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
  * src/comm/mpi_internal.h
  * ==============================================================================================*/
 
-/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c large
- * operations and messages, mpi_meet.c begins and ends. */
+/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c
+ * large operations and messages, mpi_meet.c begins and ends. */
 
 #ifdef DTRAIN_USE_MPI
 

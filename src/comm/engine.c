@@ -61,7 +61,8 @@ static dtrain_result dtrain__engine_agree(dtrain__engine *comm, const dtrain__wo
 {
     for (int i = 1; work->differs && i < comm->base.size; i++)
         DTRAIN__TRY(dtrain__compare(comm, work, 0, i));
-    /* A rank that gave up has taken its buffers back; a small input was copied and is still good. */
+    /* A rank that gave up has taken its buffers back; a small input was copied and is still
+     * good. */
     if (!work->small && dtrain__load(&comm->report->state))
         return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return DTRAIN_OK;

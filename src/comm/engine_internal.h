@@ -126,7 +126,7 @@ struct dtrain__engine {
     int64_t number, number_limit; /* of communicators, for tags; 0: no limit */
     bool failed;                  /* comm->report says why */
     bool stirred;                 /* the queue must be visited whatever poll says */
-    dtrain__abort_record *report;       /* the first failure; who shares it fails together */
+    dtrain__abort_record *report; /* the first failure; who shares it fails together */
     uint64_t sequence;            /* of the collective started last */
     uint64_t agreed;              /* of the collective agreed on last */
     dtrain__work *queue, **queue_end, *idle; /* queue: not done, in the order of their start */

@@ -3,7 +3,7 @@
  * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
  *
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
- *     slot s % Q       | progress = (s, stage) | what is called, pointers of operation s | payload |
+ *     slot s % Q       | progress = (s, stage) | call and pointers of operation s | payload |
  *
  * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
  * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
@@ -69,10 +69,10 @@ typedef struct dtrain__channel {
 /* What one rank shows the others; all zero is the valid beginning. */
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
-    uint32_t departed;     /* atomic: ranks that have destroyed the communicator ... */
-    uint32_t size;         /* ... out of so many */
-    char *stage;           /* 2 chunks, made when first needed */
-    dtrain__part *next;    /* among this rank's retired parts */
+    uint32_t departed;           /* atomic: ranks that have destroyed the communicator ... */
+    uint32_t size;               /* ... out of so many */
+    char *stage;                 /* 2 chunks, made when first needed */
+    dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
 };

@@ -1,5 +1,5 @@
-/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c large
- * operations and messages, mpi_meet.c begins and ends. */
+/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c
+ * large operations and messages, mpi_meet.c begins and ends. */
 
 #pragma once
 

@@ -55,8 +55,8 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
     }
 }
 
-/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks write one
- * line. */
+/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks
+ * write one line. */
 DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
                                    size_t *length)
 {

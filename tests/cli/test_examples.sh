@@ -171,9 +171,9 @@ good "PowerSGD" "reduce +PowerSGD rank 2" $gpt --compression powersgd --powersgd
 good "an emulated cluster" "cluster emulated: 2 nodes x 2 ranks, 10 Gb/s and 20 us" $gpt --emulate 2x2:10:20
 grep -q "cluster  *2   emulated nodes of 2 ranks, 10 Gb/s" "$tmp/out"
 result "the emulated cluster is in the table" $? "$tmp/out"
-good "an emulated cluster's nodes" "HYBRID_SHARD: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
+good "an emulated cluster's nodes" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
 trains "--comm local" "$usual" 0.0002 $gpt --comm local
-good "strategy, memory and bytes are shown" "FULL_SHARD: 2 shards x 2 replicas|HYBRID_SHARD: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
+good "strategy, memory and bytes are shown" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
 good "auto says why" "auto +zero1: .* MiB a rank" $gpt --strategy auto
 good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2
 trains "low precision on the wire" "$usual" 0.05 $gpt --strategy full_shard --param-dtype bf16 --reduce-dtype bf16 --precision bf16
@@ -254,7 +254,7 @@ bad "PowerSGD node by node" "whole matrices" $gpt --compression powersgd --hiera
 bad "PowerSGD as bf16" "fp32" $gpt --compression powersgd --reduce-dtype bf16
 bad "momentum without a residual" "topk_momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
 bad "compression of every micro-batch" "DTRAIN_ACCUMULATION_LAST" $gpt $topk --accum 2 --accum-mode every
-bad "nodes for a strategy of owners" "ZERO3" $gpt --strategy zero3 --hierarchical
+bad "nodes for a strategy of owners" "zero3 sends whole tensors to their owners" $gpt --strategy zero3 --hierarchical
 for text in 2x 2x2:10 2x2:10:5us 0x2:10:5 200x200:10:5 9999999999x9999999999:1:1; do
     bad "--emulate $text" "--emulate" $gpt --emulate $text
 done

@@ -21,7 +21,7 @@ typedef struct toy_letters { /* in one direction between two ranks */
 } toy_letters;
 typedef struct toy_half {
     dtrain__abort_record report; /* of rank 0 only */
-    int32_t users;         /* atomic */
+    int32_t users;               /* atomic */
     toy_slot slots[TOY_SLOTS];
     toy_letters letters[DTRAIN_MAX_RANKS];
 } toy_half;
