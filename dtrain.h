@@ -189,8 +189,8 @@
            return 1;
        }
 
-   With the tape the model is its forward function and nothing else: see examples/mlp.c and
-   examples/train_gpt.c.
+   With the tape the model is its forward function and nothing else: see examples/mlp.c, and
+   examples/gpt.c with the trainer.
 
    ------------------------------------------------------------------------------------------------
    Glossary
@@ -198,7 +198,7 @@
    rank         one of the processes (or threads) that train together, numbered from 0.
    world        all ranks of a run; world size = how many.
    node         the ranks of one host, which reach each other faster than those of other hosts; or,
-                emulated, a group of ranks that is treated so world/world.h.
+                emulated, a group of ranks that is treated so (world/world.h).
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -254,7 +254,7 @@
        DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
-   hyper-parameter descs (strategy, optimizer) start from the *_defaults() function. A cluster of
+   hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
    slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation.
 
    ------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
    are refused when ranks meet; nothing is encrypted, and a rank that writes into another's memory
-   is not defended against.*/
+   is not defended against. */
 
 #if !defined(DTRAIN_H) && !defined(DTRAIN__ISA)
 #define DTRAIN_H

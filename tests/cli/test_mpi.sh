@@ -1,5 +1,5 @@
 #!/bin/sh
-# The communicator over MPI [S26.6] with each MPI that is installed: what test_comm.c asks of the local
+# The communicator over MPI with each MPI that is installed: what test_comm.c asks of the local
 # communicator, for 1 to 8 ranks; every way to fail, where each rank must say what happened; and train_gpt,
 # which must end with the bits of forked ranks. DTRAIN_TEST_FULL=1 adds 2^31 bytes in one call.
 . tests/support/shell.sh

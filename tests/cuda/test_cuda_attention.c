@@ -1,6 +1,6 @@
-/* Tests of [C09] and [C10] of dtrain_cuda.cu: attention through the public table. Which kernels a case
+/* Tests of attention_gemm.cuh and flash.cuh: attention through the public table. Which kernels a case
  * meets depends on its head size, dtype, alignment and the device's math; every case is run aligned
- * (the tiles of [C10], where they take the head size) and one element further (the products of [C09]).
+ * (the tiles of flash.cuh, where they take the head size) and one element further (the products of attention_gemm.cuh).
  * The oracle is the definition, in double. */
 #include "test.h"
 #include "dtrain.h"

@@ -1,4 +1,4 @@
-/* test_cuda_compression.c: compressed and hierarchical gradients on the CUDA device [S10], over the staged
+/* test_cuda_compression.c: compressed and hierarchical gradients on the CUDA device, over the staged
  * communicator and, on the emulated device, over a mock of NCCL. What the same strategy gives on the CPU is
  * the reference: gradients are made up by the test, so both are given the same bits. */
 #include "test.h"

@@ -1,4 +1,4 @@
-/* Tests of [C02] of dtrain_cuda.cu: the CUDA device's memory, streams, events, graphs, faults and
+/* Tests of device.cuh: the CUDA device's memory, streams, events, graphs, faults and
  * errors, through the public table. */
 #include "test.h"
 #include "dtrain.h"

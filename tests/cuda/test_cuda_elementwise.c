@@ -1,4 +1,4 @@
-/* Tests of [C03] and [C04] of dtrain_cuda.cu: elementwise kernels and reductions against plain loops
+/* Tests of elementwise.cuh and reductions.cuh: elementwise kernels and reductions against plain loops
  * in double, for every dtype, for aligned and for shifted pointers, in every thread order. */
 #include "test.h"
 #include "dtrain.h"

@@ -1,4 +1,4 @@
-/* Tests of [C10] of dtrain_cuda.cu: attention on tensor cores, forward and backward, against loops in
+/* Tests of flash.cuh: attention on tensor cores, forward and backward, against loops in
  * double that say how far rounding may take each element. */
 #include "test.h"
 #include "dtrain.h"

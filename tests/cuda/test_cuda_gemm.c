@@ -1,4 +1,4 @@
-/* Tests of [C06] of dtrain_cuda.cu: matrix multiplication with everything that can be asked of it, at
+/* Tests of gemm.cuh: matrix multiplication with everything that can be asked of it, at
  * shapes and alignments that cublasLt's fused epilogues take and at those they do not, in all
  * combinations of types. The oracle is the definition, in double.
  *

@@ -1,4 +1,4 @@
-/* Tests of [C07] of dtrain_cuda.cu: layer norm with and without residual, and its gradients, against
+/* Tests of layernorm.cuh: layer norm with and without residual, and its gradients, against
  * loops in double precision. */
 #include "test.h"
 #include "dtrain.h"

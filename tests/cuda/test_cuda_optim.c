@@ -1,4 +1,4 @@
-/* Tests of [C05] of dtrain_cuda.cu: AdamW and SGD over many tensors against loops in double and
+/* Tests of optimizers.cuh: AdamW and SGD over many tensors against loops in double and
  * against the CPU device; the scalars of a step. */
 #include "test.h"
 #include "dtrain.h"

@@ -1,4 +1,4 @@
-/* Tests of [C11] of dtrain_cuda.cu: top-k against a sort, bit for bit, and, with velocity and for
+/* Tests of sparse.cuh: top-k against a sort, bit for bit, and, with velocity and for
  * orthonormal columns, against the CPU device; scatter-add. */
 #include "test.h"
 #include "dtrain.h"

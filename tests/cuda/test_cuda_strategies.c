@@ -1,4 +1,4 @@
-/* test_cuda_strategies.c: [S08] every kind of strategy on the CUDA device, over the staged communicator. The
+/* test_cuda_strategies.c: every kind of strategy on the CUDA device, over the staged communicator. The
  * emulated device runs streams late and in other orders: a missing event, or a slot overwritten while it is
  * in use, shows as other bits. What each case is compared with:
  *

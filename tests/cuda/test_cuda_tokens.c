@@ -1,4 +1,4 @@
-/* Tests of [C08] of dtrain_cuda.cu: embedding and its gradient, which have the bits of a loop over rows,
+/* Tests of tokens.cuh: embedding and its gradient, which have the bits of a loop over rows,
  * and cross-entropy, against double precision. */
 #include "test.h"
 #include "dtrain.h"

@@ -1,4 +1,4 @@
-/* fuzz_tokens.c: the token file reader and the loader of [S16] on hostile bytes.
+/* fuzz_tokens.c: the token file reader and the loader on hostile bytes.
  *
  *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_tokens.c \
  *           -o fuzz_tokens -lm -pthread

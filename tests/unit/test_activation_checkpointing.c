@@ -1,4 +1,4 @@
-/* test_activation_checkpointing.c: activation checkpointing, dtrain_cast and fp16 autocast of [S31] and [S32].
+/* test_activation_checkpointing.c: activation checkpointing, dtrain_cast and fp16 autocast.
  *
  * A small GPT is the model, written as tools/train_gpt/train_gpt.c writes it: the residual stream and what
  * is still to be added to it cross every unit. Whatever is dropped and made again, losses and

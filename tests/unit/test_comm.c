@@ -1,4 +1,4 @@
-/* test_comm.c: communicators [S06] against loops one can check by eye.
+/* test_comm.c: communicators against loops one can check by eye.
  *
  * Every element of every rank's input is a function of (seed, rank, index), so each rank computes the
  * expected output by itself, with conversions of its own, and compares bits: sums in fp32 in rank

@@ -1,4 +1,4 @@
-/* test_compression.c: [S10], [S30] compressed and hierarchical gradients.
+/* test_compression.c: compressed and hierarchical gradients.
  *
  * The field is a set of tensors whose gradients are functions of (rank, step, micro-batch, tensor,
  * element): the parent computes what every rank must have after every step with plain loops, qsort

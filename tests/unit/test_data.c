@@ -1,4 +1,4 @@
-/* test_data.c: [S16] samplers, datasets, loaders: golden numbers of PyTorch, the same samples for
+/* test_data.c: samplers, datasets, loaders: golden numbers of PyTorch, the same samples for
  * every number of ranks, and one sentence for every file that is not what it should be.
  *
  *     make build/tests/test_data && build/tests/test_data */

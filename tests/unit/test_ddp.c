@@ -1,4 +1,4 @@
-/* test_ddp.c: [S27] registration and buckets, [S28] DDP. The model is a small tied autoencoder with its
+/* test_ddp.c: registration and buckets, DDP. The model is a small tied autoencoder with its
  * own backward; one rank on the whole batch is the oracle. */
 #include "test.h"
 #include "dtrain.h"

@@ -1,4 +1,4 @@
-/* Tests of [S23] and of the CPU and plan devices of [S24]: every kernel against plain double-precision
+/* Tests of data types and of the CPU and plan devices: every kernel against plain double-precision
  * loops, for every instruction set this machine runs, with 1 to 4 threads whose bits must agree.
  * A case prints the instruction set it failed on. */
 #define DTRAIN__TEST_INSTANCES

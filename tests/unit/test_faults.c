@@ -1,4 +1,4 @@
-/* test_faults.c: what ranks do to each other [S05, S06]: they die, leave, stop, disagree. Every other
+/* test_faults.c: what ranks do to each other: they die, leave, stop, disagree. Every other
  * rank must hear of it in time, by name; nothing may hang and nothing may be left.
  *
  * Numbers in comments are the cases of the fault table in the project's notes (1 = a rank is killed

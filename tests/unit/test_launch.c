@@ -1,4 +1,4 @@
-/* test_launch.c: world and launch [S05]: how ranks start, how they end, what is reported about it, and
+/* test_launch.c: world and launch: how ranks start, how they end, what is reported about it, and
  * that nothing is left of them. */
 #include "test.h"
 #include "dtrain.h"

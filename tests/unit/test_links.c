@@ -1,4 +1,4 @@
-/* test_links.c: emulated links [S05, S26.2]. Results must keep their bits; when an operation is due follows
+/* test_links.c: emulated links. Results must keep their bits; when an operation is due follows
  * from a formula, which is written here once more, pair of ranks by pair of ranks. Due times are compared
  * with the formula to the nanosecond, for they are made of time stamps; of clocks only lower bounds are
  * asked: a transfer is never faster than its link, and may be as late as a busy machine makes it. */

@@ -1,4 +1,4 @@
-/* test_memory.c: [S09], [S17] what is predicted is what a step takes, for every strategy; a limit
+/* test_memory.c: what is predicted is what a step takes, for every strategy; a limit
  * holds, and AUTO and automatic batches keep to it.
  *
  *     make build/tests/test_memory && build/tests/test_memory */

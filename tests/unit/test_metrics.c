@@ -1,4 +1,4 @@
-/* test_metrics.c: [S19] metrics: the JSON lines read back, the table and the live line looked at,
+/* test_metrics.c: metrics: the JSON lines read back, the table and the live line looked at,
  * full disks, medians.
  *
  *     make build/tests/test_metrics && build/tests/test_metrics */

@@ -1,4 +1,4 @@
-/* test_optim.c: [S34] clipping and [S35] optimizers and schedules, against PyTorch's numbers
+/* test_optim.c: clipping and optimizers and schedules, against PyTorch's numbers
  * (reference/op_golden.h) and loops in double. */
 #include "test.h"
 #include "dtrain.h"

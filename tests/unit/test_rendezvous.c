@@ -1,4 +1,4 @@
-/* test_rendezvous.c: worlds whose ranks another launcher has started [S05, S25]: what the environment is
+/* test_rendezvous.c: worlds whose ranks another launcher has started: what the environment is
  * taken to mean, the rendezvous and its enemies, the control plane, deaths. The ranks here are
  * processes started by the tests with the variables that a launcher would set. */
 #define DTRAIN_IMPLEMENTATION

@@ -1,4 +1,4 @@
-/* test_scaler.c: [S14] loss scaling: scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
+/* test_scaler.c: loss scaling: scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
  * overflows that one rank alone has, the trainer's skipped steps, fp16 training.
  * test_compile.sh runs it in a build with -ffast-math as well. */
 #define DTRAIN_IMPLEMENTATION

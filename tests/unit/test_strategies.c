@@ -1,4 +1,4 @@
-/* test_strategies.c: [S08], [S09] every kind of strategy. The matrix trains one model under every kind
+/* test_strategies.c: every kind of strategy. The matrix trains one model under every kind
  * and compares bits with the other kinds, and numbers with one rank that has the whole batch. Then:
  * memory and bytes against their formulas, hooks called by hand, AUTO, refusals.
  *

@@ -1,4 +1,4 @@
-/* test_tape.c: [S31] tape and tensors, [S32] operations.
+/* test_tape.c: tape and tensors, operations.
  *
  * Every operation's backward is compared with finite differences, on the naive device and on the
  * CPU device; then the tape's own promises: memory, errors, units, accumulation. */

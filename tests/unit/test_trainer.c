@@ -1,4 +1,4 @@
-/* test_trainer.c: [S17] the trainer on a small model: any number of ranks and micro-batches gives
+/* test_trainer.c: the trainer on a small model: any number of ranks and micro-batches gives
  * the losses of one rank, evaluation and planning leave no trace, a NaN of one rank is everybody's
  * error, a slow rank is named once. */
 #include "test.h"

@@ -86,7 +86,7 @@ typedef struct cost {
 enum { SMALL_BYTES = 4096, SMALL_TOTAL = 8 * SMALL_BYTES };
 
 /* Ranks of a node share one link, and a latency a round is added when the bytes are through: the table
- * in dtrain.h [S26.2]. Other groups of the same node send at the same time. The rank itself reads and
+ * in src/comm/links.c. Other groups of the same node send at the same time. The rank itself reads and
  * writes its share in memory. */
 static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g)
 {
