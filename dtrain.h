@@ -25,17 +25,17 @@
    ------------------------------------------------------------------------------------------------
    Contents: the files that this one is joined from, in the order of reading. First the API, in
    which what authors of backends need comes last; then the implementation, its kernels last.
-       src/core/api.h                       The version, and the linkage of public functions.
-       src/core/result.h                    Results and the version: what every call returns, and the sentence it leaves when it fails.
-       src/core/log.h                       Logging, the allocator, and the clock.
-       src/core/dtype.h                     Data types, their conversions, and random numbers.
-       src/device/device.h                  Device
-       src/world/world.h                    World, launch
+       src/core/api.h                       Version and linkage
+       src/core/result.h                    Results and error sentences
+       src/core/log.h                       Log, allocator, clock
+       src/core/dtype.h                     Data types and random numbers
+       src/device/device.h                  Devices
+       src/world/world.h                    World and launch
        src/comm/comm.h                      Communicators
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
        src/strategy/memory.h                Memory
-       src/strategy/compression.h           Gradient compression, hierarchy
+       src/strategy/compression.h           Gradient compression and hierarchy
        src/tape/tape.h                      Tape and tensors
        src/tape/ops.h                       Operations
        src/optim/scaler.h                   Loss scaling and clipping
@@ -44,62 +44,62 @@
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics
        src/tape/op.h                        Operations of one's own
-       src/device/backend.h                 For authors of devices and operations: the arguments of every kernel, and a device's table.
-       src/comm/backend.h                   One operation as a backend sees it; the calls above check and fill it.
-       src/core/platform.c                  Platform.
-       src/core/platform_internal.h         What other files may use of core/ beside the public API.
-       src/core/result.c                    Results, version
-       src/core/core_internal.h             What other files may use of core/ beside the public API.
-       src/core/log.c                       Logging, allocator, checked sizes.
-       src/core/dtype.c                     Data types, random numbers.
-       src/core/random.c                    Philox4x32-10
-       src/world/world.c                    World, launch
+       src/device/backend.h                 For authors of devices and operations: kernel arguments, table
+       src/comm/backend.h                   For authors of communicators: the communicator table
+       src/core/platform.c                  The clock
+       src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
+       src/core/result.c                    Results and error sentences
+       src/core/core_internal.h             What every room uses of core
+       src/core/log.c                       Log, allocator, checked sizes
+       src/core/dtype.c                     Data types
+       src/core/random.c                    Random numbers: Philox4x32-10
+       src/world/world.c                    World
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
-       src/world/environment_internal.h     What a launcher has said: the result of reading the environment, which launch.c acts on and the
+       src/world/environment_internal.h     The result of reading the environment
        src/world/arena.c                    Shared memory: the region and its arenas
-       src/world/hash.c                     A keyed hash
+       src/world/hash.c                     A keyed hash: SipHash
        src/world/environment.c              The launch environment
-       src/world/link.c                     The link
-       src/world/rendezvous.c               The rendezvous
-       src/world/page.c                     One host: one page
+       src/world/link.c                     The link between ranks of a launcher
+       src/world/rendezvous.c               The rendezvous: how ranks of a launcher meet
+       src/world/page.c                     One host, one control page
        src/world/launch.c                   A rank's life, and dtrain_launch
        src/comm/comm.c                      Communicators
-       src/comm/comm_internal.h             What other files may use of comm/ beside the public API.
+       src/comm/comm_internal.h             What the files of comm share
        src/comm/reduce.c                    Results of collectives, on one rank
-       src/device/device_internal.h         What other files may use of device/ beside the public API.
+       src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/engine_internal.h           The progress engine
        src/comm/links.c                     Emulated links
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
        src/comm/mpi.c                       The MPI transport
-       src/comm/mpi_internal.h              The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c
+       src/comm/mpi_internal.h              What the files of the MPI transport share
        src/comm/mpi_move.c                  The MPI transport: large collectives in lanes, and messages
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
-       src/comm/backend.c                   Which backend
-       src/strategy/strategy.c              The road of a gradient
-       src/strategy/compression_internal.h  Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
+       src/comm/backend.c                   Choosing a communicator
+       src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
+       src/strategy/compression_internal.h  The tables of compression
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/shards.c                Sharded gradients
-       src/strategy/gather.c                Sharded parameters
+       src/strategy/gather.c                Sharded parameters: gather, release
        src/strategy/hierarchy.c             Two levels of ranks
        src/strategy/compression.c           Gradient compression
-       src/strategy/topk.c                  Top-k
+       src/strategy/topk.c                  Top-k: selecting and exchanging
        src/strategy/powersgd.c              PowerSGD
        src/strategy/offload.c               Offload
        src/strategy/layout.c                The layout
        src/strategy/params.c                Parameters, units, buckets
-       src/strategy/values.c                Values of parameters: their first ones, and their hash.
+       src/strategy/values.c                Values of parameters
        src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
-       src/strategy/create.c                Creation
-       src/strategy/query.c                 Queries: what a strategy is, what a step of it sends, and the values of its parameters
+       src/strategy/create.c                Creation and end of a strategy
+       src/strategy/query.c                 Queries
        src/strategy/plan.c                  Planning: the memory of a rank, from the layout that it would have
        src/strategy/auto.c                  AUTO: the kind that sends least of those that fit the memory
        src/tape/tape.c                      Tape and tensors
-       src/tape/tape_internal.h             The tape's own structures, and what its files share.
+       src/tape/tape_internal.h             The tape's structures
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
@@ -107,43 +107,43 @@
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
        src/optim/clip.c                     Norm and clipping
-       src/optim/optim_internal.h           The optimizer's structure, and what the trainer uses beside the public API: the norm without the
-       src/optim/scaler.c                   Loss scaling: which scale the next backward gets, and unscaling before the update.
-       src/optim/optimizer.c                Optimizers, schedules
-       src/optim/schedule.c                 Learning rates: computed in double, so that every machine and world size gets the same bits.
+       src/optim/optim_internal.h           The optimizer's structure
+       src/optim/scaler.c                   Loss scaling
+       src/optim/optimizer.c                Optimizers: AdamW, SGD
+       src/optim/schedule.c                 Learning rates
        src/train/sampler.c                  Samplers
-       src/train/data_internal.h            The structure of an open token file, which the loader reads.
+       src/train/data_internal.h            An open token file
        src/train/dataset.c                  Token files
        src/train/loader.c                   Loaders
        src/train/trainer.c                  Trainer
-       src/train/trainer_internal.h         The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
-       src/train/queued_step.c              A step without the host
-       src/train/plan.c                     Planning: the memory of a step, and the largest batch that fits.
+       src/train/trainer_internal.h         The trainer's structure
+       src/train/queued_step.c              A step without the host: recorded and replayed
+       src/train/plan.c                     Planning: memory of a step, largest batch
        src/train/metrics.c                  Metrics
-       src/device/device.c                  Devices: creation, copies between memories, tables by name.
+       src/device/device.c                  Devices: creation, copies, tables by name
        src/device/cpu/pool.c                The threads of one rank
-       src/device/cpu/pool_internal.h       A pool of threads that run one function together.
-       src/device/cpu/cpu.c                 The CPU device: state and memory.
-       src/device/cpu/cpu_internal.h        The CPU device's state, and the functions that its launchers use.
-       src/device/cpu/gemm_internal.h       Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share.
-       src/device/cpu/kernels_internal.h    What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+       src/device/cpu/pool_internal.h       A pool of threads
+       src/device/cpu/cpu.c                 The CPU device: state and memory
+       src/device/cpu/cpu_internal.h        The CPU device's state
+       src/device/cpu/gemm_internal.h       What the GEMM driver and its kernels share
+       src/device/cpu/kernels_internal.h    What launchers and kernels share
        src/device/cpu/table.c               The tables of the CPU device and of the plan device
-       src/device/cpu/launch.c              Kernels.
-       src/device/cpu/launch_gemm.c         Matrix multiplication.
+       src/device/cpu/launch.c              Launchers of kernels
+       src/device/cpu/launch_gemm.c         Launchers of matrix products
        src/device/cpu/launch_sparse.c       Sparse gradients
-       src/device/cpu/gemm.c                Matrix multiplication
+       src/device/cpu/gemm.c                The driver of matrix products
        src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/mix.c                 Sums over ranks
-       src/device/cpu/kernels/text.h        What is compiled once for each instruction set.
-       src/device/cpu/kernels/vectors.h     Vectors, and what all kernels have in common.
-       src/device/cpu/kernels/elementwise.h ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------
-       src/device/cpu/kernels/layernorm.h   ---- Layernorm ----------------------------------------------------------------------------------
-       src/device/cpu/kernels/tokens.h      ---- Activation -------------------------------------------------------------------------------
-       src/device/cpu/kernels/sparse.h      ---- Top-k: the pass that meets every element -------------------------------------------------
-       src/device/cpu/kernels/gemm.h        ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------
-       src/device/cpu/kernels/pairs.h       ---- Pairs of bf16
-       src/device/cpu/kernels/attention.h   Attention.
-       src/device/cpu/kernels/table.h       ---- The table of this instance ---------------------------------------------------------------
+       src/device/cpu/kernels/text.h        The text compiled once per instruction set
+       src/device/cpu/kernels/vectors.h     Vectors
+       src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
+       src/device/cpu/kernels/layernorm.h   Layer normalisation
+       src/device/cpu/kernels/tokens.h      Activation, embedding, cross-entropy
+       src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
+       src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
+       src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX, AVX512-BF16
+       src/device/cpu/kernels/attention.h   Attention
+       src/device/cpu/kernels/table.h       The table of one instruction set
 
    One step of training, and the files of the API that its stations are in:
 
@@ -323,7 +323,7 @@ extern "C" {
  * src/core/api.h
  * ==============================================================================================*/
 
-/* The version, and the linkage of public functions. */
+/* Version and linkage. */
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -348,7 +348,9 @@ extern "C" {
  * src/core/result.h
  * ==============================================================================================*/
 
-/* Results and the version: what every call returns, and the sentence it leaves when it fails. */
+/* Results and error sentences
+ *
+ * What every call returns, and the sentence that it leaves when it fails. */
 
 /* One list makes the enum, the names and the sentences. */
 #define DTRAIN_RESULT_LIST(X)                                                            \
@@ -398,7 +400,7 @@ DTRAIN_API const char *dtrain_version(void);
  * src/core/log.h
  * ==============================================================================================*/
 
-/* Logging, the allocator, and the clock. */
+/* Log, allocator, clock. */
 
 typedef enum dtrain_log_level {
     DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
@@ -430,7 +432,7 @@ DTRAIN_API double dtrain_seconds(void);
  * src/core/dtype.h
  * ==============================================================================================*/
 
-/* Data types, their conversions, and random numbers. */
+/* Data types and random numbers. */
 
 typedef enum dtrain_dtype {
     DTRAIN_DTYPE_NONE = 0,
@@ -471,7 +473,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
  * src/device/device.h
  * ==============================================================================================*/
 
-/* Device
+/* Devices
  *
  * A device is memory plus kernels. The CPU device below is built in and is the oracle for every
  * other one; dtrain_cuda.cu exports another table of the same form. Nothing above this section
@@ -559,7 +561,7 @@ DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);
  * src/world/world.h
  * ==============================================================================================*/
 
-/* World, launch
+/* World and launch
  *
  * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
  * local ranks, hands each a world, watches over them and reports how they ended. Started by another
@@ -1177,7 +1179,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  * src/strategy/compression.h
  * ==============================================================================================*/
 
-/* Gradient compression, hierarchy
+/* Gradient compression and hierarchy
  *
  * A bucket of gradients travels as dtrain_compression_desc says, and reduce_dtype and hierarchical
  * of dtrain_strategy_desc. What is lossy is never chosen by the library, AUTO included.
@@ -1944,7 +1946,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  * src/device/backend.h
  * ==============================================================================================*/
 
-/* For authors of devices and operations: the arguments of every kernel, and a device's table. */
+/* For authors of devices and operations: kernel arguments, table. */
 
 typedef struct dtrain_stream dtrain_stream; /* NULL = the compute stream */
 typedef struct dtrain_event dtrain_event;
@@ -2337,6 +2339,8 @@ DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, si
  * src/comm/backend.h
  * ==============================================================================================*/
 
+/* For authors of communicators: the communicator table. */
+
 /* One operation as a backend sees it; the calls above check and fill it. */
 typedef struct dtrain_collective {
     uint32_t kind; /* dtrain_collective_kind */
@@ -2408,13 +2412,13 @@ struct dtrain_comm_ops {
  * src/core/platform.c
  * ==============================================================================================*/
 
-/* Platform. */
+/* The clock. */
 
 /* ================================================================================================
  * src/core/platform_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of core/ beside the public API. */
+/* System headers, atomics, DTRAIN__PRIVATE. */
 
 /* The implementation needs POSIX and Linux names, and libc fixes what it shows at the first system
  * include: this comes first in every file. */
@@ -2553,7 +2557,7 @@ DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns();
  * src/core/result.c
  * ==============================================================================================*/
 
-/* Results, version
+/* Results and error sentences
  *
  * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
  * hand their errors to the thread that asked. The rank is put in front of every sentence so that
@@ -2563,7 +2567,7 @@ DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns();
  * src/core/core_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of core/ beside the public API. */
+/* What every room uses of core. */
 
 #define DTRAIN__ERROR_BYTES 1024 /* of a last error, its 0 included */
 
@@ -2673,7 +2677,7 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
  * src/core/log.c
  * ==============================================================================================*/
 
-/* Logging, allocator, checked sizes. */
+/* Log, allocator, checked sizes. */
 
 /* Sizes that come from outside are multiplied and added here only. False on overflow. */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
@@ -2764,7 +2768,7 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
  * src/core/dtype.c
  * ==============================================================================================*/
 
-/* Data types, random numbers. */
+/* Data types. */
 
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
@@ -2872,7 +2876,7 @@ DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
  * src/core/random.c
  * ==============================================================================================*/
 
-/* Philox4x32-10
+/* Random numbers: Philox4x32-10
  *
  * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
  * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
@@ -3030,7 +3034,7 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  * src/world/world.c
  * ==============================================================================================*/
 
-/* World, launch
+/* World
  *
  * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
  * start; or another launcher has started them, and they first have to find each other:
@@ -3332,7 +3336,9 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * src/world/environment_internal.h
  * ==============================================================================================*/
 
-/* What a launcher has said: the result of reading the environment, which launch.c acts on and the
+/* The result of reading the environment
+ *
+ * What a launcher has said: the result of reading the environment, which launch.c acts on and the
  * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
 
 typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
@@ -3980,7 +3986,7 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
  * src/world/hash.c
  * ==============================================================================================*/
 
-/* A keyed hash
+/* A keyed hash: SipHash
  *
  * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
  * make nor predict the 64 bits of the result. */
@@ -4521,7 +4527,7 @@ DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
  * src/world/link.c
  * ==============================================================================================*/
 
-/* The link
+/* The link between ranks of a launcher
  *
  * Ranks that a launcher has started are connected as a star. A rank sends what it has to say to
  * rank 0, and rank 0 sends it on to all, the first one included: gather to 0 and broadcast.
@@ -4836,7 +4842,7 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
  * src/world/rendezvous.c
  * ==============================================================================================*/
 
-/* The rendezvous
+/* The rendezvous: how ranks of a launcher meet
  *
  *     rank r                                          rank 0, listening
  *     HELLO: protocol, version, layout, rank,   ->
@@ -5440,7 +5446,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * src/world/page.c
  * ==============================================================================================*/
 
-/* One host: one page
+/* One host, one control page
  *
  * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
  * without a name (memfd) and tells the others where it has mapped it; they open it through
@@ -6211,7 +6217,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  * src/comm/comm_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of comm/ beside the public API. */
+/* What the files of comm share. */
 
 typedef struct dtrain__kind {
     const char *call, *name;
@@ -6614,7 +6620,7 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * src/device/device_internal.h
  * ==============================================================================================*/
 
-/* What other files may use of device/ beside the public API. */
+/* What other rooms use of a device. */
 
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
@@ -8551,7 +8557,9 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
  * src/comm/mpi_internal.h
  * ==============================================================================================*/
 
-/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c
+/* What the files of the MPI transport share
+ *
+ * mpi.c carries records and requests, mpi_move.c
  * large operations and messages, mpi_meet.c begins and ends. */
 
 #ifdef DTRAIN_USE_MPI
@@ -9594,12 +9602,11 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
  * src/comm/backend.c
  * ==============================================================================================*/
 
-/* Which backend
-*
+/* Choosing a communicator
+ *
  *     memory of the device is the host's        local, or the one that was asked for
  *     one device a rank, backend asked for      that one
- *     otherwise, on one machine                 staged, with a line in the log that says why
- */
+ *     otherwise, on one machine                 staged, with a line in the log that says why */
 
 /* Two ranks that sit on one device, as this node's index and the device's id tell; -1: none. */
 static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
@@ -9730,7 +9737,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * src/strategy/strategy.c
  * ==============================================================================================*/
 
-/* The road of a gradient
+/* The road of a gradient: ready, launch, reduce, finish, publish
  *
  * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
  * stand at the stations below. The other kinds take the same road with other steps at 3:
@@ -9765,7 +9772,9 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * src/strategy/compression_internal.h
  * ==============================================================================================*/
 
-/* Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
+/* The tables of compression
+ *
+ * Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
  * them (dtrain__portion); see strategy/compression.c. */
 
 /* ================================================================================================
@@ -11030,7 +11039,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
  * src/strategy/gather.c
  * ==============================================================================================*/
 
-/* Sharded parameters
+/* Sharded parameters: gather, release
  *
  * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
  * other is filled:
@@ -11909,7 +11918,7 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
  * src/strategy/topk.c
  * ==============================================================================================*/
 
-/* Top-k
+/* Top-k: selecting and exchanging
  *
  * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
  * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
@@ -13310,7 +13319,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
  * src/strategy/values.c
  * ==============================================================================================*/
 
-/* Values of parameters: their first ones, and their hash. */
+/* Values of parameters. */
 
 /* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
  * element) only: the same on every rank, for any slicing. */
@@ -13644,7 +13653,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
  * src/strategy/create.c
  * ==============================================================================================*/
 
-/* Creation
+/* Creation and end of a strategy
  *
  * 1. local: check the array and the desc                        -> agree
  * 2. compare the registration of all ranks
@@ -13978,7 +13987,9 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
  * src/strategy/query.c
  * ==============================================================================================*/
 
-/* Queries: what a strategy is, what a step of it sends, and the values of its parameters */
+/* Queries
+ *
+ * Queries: what a strategy is, what a step of it sends, and the values of its parameters */
 
 /* ---- What a step sends ------------------------------------------------------------------------*/
 
@@ -14439,7 +14450,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  * src/tape/tape_internal.h
  * ==============================================================================================*/
 
-/* The tape's own structures, and what its files share.
+/* The tape's structures
  *
  * Where things live during a step, and who gives them back:
  *
@@ -16661,7 +16672,9 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * src/optim/optim_internal.h
  * ==============================================================================================*/
 
-/* The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+/* The optimizer's structure
+ *
+ * The optimizer's structure, and what the trainer uses beside the public API: the norm without the
  * host, and an update whose numbers are read from device memory. */
 
 struct dtrain_optimizer {
@@ -16788,7 +16801,9 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
  * src/optim/scaler.c
  * ==============================================================================================*/
 
-/* Loss scaling: which scale the next backward gets, and unscaling before the update. */
+/* Loss scaling
+ *
+ * Loss scaling: which scale the next backward gets, and unscaling before the update. */
 
 DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
 {
@@ -16926,7 +16941,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  * src/optim/optimizer.c
  * ==============================================================================================*/
 
-/* Optimizers, schedules
+/* Optimizers: AdamW, SGD
  *
  * One fused kernel per shard reads gradient and state once and writes value and state once. State
  * is for this rank's shards only, one block, made at creation:
@@ -17338,7 +17353,9 @@ static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
  * src/optim/schedule.c
  * ==============================================================================================*/
 
-/* Learning rates: computed in double, so that every machine and world size gets the same bits. */
+/* Learning rates
+ *
+ * Learning rates: computed in double, so that every machine and world size gets the same bits. */
 
 /* In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
@@ -17377,7 +17394,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data_internal.h
  * ==============================================================================================*/
 
-/* The structure of an open token file, which the loader reads. */
+/* An open token file. */
 
 /* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
@@ -17982,7 +17999,9 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * src/train/trainer_internal.h
  * ==============================================================================================*/
 
-/* The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+/* The trainer's structure
+ *
+ * The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
  * queued step (queued_step.c). */
 
 /* What a rank tells the others each step. */
@@ -18420,7 +18439,7 @@ DTRAIN__PRIVATE double dtrain__nan(void)
  * src/train/queued_step.c
  * ==============================================================================================*/
 
-/* A step without the host
+/* A step without the host: recorded and replayed
  *
  * A whole step is queued on the device before the host looks at any of its results. That is what
  * a graph can record:
@@ -18615,7 +18634,9 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  * src/train/plan.c
  * ==============================================================================================*/
 
-/* Planning: the memory of a step, and the largest batch that fits. */
+/* Planning: memory of a step, largest batch
+ *
+ * Planning: the memory of a step, and the largest batch that fits. */
 
 /* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
  * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
@@ -19328,7 +19349,7 @@ static void dtrain__line_duration(dtrain__line *line, double seconds)
  * src/device/device.c
  * ==============================================================================================*/
 
-/* Devices: creation, copies between memories, tables by name. */
+/* Devices: creation, copies, tables by name. */
 
 /* The allocator is kept behind the public part: backends need not. */
 typedef struct dtrain__owned_device {
@@ -19428,7 +19449,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  * src/device/cpu/pool_internal.h
  * ==============================================================================================*/
 
-/* A pool of threads that run one function together. */
+/* A pool of threads. */
 
 typedef void (*dtrain__task_fn)(void *ctx, int index, int count);
 
@@ -19628,13 +19649,17 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
  * src/device/cpu/cpu_internal.h
  * ==============================================================================================*/
 
-/* The CPU device's state, and the functions that its launchers use. */
+/* The CPU device's state
+ *
+ * The CPU device's state, and the functions that its launchers use. */
 
 /* ================================================================================================
  * src/device/cpu/gemm_internal.h
  * ==============================================================================================*/
 
-/* Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
+/* What the GEMM driver and its kernels share
+ *
+ * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
 #if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
@@ -19717,7 +19742,9 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
  * src/device/cpu/kernels_internal.h
  * ==============================================================================================*/
 
-/* What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+/* What launchers and kernels share
+ *
+ * What launchers and kernels share: a job, the table of an instruction set, and the intermediate
  * structures of single operations. */
 
 struct dtrain__job;
@@ -20373,7 +20400,7 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
  * src/device/cpu/launch.c
  * ==============================================================================================*/
 
-/* Kernels. */
+/* Launchers of kernels. */
 
 DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
 {
@@ -20639,7 +20666,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
  * src/device/cpu/launch_gemm.c
  * ==============================================================================================*/
 
-/* Matrix multiplication. */
+/* Launchers of matrix products. */
 
 static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
@@ -21039,7 +21066,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
  * src/device/cpu/gemm.c
  * ==============================================================================================*/
 
-/* Matrix multiplication
+/* The driver of matrix products
  *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
  * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
@@ -21685,13 +21712,13 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
  * src/device/cpu/kernels/text.h
  * ==============================================================================================*/
 
-/* What is compiled once for each instruction set. */
+/* The text compiled once per instruction set. */
 
 /* ================================================================================================
  * src/device/cpu/kernels/vectors.h
  * ==============================================================================================*/
 
-/* Vectors, and what all kernels have in common.
+/* Vectors
  *
  * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
  * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (plain C, DTRAIN_NO_SIMD). Names
@@ -22194,7 +22221,9 @@ DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype
  * src/device/cpu/kernels/elementwise.h
  * ==============================================================================================*/
 
-/* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
+/* Elementwise kernels, sums, conversions, dropout
+ *
+ * Bandwidth is the limit: 8 to 28 bytes an element. */
 
 DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
                                       dtrain_dtype x_dtype, dtrain_dtype y_dtype)
@@ -22471,7 +22500,7 @@ DTRAIN__KERNEL(dropout)
  * src/device/cpu/kernels/layernorm.h
  * ==============================================================================================*/
 
-/* ---- Layernorm ----------------------------------------------------------------------------------
+/* Layer normalisation
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
@@ -22658,7 +22687,7 @@ DTRAIN__KERNEL(layernorm_params)
  * src/device/cpu/kernels/tokens.h
  * ==============================================================================================*/
 
-/* ---- Activation -------------------------------------------------------------------------------*/
+/* Activation, embedding, cross-entropy. */
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
 {
@@ -22858,7 +22887,7 @@ DTRAIN__KERNEL(cross_entropy_backward)
  * src/device/cpu/kernels/sparse.h
  * ==============================================================================================*/
 
-/* ---- Top-k: the pass that meets every element -------------------------------------------------
+/* Top-k and orthonormal columns
  *
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 
@@ -22975,7 +23004,9 @@ DTRAIN__KERNEL(topk)
  * src/device/cpu/kernels/gemm.h
  * ==============================================================================================*/
 
-/* ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------*/
+/* Matrix products: packing and register tiles
+ *
+ * Matrix multiplication: the parts of gemm.c that depend on the instruction set. */
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
 #define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)
@@ -23220,7 +23251,7 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
  * src/device/cpu/kernels/pairs.h
  * ==============================================================================================*/
 
-/* ---- Pairs of bf16
+/* Matrix products of bf16: AMX, AVX512-BF16
  *
  * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
  * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
@@ -23511,7 +23542,7 @@ static bool dtrain__has_amx(void)
  * src/device/cpu/kernels/attention.h
  * ==============================================================================================*/
 
-/* Attention.
+/* Attention
  *
  * One item is one head of one sequence (and, forward, one block of 64 queries). Blocks of 64 keys
  * pass by; what a block of queries needs stays in L1 and L2. Scores are kept transposed, keys x
@@ -23873,7 +23904,7 @@ DTRAIN__KERNEL(attention_backward)
  * src/device/cpu/kernels/table.h
  * ==============================================================================================*/
 
-/* ---- The table of this instance ---------------------------------------------------------------*/
+/* The table of one instruction set. */
 
 static const dtrain__kernels DTRAIN__K(kernels) = {
     DTRAIN__STRING(DTRAIN__SUFFIX),

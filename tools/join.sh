@@ -13,7 +13,7 @@ function announce(path,    rule) {
 }
 function expand(path,    line, inner, first) {
     while ((getline line < path) > 0) {
-        if (line ~ /^\/\* / && !first++) { title[path] = line; sub(/^\/\* /, "", title[path]); sub(/ *\*\/$/, "", title[path]) }
+        if (line ~ /^\/\* / && !first++) { title[path] = line; sub(/^\/\* /, "", title[path]); sub(/[. ]*(\*\/)?$/, "", title[path]) }
         if (line ~ /^#pragma once/) continue
         if (line ~ /^#include "/ && line !~ /"dtrain.h"/ && exists(inner = path_of(line))) {
             if (!seen[inner]++) { if (inner !~ /manual/) announce(inner); expand(inner) }

@@ -1,9 +1,8 @@
-/* Which backend
-*
+/* Choosing a communicator
+ *
  *     memory of the device is the host's        local, or the one that was asked for
  *     one device a rank, backend asked for      that one
- *     otherwise, on one machine                 staged, with a line in the log that says why
- */
+ *     otherwise, on one machine                 staged, with a line in the log that says why */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

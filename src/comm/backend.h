@@ -1,3 +1,5 @@
+/* For authors of communicators: the communicator table. */
+
 
 
 #pragma once

@@ -1,4 +1,4 @@
-/* What other files may use of comm/ beside the public API. */
+/* What the files of comm share. */
 
 #pragma once
 

@@ -1,4 +1,6 @@
-/* The MPI transport: what its three files share. mpi.c carries records and requests, mpi_move.c
+/* What the files of the MPI transport share
+ *
+ * mpi.c carries records and requests, mpi_move.c
  * large operations and messages, mpi_meet.c begins and ends. */
 
 #pragma once

@@ -1,4 +1,4 @@
-/* The version, and the linkage of public functions. */
+/* Version and linkage. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* What other files may use of core/ beside the public API. */
+/* What every room uses of core. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* Data types, random numbers. */
+/* Data types. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

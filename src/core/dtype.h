@@ -1,4 +1,4 @@
-/* Data types, their conversions, and random numbers. */
+/* Data types and random numbers. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* Logging, allocator, checked sizes. */
+/* Log, allocator, checked sizes. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -1,4 +1,4 @@
-/* Logging, the allocator, and the clock. */
+/* Log, allocator, clock. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* Platform. */
+/* The clock. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -1,4 +1,4 @@
-/* What other files may use of core/ beside the public API. */
+/* System headers, atomics, DTRAIN__PRIVATE. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* Philox4x32-10
+/* Random numbers: Philox4x32-10
  *
  * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
  * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:

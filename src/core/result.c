@@ -1,4 +1,4 @@
-/* Results, version
+/* Results and error sentences
  *
  * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
  * hand their errors to the thread that asked. The rank is put in front of every sentence so that

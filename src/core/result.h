@@ -1,4 +1,6 @@
-/* Results and the version: what every call returns, and the sentence it leaves when it fails. */
+/* Results and error sentences
+ *
+ * What every call returns, and the sentence that it leaves when it fails. */
 
 #pragma once
 

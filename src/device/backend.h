@@ -1,4 +1,4 @@
-/* For authors of devices and operations: the arguments of every kernel, and a device's table. */
+/* For authors of devices and operations: kernel arguments, table. */
 
 #pragma once
 

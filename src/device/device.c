@@ -1,4 +1,4 @@
-/* Devices: creation, copies between memories, tables by name. */
+/* Devices: creation, copies, tables by name. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

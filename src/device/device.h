@@ -1,4 +1,4 @@
-/* Device
+/* Devices
  *
  * A device is memory plus kernels. The CPU device below is built in and is the oracle for every
  * other one; dtrain_cuda.cu exports another table of the same form. Nothing above this section

@@ -1,4 +1,4 @@
-/* What other files may use of device/ beside the public API. */
+/* What other rooms use of a device. */
 
 #pragma once
 

@@ -1,4 +1,6 @@
-/* The optimizer's structure, and what the trainer uses beside the public API: the norm without the
+/* The optimizer's structure
+ *
+ * The optimizer's structure, and what the trainer uses beside the public API: the norm without the
  * host, and an update whose numbers are read from device memory. */
 
 #pragma once

@@ -1,4 +1,4 @@
-/* Optimizers, schedules
+/* Optimizers: AdamW, SGD
  *
  * One fused kernel per shard reads gradient and state once and writes value and state once. State
  * is for this rank's shards only, one block, made at creation:

@@ -1,4 +1,6 @@
-/* Loss scaling: which scale the next backward gets, and unscaling before the update. */
+/* Loss scaling
+ *
+ * Loss scaling: which scale the next backward gets, and unscaling before the update. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

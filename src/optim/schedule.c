@@ -1,4 +1,6 @@
-/* Learning rates: computed in double, so that every machine and world size gets the same bits. */
+/* Learning rates
+ *
+ * Learning rates: computed in double, so that every machine and world size gets the same bits. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -1,4 +1,4 @@
-/* Gradient compression, hierarchy
+/* Gradient compression and hierarchy
  *
  * A bucket of gradients travels as dtrain_compression_desc says, and reduce_dtype and hierarchical
  * of dtrain_strategy_desc. What is lossy is never chosen by the library, AUTO included.

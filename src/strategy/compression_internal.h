@@ -1,4 +1,6 @@
-/* Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
+/* The tables of compression
+ *
+ * Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
  * them (dtrain__portion); see strategy/compression.c. */
 
 #pragma once

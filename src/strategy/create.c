@@ -1,4 +1,4 @@
-/* Creation
+/* Creation and end of a strategy
  *
  * 1. local: check the array and the desc                        -> agree
  * 2. compare the registration of all ranks

@@ -1,4 +1,4 @@
-/* Sharded parameters
+/* Sharded parameters: gather, release
  *
  * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
  * other is filled:

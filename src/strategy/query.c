@@ -1,4 +1,6 @@
-/* Queries: what a strategy is, what a step of it sends, and the values of its parameters */
+/* Queries
+ *
+ * Queries: what a strategy is, what a step of it sends, and the values of its parameters */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -1,4 +1,4 @@
-/* The road of a gradient
+/* The road of a gradient: ready, launch, reduce, finish, publish
  *
  * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
  * stand at the stations below. The other kinds take the same road with other steps at 3:

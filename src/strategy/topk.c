@@ -1,4 +1,4 @@
-/* Top-k
+/* Top-k: selecting and exchanging
  *
  * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
  * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.

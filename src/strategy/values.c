@@ -1,4 +1,4 @@
-/* Values of parameters: their first ones, and their hash. */
+/* Values of parameters. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

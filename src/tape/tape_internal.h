@@ -1,4 +1,4 @@
-/* The tape's own structures, and what its files share.
+/* The tape's structures
  *
  * Where things live during a step, and who gives them back:
  *

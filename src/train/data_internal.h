@@ -1,4 +1,4 @@
-/* The structure of an open token file, which the loader reads. */
+/* An open token file. */
 
 #pragma once
 

@@ -1,4 +1,6 @@
-/* Planning: the memory of a step, and the largest batch that fits. */
+/* Planning: memory of a step, largest batch
+ *
+ * Planning: the memory of a step, and the largest batch that fits. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

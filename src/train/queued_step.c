@@ -1,4 +1,4 @@
-/* A step without the host
+/* A step without the host: recorded and replayed
  *
  * A whole step is queued on the device before the host looks at any of its results. That is what
  * a graph can record:

@@ -1,4 +1,6 @@
-/* The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
+/* The trainer's structure
+ *
+ * The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
  * queued step (queued_step.c). */
 
 #pragma once

@@ -1,4 +1,6 @@
-/* What a launcher has said: the result of reading the environment, which launch.c acts on and the
+/* The result of reading the environment
+ *
+ * What a launcher has said: the result of reading the environment, which launch.c acts on and the
  * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
 
 #pragma once

@@ -1,4 +1,4 @@
-/* A keyed hash
+/* A keyed hash: SipHash
  *
  * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
  * make nor predict the 64 bits of the result. */

@@ -1,4 +1,4 @@
-/* The link
+/* The link between ranks of a launcher
  *
  * Ranks that a launcher has started are connected as a star. A rank sends what it has to say to
  * rank 0, and rank 0 sends it on to all, the first one included: gather to 0 and broadcast.

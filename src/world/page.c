@@ -1,4 +1,4 @@
-/* One host: one page
+/* One host, one control page
  *
  * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
  * without a name (memfd) and tells the others where it has mapped it; they open it through

@@ -1,4 +1,4 @@
-/* The rendezvous
+/* The rendezvous: how ranks of a launcher meet
  *
  *     rank r                                          rank 0, listening
  *     HELLO: protocol, version, layout, rank,   ->

@@ -1,4 +1,4 @@
-/* World, launch
+/* World
  *
  * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
  * start; or another launcher has started them, and they first have to find each other:

@@ -1,4 +1,4 @@
-/* World, launch
+/* World and launch
  *
  * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
  * local ranks, hands each a world, watches over them and reports how they ended. Started by another

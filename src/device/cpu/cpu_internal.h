@@ -1,4 +1,6 @@
-/* The CPU device's state, and the functions that its launchers use. */
+/* The CPU device's state
+ *
+ * The CPU device's state, and the functions that its launchers use. */
 
 #pragma once
 

@@ -1,4 +1,4 @@
-/* Matrix multiplication
+/* The driver of matrix products
  *
  * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
  * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy

@@ -1,4 +1,6 @@
-/* Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
+/* What the GEMM driver and its kernels share
+ *
+ * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
 
 #pragma once
 

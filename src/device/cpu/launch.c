@@ -1,4 +1,4 @@
-/* Kernels. */
+/* Launchers of kernels. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

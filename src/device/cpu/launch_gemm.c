@@ -1,4 +1,4 @@
-/* Matrix multiplication. */
+/* Launchers of matrix products. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

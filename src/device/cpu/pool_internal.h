@@ -1,4 +1,4 @@
-/* A pool of threads that run one function together. */
+/* A pool of threads. */
 
 #pragma once
 

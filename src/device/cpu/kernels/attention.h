@@ -1,4 +1,4 @@
-/* Attention.
+/* Attention
  *
  * One item is one head of one sequence (and, forward, one block of 64 queries). Blocks of 64 keys
  * pass by; what a block of queries needs stays in L1 and L2. Scores are kept transposed, keys x

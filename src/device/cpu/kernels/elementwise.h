@@ -1,4 +1,6 @@
-/* ---- Elementwise: bandwidth is the limit, 8 to 28 bytes an element ----------------------------*/
+/* Elementwise kernels, sums, conversions, dropout
+ *
+ * Bandwidth is the limit: 8 to 28 bytes an element. */
 
 DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
                                       dtrain_dtype x_dtype, dtrain_dtype y_dtype)

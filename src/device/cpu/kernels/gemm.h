@@ -1,4 +1,6 @@
-/* ---- Matrix multiplication: the parts of gemm.c that depend on the instruction set ------------*/
+/* Matrix products: packing and register tiles
+ *
+ * Matrix multiplication: the parts of gemm.c that depend on the instruction set. */
 
 #define DTRAIN__N (2 * DTRAIN__W) /* columns of a tile */
 #define DTRAIN__SIX(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5)

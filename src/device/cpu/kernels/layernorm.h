@@ -1,4 +1,4 @@
-/* ---- Layernorm ----------------------------------------------------------------------------------
+/* Layer normalisation
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 

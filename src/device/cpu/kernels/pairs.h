@@ -1,4 +1,4 @@
-/* ---- Pairs of bf16
+/* Matrix products of bf16: AMX, AVX512-BF16
  *
  * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
  * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile

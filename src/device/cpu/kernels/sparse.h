@@ -1,4 +1,4 @@
-/* ---- Top-k: the pass that meets every element -------------------------------------------------
+/* Top-k and orthonormal columns
  *
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 

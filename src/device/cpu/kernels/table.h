@@ -1,4 +1,4 @@
-/* ---- The table of this instance ---------------------------------------------------------------*/
+/* The table of one instruction set. */
 
 static const dtrain__kernels DTRAIN__K(kernels) = {
     DTRAIN__STRING(DTRAIN__SUFFIX),

@@ -1,4 +1,4 @@
-/* What is compiled once for each instruction set. */
+/* The text compiled once per instruction set. */
 
 #include "device/cpu/kernels/vectors.h"
 #include "device/cpu/kernels/elementwise.h"

@@ -1,4 +1,4 @@
-/* ---- Activation -------------------------------------------------------------------------------*/
+/* Activation, embedding, cross-entropy. */
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
 {
