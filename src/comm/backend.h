@@ -1,7 +1,5 @@
 /* For authors of communicators: the communicator table. */
 
-
-
 #pragma once
 
 #include "core/api.h"
