@@ -82,7 +82,7 @@ for mpi in openmpi mpich; do
     [ $status -eq 0 ] || continue
     out=$build/$mpi/mpi
     printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$tmp/impl.c"
-    for pair in "clang -std=c99" "g++ -std=c++17 -x c++"; do
+    for pair in "clang -std=c99 -Wno-unused-command-line-argument" "g++ -std=c++17 -x c++"; do
         have "${pair%% *}" || { skip "$mpi: dtrain.h, $pair" "not installed"; continue; }
         OMPI_CC=${pair%% *} MPICH_CC=${pair%% *} $cc ${pair#* } -pedantic -Wall -Wextra -Wconversion -Werror \
             -DDTRAIN_USE_MPI -I. -fsyntax-only "$tmp/impl.c" >"$tmp/log" 2>&1

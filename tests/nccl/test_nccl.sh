@@ -4,7 +4,7 @@
 # the real header, and the real library on a machine without a GPU: a sentence, no crash and no hang.
 . tests/support/shell.sh
 cc=${CC:-cc}
-out=$build/nccl
+out=$build/nccl_versions
 versions=${NCCL_VERSIONS:-21501 21801 21901 22203 22703} # test_nccl itself is 22809
 library=$build/dtrain.a
 mkdir -p "$out"
