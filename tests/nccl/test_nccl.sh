@@ -115,8 +115,6 @@ else skip "the real header, MPI" "mpicc is not installed"; fi
 
 # The library says "no device" in its own words, through the same calls that a world makes.
 cat >"$out/alone.c" <<'END'
-#include "dtrain.h"
-#include <string.h>
 #define DTRAIN_NCCL_IMPLEMENTATION
 #include "dtrain_nccl.h"
 int main(void)
@@ -132,7 +130,7 @@ int main(void)
         return 2;
     }
     hub.deadline = 20;
-    hub.apart = true; /* there is no world here */
+    hub.recreated = true; /* there is no world here */
     hub.comms = &comm;
     comm.hub = &hub;
     comm.base.size = 1;
