@@ -443,6 +443,16 @@ typedef enum dtrain_dtype {
     DTRAIN_DTYPE_I64 = 5
 } dtrain_dtype;
 
+/* How values of several ranks are combined into one. */
+typedef enum dtrain_reduce_op {
+    DTRAIN_REDUCE_SUM = 1,
+    /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
+    DTRAIN_REDUCE_MEAN = 2,
+    DTRAIN_REDUCE_MIN = 3,
+    DTRAIN_REDUCE_MAX = 4,
+    DTRAIN_REDUCE_PROD = 5
+} dtrain_reduce_op;
+
 /* Return the bytes of one element, 0 for an unknown type. */
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
 /* Return the name of a type, "f32" for example, or "?" for an unknown one. */
@@ -771,15 +781,6 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
  * the same error, and the other ranks get DTRAIN_ERROR_PEER instead of a sum without this rank. */
 
 typedef struct dtrain_work dtrain_work;
-
-typedef enum dtrain_reduce_op {
-    DTRAIN_REDUCE_SUM = 1,
-    DTRAIN_REDUCE_MEAN =
-        2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
-    DTRAIN_REDUCE_MIN = 3,
-    DTRAIN_REDUCE_MAX = 4,
-    DTRAIN_REDUCE_PROD = 5
-} dtrain_reduce_op;
 
 typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_ALL_REDUCE = 1,

@@ -1039,9 +1039,10 @@ static const struct variant {
                 {"PowerSGD, rank 4", "--compression powersgd --powersgd-rank 4", false}};
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
-/* Write the flags that begin a compressed run, in shares of its steps: 20 % without compression, as long as AdamW estimates second
- * moments; then, with top-k, 50 % in which the share falls to its last value. Clipping the norm would cut
- * the sums that arrive after a while, and what is cut is in no residual: off. */
+/* Write the flags that begin a compressed run, in shares of its steps: 20 % without compression, as
+ * long as AdamW estimates second moments; then, with top-k, 50 % in which the share falls to its last
+ * value. Clipping the norm would cut the sums that arrive after a while, and no residual keeps what is
+ * cut: off. */
 static void schedule_flags(const struct variant *v, int steps, char *flags, size_t room)
 {
     const int dense = steps / 5;

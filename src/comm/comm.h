@@ -34,15 +34,6 @@
 
 typedef struct dtrain_work dtrain_work;
 
-typedef enum dtrain_reduce_op {
-    DTRAIN_REDUCE_SUM = 1,
-    DTRAIN_REDUCE_MEAN =
-        2, /* sum * (1 / ranks), one fp32 factor before the only rounding; no integers */
-    DTRAIN_REDUCE_MIN = 3,
-    DTRAIN_REDUCE_MAX = 4,
-    DTRAIN_REDUCE_PROD = 5
-} dtrain_reduce_op;
-
 typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_ALL_REDUCE = 1,
     DTRAIN_COLLECTIVE_REDUCE_SCATTER = 2,

@@ -12,8 +12,6 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
-#include "strategy/compression_internal.h"
-#include "strategy/layout_internal.h"
 #include "device/backend.h"
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/gemm_internal.h"

@@ -12,7 +12,6 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
-#include "comm/comm.h"
 #include "device/backend.h"
 #include "device/device_internal.h"
 #include "device/cpu/kernels_internal.h"
