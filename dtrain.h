@@ -15110,6 +15110,14 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
+/* Count the elements of a parameter. Only a strategy completes the field from the shape. */
+static int64_t dtrain__value_count(const dtrain_param *p)
+{
+    int64_t count = p->shape[0];
+    for (int i = 1; i < 4 && p->shape[i]; i++) count *= p->shape[i];
+    return p->count ? p->count : count;
+}
+
 /* The next parameter, with its value; of the type of autocast, the strategy's copy is taken, or one
  * that is made at the first use in this pass: no result of the node, other units may use it too. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
@@ -15138,7 +15146,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
     if (!cast) return tape->error;
     cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast, storage->count);
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast,
+                                dtrain__value_count(storage));
     cast->next = tape->casts;
     tape->casts = cast;
     op->param_data[i] = cast->low;
@@ -22015,6 +22024,17 @@ DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
     return top;
 }
 
+/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything: a scalar shift has to be
+ * unsigned, or it would be undefined. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
+{
+#if DTRAIN__W > 1
+    return dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+#else
+    return dtrain__vfrombits((int32_t)(((uint32_t)n + 127u) << 23));
+#endif
+}
+
 /* ---- exp, GELU ----------------------------------------------------------------------------------
  *
  * e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln2 / 2, and e^r = 1 + r + r^2 q(r), q of degree 4
@@ -22039,7 +22059,7 @@ DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
     const dtrain__v low = dtrain__vfma(r, dtrain__vset(0.166665204f), dtrain__vset(0.499999934f));
     const dtrain__v q = dtrain__vfma(high, square, low);
     const dtrain__v p = dtrain__vfma(q, square, r + dtrain__vset(1.0f));
-    return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+    return p * DTRAIN__K(power_of_two)(n);
 }
 
 /* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
@@ -22064,7 +22084,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
     p = dtrain__vfma(p, r, dtrain__vset(1.0f / 6));
     p = dtrain__vfma(p, r, dtrain__vset(0.5f));
     p = dtrain__vfma(p, r * r, r);
-    const dtrain__v scale = dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+    const dtrain__v scale = DTRAIN__K(power_of_two)(n);
     return dtrain__vfma(p, scale, scale);
 }
 

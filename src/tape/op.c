@@ -141,6 +141,14 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
+/* Count the elements of a parameter. Only a strategy completes the field from the shape. */
+static int64_t dtrain__value_count(const dtrain_param *p)
+{
+    int64_t count = p->shape[0];
+    for (int i = 1; i < 4 && p->shape[i]; i++) count *= p->shape[i];
+    return p->count ? p->count : count;
+}
+
 /* The next parameter, with its value; of the type of autocast, the strategy's copy is taken, or one
  * that is made at the first use in this pass: no result of the node, other units may use it too. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
@@ -169,7 +177,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
     if (!cast) return tape->error;
     cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast, storage->count);
+    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast,
+                                dtrain__value_count(storage));
     cast->next = tape->casts;
     tape->casts = cast;
     op->param_data[i] = cast->low;

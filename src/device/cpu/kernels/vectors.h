@@ -294,6 +294,17 @@ DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
     return top;
 }
 
+/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything: a scalar shift has to be
+ * unsigned, or it would be undefined. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
+{
+#if DTRAIN__W > 1
+    return dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+#else
+    return dtrain__vfrombits((int32_t)(((uint32_t)n + 127u) << 23));
+#endif
+}
+
 /* ---- exp, GELU ----------------------------------------------------------------------------------
  *
  * e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln2 / 2, and e^r = 1 + r + r^2 q(r), q of degree 4
@@ -318,7 +329,7 @@ DTRAIN__HELPER dtrain__v dtrain__vexp(dtrain__v x)
     const dtrain__v low = dtrain__vfma(r, dtrain__vset(0.166665204f), dtrain__vset(0.499999934f));
     const dtrain__v q = dtrain__vfma(high, square, low);
     const dtrain__v p = dtrain__vfma(q, square, r + dtrain__vset(1.0f));
-    return p * dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+    return p * DTRAIN__K(power_of_two)(n);
 }
 
 /* e^-2u with u = sqrt(2/pi) (x + 0.044715 x^3), in a range where it is finite and not 0. -2u =
@@ -343,7 +354,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(gelu_exp)(dtrain__v x)
     p = dtrain__vfma(p, r, dtrain__vset(1.0f / 6));
     p = dtrain__vfma(p, r, dtrain__vset(0.5f));
     p = dtrain__vfma(p, r * r, r);
-    const dtrain__v scale = dtrain__vfrombits((n + dtrain__viset(127)) << 23);
+    const dtrain__v scale = DTRAIN__K(power_of_two)(n);
     return dtrain__vfma(p, scale, scale);
 }
 
