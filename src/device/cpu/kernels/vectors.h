@@ -294,8 +294,8 @@ DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
     return top;
 }
 
-/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything: a scalar shift has to be
- * unsigned, or it would be undefined. */
+/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything: a scalar shift has to
+ * be unsigned, or it would be undefined. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
 {
 #if DTRAIN__W > 1
