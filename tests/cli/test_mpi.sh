@@ -96,6 +96,10 @@ for mpi in openmpi mpich; do
     done
     start 3 "$out/small_mpi" comm
     result "$mpi: all calls in small chunks, 3 ranks" $? "$tmp/log"
+    for n in 2 3; do
+        DTRAIN_MPI_DEVICE=1 start $n "$out/test_mpi" comm
+        result "$mpi: all calls with a device's memory, $n ranks" $? "$tmp/log"
+    done
     start 3 "$out/test_mpi" hurry
     result "$mpi: what a leaving rank has sent arrives" $? "$tmp/log"
 
