@@ -34,6 +34,8 @@
 
 #include <ctype.h>
 
+#include "bench/plot.h"
+
 /* One sentence about a bad request; the caller returns it as main's exit code. */
 #define BAD(...) (fprintf(stderr, "simulate: " __VA_ARGS__), fputc('\n', stderr), 2)
 
@@ -474,114 +476,59 @@ static void write_json(FILE *file, const model *m, const row *r)
         (unsigned long long)r->sent, (unsigned long long)r->planned, r->memory_gib);
 }
 
-enum { WIDTH = 860, HEIGHT = 480, LEFT = 64, RIGHT = 220, TOP = 48, BOTTOM = 56 };
-
-static double svg_x(double gpus)
+/* A line for each strategy and batch; draws sizes that fit. */
+static bool draw(const char *path, const row *rows, long lines)
 {
-    double low = 1e30, high = 0;
-    for (long i = 0; i < flags.gpus.count; i++) {
-        low = least(low, log2((double)flags.gpus.items[i]));
-        high = most(high, log2((double)flags.gpus.items[i]));
+    const long count = flags.gpus.count;
+    char title[200], y_label[64], name[96];
+    double marks[FLAGS_LIST], x[FLAGS_LIST], y[FLAGS_LIST];
+    plot p;
+    memset(&p, 0, sizeof p);
+    p.x_low = 1e30;
+    p.y_high = 100;
+    p.y_step = 20;
+    for (long i = 0; i < count; i++) {
+        marks[i] = (double)flags.gpus.items[i];
+        p.x_low = least(p.x_low, marks[i]);
+        p.x_high = most(p.x_high, marks[i]);
     }
-    return LEFT + (high > low ? (log2(gpus) - low) / (high - low) : 0.5) * (WIDTH - LEFT - RIGHT);
-}
-static double svg_y(double efficiency, double top)
-{
-    return HEIGHT - BOTTOM - efficiency / top * (HEIGHT - TOP - BOTTOM);
-}
-
-static void svg_axes(FILE *file, double top)
-{
-    fprintf(file,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d "
-            "%d\" "
-            "font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%%\" height=\"100%%\" "
-            "fill=\"white\"/>\n"
-            "<text x=\"%d\" y=\"26\" font-size=\"16\">%s on %s: predicted %s scaling</text>\n",
-            WIDTH, HEIGHT, WIDTH, HEIGHT, LEFT, flags.model, flags.cluster,
-            flags.global_batch ? "strong" : "weak");
-    for (int percent = 0; percent <= (int)top; percent += 20) {
-        const double y = svg_y(percent, top);
-        fprintf(file, "<line x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\" stroke=\"#ddd\"/>", LEFT,
-                WIDTH - RIGHT, y, y);
-        fprintf(file, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%d</text>\n", LEFT - 8, y + 4,
-                percent);
-    }
-    for (long i = 0; i < flags.gpus.count; i++) {
-        const double x = svg_x((double)flags.gpus.items[i]);
-        fprintf(file, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%d\" y2=\"%d\" stroke=\"#888\"/>", x, x,
-                HEIGHT - BOTTOM, HEIGHT - BOTTOM + 5);
-        fprintf(file, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%ld</text>\n", x,
-                HEIGHT - BOTTOM + 20, flags.gpus.items[i]);
-    }
-    fprintf(file, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">GPUs</text>\n",
-            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14);
-    fprintf(file,
-            "<text transform=\"translate(18 %d) rotate(-90)\" text-anchor=\"middle\">efficiency, "
-            "%% of %ld "
-            "GPU%s</text>\n",
-            (TOP + HEIGHT - BOTTOM) / 2, flags.gpus.items[0], flags.gpus.items[0] == 1 ? "" : "s");
-}
-
-/* One line a strategy and batch; colours that differ in print and for the colour-blind (Okabe, Ito). */
-static void write_svg(FILE *file, const row *rows, long lines)
-{
-    static const char *const colours[] = {"#0072b2", "#d55e00", "#009e73", "#cc79a7",
-                                          "#e69f00", "#56b4e9", "#000000"};
-    static const char *const dashes[] = {"none", "8 4", "2 3", "10 3 2 3"};
-    double top = 100;
-    for (long i = 0; i < lines * flags.gpus.count; i++)
-        if (rows[i].fits) top = most(top, 20 * ceil(rows[i].efficiency / 20 - 0.05));
-    svg_axes(file, top);
+    for (long i = 0; i < lines * count; i++)
+        if (rows[i].fits) p.y_high = most(p.y_high, 20 * ceil(rows[i].efficiency / 20 - 0.05));
+    snprintf(title, sizeof title, "%s on %s: predicted %s scaling", flags.model, flags.cluster,
+             flags.global_batch ? "strong" : "weak");
+    snprintf(y_label, sizeof y_label, "efficiency, %% of %ld GPU%s", flags.gpus.items[0],
+             flags.gpus.items[0] == 1 ? "" : "s");
+    if (!plot_open(&p, path, title, "GPUs", y_label, 1)) return false;
+    plot_panel(&p, flags.cluster, marks, (int)count);
     for (long line = 0; line < lines; line++) {
-        const char *colour = colours[line / flags.batches.count % 7];
-        const char *dash = dashes[line % flags.batches.count % 4];
-        const row *first = &rows[line * flags.gpus.count];
-        const int y = TOP + 12 + 20 * (int)line;
-        bool any = false;
-        fprintf(file,
-                "<polyline fill=\"none\" stroke=\"%s\" stroke-width=\"2\" stroke-dasharray=\"%s\" "
-                "points=\"",
-                colour, dash);
-        for (long i = 0; i < flags.gpus.count; i++)
-            if (first[i].fits)
-                fprintf(file, "%.1f,%.1f ", svg_x((double)first[i].gpus),
-                        svg_y(first[i].efficiency, top)),
-                    any = true;
-        fprintf(file, "\"/>\n");
-        for (long i = 0; i < flags.gpus.count; i++)
-            if (first[i].fits)
-                fprintf(file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"%s\"/>",
-                        svg_x((double)first[i].gpus), svg_y(first[i].efficiency, top), colour);
-        fprintf(file,
-                "\n<line x1=\"%d\" x2=\"%d\" y1=\"%d\" y2=\"%d\" stroke=\"%s\" stroke-width=\"2\" "
-                "stroke-dasharray=\"%s\"/>",
-                WIDTH - RIGHT + 16, WIDTH - RIGHT + 44, y - 4, y - 4, colour, dash);
-        fprintf(file, "<text x=\"%d\" y=\"%d\">%s, batch %ld%s</text>\n", WIDTH - RIGHT + 50, y,
-                strategies[first->strategy], first->batch, any ? "" : " (does not fit)");
+        const row *first = &rows[line * count];
+        const int colour = (int)(line / flags.batches.count),
+                  dash = (int)(line % flags.batches.count);
+        int points = 0;
+        for (long i = 0; i < count; i++) {
+            if (!first[i].fits) continue;
+            x[points] = marks[i];
+            y[points++] = first[i].efficiency;
+        }
+        plot_line(&p, colour, dash, x, y, points);
+        snprintf(name, sizeof name, "%s, batch %ld%s", strategies[first->strategy], first->batch,
+                 points ? "" : " (does not fit)");
+        for (int i = 0; i < points; i++) plot_point(&p, colour, x[i], y[i], name);
+        plot_legend(&p, colour, dash, name);
     }
-    fprintf(file, "</svg>\n");
-}
-
-static FILE *open_output(const char *path)
-{
-    FILE *file = path ? fopen(path, "w") : NULL;
-    if (path && !file) (void)BAD("cannot write \"%s\": %s", path, strerror(errno));
-    return file;
+    return plot_close(&p);
 }
 
 static int write_files(const model *m, const row *rows, long lines)
 {
-    FILE *json = open_output(flags.json), *svg = open_output(flags.svg);
-    int bad = (flags.json && !json) || (flags.svg && !svg);
+    FILE *json = flags.json ? fopen(flags.json, "w") : NULL;
     if (json)
         for (long i = 0; i < lines * flags.gpus.count; i++) write_json(json, m, &rows[i]);
-    if (svg) write_svg(svg, rows, lines);
-    if (json && (fflush(json), ferror(json) | fclose(json)))
-        bad = BAD("cannot write \"%s\"", flags.json);
-    if (svg && (fflush(svg), ferror(svg) | fclose(svg)))
-        bad = BAD("cannot write \"%s\"", flags.svg);
-    return bad ? 2 : 0;
+    if (flags.json && (!json || (fflush(json), ferror(json) | fclose(json))))
+        return BAD("cannot write \"%s\": %s", flags.json, strerror(errno));
+    if (flags.svg && !draw(flags.svg, rows, lines))
+        return BAD("cannot write \"%s\": %s", flags.svg, strerror(errno));
+    return 0;
 }
 
 static int run_table(dtrain_world *world)
