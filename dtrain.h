@@ -376,9 +376,8 @@ typedef enum dtrain_result {
         DTRAIN_RESULT_FORCE_INT = 0x7fffffff
 } dtrain_result;
 
-/* Return the name of a result, "DTRAIN_ERROR_PEER" for example: a static string, never NULL. */
-DTRAIN_API const char *dtrain_result_name(dtrain_result result);
-/* Return the meaning of a result in one line: a static string, never NULL. */
+/* Return one line, the name and the meaning of a result: "DTRAIN_ERROR_PEER: another rank died,
+ * failed or left". A static string, never NULL. */
 DTRAIN_API const char *dtrain_result_text(dtrain_result result);
 
 /* Return the sentence that the last failed call on this thread left: which rank, which call, what
@@ -469,11 +468,9 @@ DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
  * remove it. */
 DTRAIN_API bool dtrain_is_finite(float value);
 
-/* Draw four words of counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random
- * Numbers: As Easy as 1, 2, 3", SC 2011). They are a pure function of the three arguments, so any
- * rank can draw any element of a tensor and gets the same bits. */
-DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
-/* Draw element `index` of a stream of numbers that are uniform in [0, 1). */
+/* Draw element `index` of a stream of numbers that are uniform in [0, 1). Random numbers are
+ * counter-based (Philox4x32-10): a pure function of the three arguments, so any rank can draw any
+ * element of a tensor and gets the same bits. */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
 /* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
  * that the bits do not depend on a libm. */
@@ -696,25 +693,24 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 /* Return the number of ranks. */
 DTRAIN_API int dtrain_world_size(const dtrain_world *world);
-/* Return this rank's number among the ranks of its host, which GPU is its own for example. Under
- * emulation a node stands for a host, here and in the next three calls. */
-DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
-/* Return the number of ranks of this host. */
-DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
-/* Return the number of this host; hosts are numbered in the order of their lowest ranks. */
-DTRAIN_API int dtrain_world_node(const dtrain_world *world);
-/* Return the number of hosts. */
-DTRAIN_API int dtrain_world_node_count(const dtrain_world *world);
 /* Return this rank's device, which the world owns. */
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
-/* Return the allocator of the launch desc. */
-DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
-/* Return the number of compute threads of this rank. */
-DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
-/* Return the deadline of every wait for other ranks, in milliseconds. */
-DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
+/* Where a rank stands, and what its launch desc has come to. Under emulation a node stands for a
+ * host. */
+typedef struct dtrain_world_info {
+    int rank, size;
+    int local_rank,
+        local_size;       /* among the ranks of this host: which GPU is its own, of how many */
+    int node, node_count; /* of this host; numbered in the order of their lowest ranks */
+    uint32_t threads;     /* compute threads of this rank */
+    uint32_t timeout_ms;  /* deadline of every wait for other ranks */
+    dtrain_allocator allocator;
+} dtrain_world_info;
+
+/* Fill info with where this rank stands; with zeros when world is NULL. */
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 
@@ -2614,6 +2610,8 @@ DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
 DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
 
 /* core/random.c */
+DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t out[4]);
 DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                                 int64_t count, float scale, float *out);
 DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
@@ -2633,25 +2631,14 @@ DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
 DTRAIN_API const char *dtrain_version(void) { return DTRAIN_VERSION_STRING; }
 DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }
 
-DTRAIN_API const char *dtrain_result_name(dtrain_result result)
-{
-    switch (result) {
-#define DTRAIN__NAME(name, value, text) \
-    case name: return #name;
-        DTRAIN_RESULT_LIST(DTRAIN__NAME)
-#undef DTRAIN__NAME
-    default: return "unknown result";
-    }
-}
-
 DTRAIN_API const char *dtrain_result_text(dtrain_result result)
 {
     switch (result) {
 #define DTRAIN__TEXT(name, value, text) \
-    case name: return text;
+    case name: return #name ": " text;
         DTRAIN_RESULT_LIST(DTRAIN__TEXT)
 #undef DTRAIN__TEXT
-    default: return "a number that is not a dtrain_result";
+    default: return "unknown result: a number that is not a dtrain_result";
     }
 }
 
@@ -2882,9 +2869,13 @@ DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
  * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
  * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
  *
- *     element index i of a stream  =  word i % 4 of block i / 4 */
+ *     element index i of a stream  =  word i % 4 of block i / 4
+ *
+ * Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. */
 
-DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4])
+/* Draw four words: a pure function of the three arguments. */
+DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t out[4])
 {
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32);
     uint32_t c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
@@ -2914,7 +2905,7 @@ static float dtrain__uniform_from_bits(uint32_t bits)
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index)
 {
     uint32_t block[4];
-    dtrain_philox(seed, stream, index / 4, block);
+    dtrain__philox(seed, stream, index / 4, block);
     return dtrain__uniform_from_bits(block[index % 4]);
 }
 
@@ -2988,7 +2979,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
 {
     uint32_t block[4];
     float pair[2];
-    dtrain_philox(seed, stream, index / 4, block);
+    dtrain__philox(seed, stream, index / 4, block);
     dtrain__normal_pair(block[index & 2], block[(index & 2) + 1], pair);
     return pair[index & 1];
 }
@@ -3002,7 +2993,7 @@ DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, 
     float four[4];
     for (int64_t i = 0; i < count;) {
         const uint64_t index = first + (uint64_t)i;
-        dtrain_philox(seed, stream, index / 4, block);
+        dtrain__philox(seed, stream, index / 4, block);
         dtrain__normal_pair(block[0], block[1], four);
         dtrain__normal_pair(block[2], block[3], four + 2);
         for (uint64_t word = index % 4; word < 4 && i < count; word++)
@@ -3016,7 +3007,7 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
     uint32_t block[4];
     for (int64_t i = 0; i < count;) {
         const uint64_t index = first + (uint64_t)i;
-        dtrain_philox(seed, stream, index / 4, block);
+        dtrain__philox(seed, stream, index / 4, block);
         for (uint64_t word = index % 4; word < 4 && i < count; word++)
             out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
     }
@@ -3251,26 +3242,6 @@ DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
 {
     return (int)world->emulation.node_ranks;
 }
-DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world)
-{
-    if (!world) return -1;
-    return dtrain__node_ranks(world) ? world->rank % dtrain__node_ranks(world) : world->local_rank;
-}
-DTRAIN_API int dtrain_world_local_size(const dtrain_world *world)
-{
-    if (!world) return 0;
-    return dtrain__node_ranks(world) ? dtrain__node_ranks(world) : world->local_size;
-}
-DTRAIN_API int dtrain_world_node(const dtrain_world *world)
-{
-    if (!world) return -1;
-    return dtrain__node_ranks(world) ? world->rank / dtrain__node_ranks(world) : world->node;
-}
-DTRAIN_API int dtrain_world_node_count(const dtrain_world *world)
-{
-    if (!world) return 0;
-    return dtrain__node_ranks(world) ? world->size / dtrain__node_ranks(world) : world->node_count;
-}
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
 {
     return world ? world->device : NULL;
@@ -3279,17 +3250,22 @@ DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
 {
     return world ? world->comm : NULL;
 }
-DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world)
+
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
 {
-    return world ? &world->allocator : NULL;
-}
-DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world)
-{
-    return world ? world->threads : 0;
-}
-DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world)
-{
-    return world ? (uint32_t)(world->timeout_ns / 1000000u) : 0;
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!world) return;
+    const int node = dtrain__node_ranks(world);
+    info->rank = world->rank;
+    info->size = world->size;
+    info->local_rank = node ? world->rank % node : world->local_rank;
+    info->local_size = node ? node : world->local_size;
+    info->node = node ? world->rank / node : world->node;
+    info->node_count = node ? world->size / node : world->node_count;
+    info->threads = world->threads;
+    info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
+    info->allocator = world->allocator;
 }
 
 DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
@@ -3579,10 +3555,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
     const dtrain__control *control = world->control;
     const uint32_t failed = dtrain__load(&control->first_failed);
     char text[160];
-    if (dtrain__load(&control->aborted.state) == 2)
-        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->aborted.rank,
-                           dtrain_result_name((dtrain_result)control->aborted.code),
-                           control->aborted.text);
+    if (dtrain__load(&control->aborted.state) == 2) {
+        const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
+        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
+                           (int)strcspn(code, ":"), code, control->aborted.text);
+    }
     if (!failed) return DTRAIN_OK;
     dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
@@ -11455,14 +11432,16 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
     const char *const call = "dtrain_strategy_create";
     const int ranks = dtrain_comm_size(strategy->comm);
     if (desc->node_size == 0) {
-        if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
+        dtrain_world_info nodes;
+        dtrain_world_query(strategy->world, &nodes);
+        if (!desc->hierarchical && nodes.node_count == 1 && ranks > 1)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
                 "nodes, but all ranks are on one; set node_size, or use "
                 "DTRAIN_STRATEGY_FULL_SHARD",
                 call);
-        desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
+        desc->node_size = (uint32_t)nodes.local_size;
     }
     if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -12453,7 +12432,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     dtrain_device_desc cpu;
     if (!strategy->desc.offload) return DTRAIN_OK;
     memset(&cpu, 0, sizeof cpu);
-    cpu.thread_count = dtrain_world_threads(strategy->world);
+    cpu.thread_count = strategy->world->threads;
     cpu.oversubscribed = strategy->world->oversubscribed;
     cpu.allocator = strategy->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
@@ -13872,7 +13851,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                             dtrain_comm *comm, dtrain_strategy **out)
 {
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    const dtrain_allocator *allocator = &world->allocator;
     dtrain_strategy *strategy =
         (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
     *out = strategy;
@@ -14355,13 +14334,15 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
-    const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
+    dtrain_world_info nodes;
+    dtrain_world_query(world, &nodes);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
     if (ranks == 1 ? kind->kind != alone : kind->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
-    if (kind->replicas) desc->node_size = (uint32_t)node_size;
+    if (kind->replicas && (nodes.node_count == 1 || nodes.node_count * nodes.local_size != ranks))
+        return false;
+    if (kind->replicas) desc->node_size = (uint32_t)nodes.local_size;
     desc->kind = kind->kind;
     return dtrain__check_combination(desc, kind) == DTRAIN_OK;
 }
@@ -14389,8 +14370,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
         dtrain_memory memory;
         if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
         const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-        if (kind && kind->replicas && !desc.node_size)
-            desc.node_size = (uint32_t)dtrain_world_local_size(world);
+        if (kind && kind->replicas && !desc.node_size) {
+            dtrain_world_info nodes;
+            dtrain_world_query(world, &nodes);
+            desc.node_size = (uint32_t)nodes.local_size;
+        }
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
         if (memory.total < *bytes) *bytes = memory.total;
     }
@@ -14681,8 +14665,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!world && !device)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
                                                   "NULL; a tape needs a device to run on");
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
@@ -17108,7 +17091,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
                                        : "desc");
     DTRAIN__TRY(dtrain__check_optimizer(desc));
     DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =
         (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
     if (!optimizer) return DTRAIN_ERROR_MEMORY;
@@ -17562,8 +17545,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__dataset_check(desc));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_dataset *dataset =
         (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
@@ -17865,7 +17847,7 @@ static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
     uint32_t random[4];
     if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
     DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
-    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    dtrain__philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
@@ -17895,8 +17877,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     *out = NULL;
     dtrain_loader_desc resolved = *desc;
     DTRAIN__TRY(dtrain__loader_check(&resolved));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
     if (!loader) return DTRAIN_ERROR_MEMORY;
@@ -18176,7 +18157,7 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
     uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
-    dtrain_philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
+    dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
 static uint64_t dtrain__micro_seed(uint32_t micro)
@@ -18349,7 +18330,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
                            "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__check_trainer(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_allocator allocator = world->allocator;
     dtrain_trainer *trainer =
         (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
     if (!trainer) return DTRAIN_ERROR_MEMORY;
@@ -18678,7 +18659,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
             "dtrain_trainer_plan_activations: world, desc, its loss or memory is NULL");
     memset(&plan, 0, sizeof plan);
     memset(memory, 0, sizeof *memory);
-    plan.allocator = *dtrain_world_allocator(world);
+    plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
     const dtrain_result result = dtrain__plan_tape(world, desc, device, &tape);
     dtrain_device_destroy(device);
@@ -18987,7 +18968,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_allocator allocator = world->allocator;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
@@ -22488,7 +22469,7 @@ DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t 
 DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
                                        uint32_t *words)
 {
-    dtrain_philox(seed, stream, counter, words);
+    dtrain__philox(seed, stream, counter, words);
 }
 #endif
 

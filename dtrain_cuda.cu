@@ -1306,7 +1306,7 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
  * is the one of the CPU device. */
 
-/* Compute dtrain_philox of core/random.c: four random words of a seed, a stream and a counter. */
+/* Compute dtrain__philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
                                                           uint64_t counter, uint32_t out[4])
 {

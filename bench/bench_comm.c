@@ -608,7 +608,7 @@ static int rank_main(dtrain_world *world, void *user)
     free(mine.table);
     gpt_free(&mine.model);
     if (outcome == DTRAIN_OK) return 0;
-    dtrain_log(world, DTRAIN_LOG_ERROR, "%s: %s", dtrain_result_name(outcome), dtrain_last_error());
+    dtrain_log(world, DTRAIN_LOG_ERROR, "%s: %s", dtrain_result_text(outcome), dtrain_last_error());
     return 1;
 }
 

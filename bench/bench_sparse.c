@@ -190,7 +190,7 @@ static float *noise(int64_t count, uint64_t stream)
     float *x = (float *)take(count);
     for (int64_t i = 0; i < count; i += 4) { /* normal, as gradients are, nearly */
         uint32_t words[4];
-        dtrain_philox(7, stream, (uint64_t)i, words);
+        dtrain__philox(7, stream, (uint64_t)i, words);
         for (int64_t j = 0; j < 4 && i + j < count; j++) {
             const uint32_t w = words[j];
             const float u = (float)((w & 0x7ff) + (w >> 11 & 0x7ff) + (w >> 22)) / 1024.0f - 2.5f;

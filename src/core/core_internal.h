@@ -50,6 +50,8 @@ DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
 DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
 
 /* core/random.c */
+DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t out[4]);
 DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                                 int64_t count, float scale, float *out);
 DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,

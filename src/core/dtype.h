@@ -39,11 +39,9 @@ DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
  * remove it. */
 DTRAIN_API bool dtrain_is_finite(float value);
 
-/* Draw four words of counter-based random numbers (Philox4x32-10; Salmon et al., "Parallel Random
- * Numbers: As Easy as 1, 2, 3", SC 2011). They are a pure function of the three arguments, so any
- * rank can draw any element of a tensor and gets the same bits. */
-DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4]);
-/* Draw element `index` of a stream of numbers that are uniform in [0, 1). */
+/* Draw element `index` of a stream of numbers that are uniform in [0, 1). Random numbers are
+ * counter-based (Philox4x32-10): a pure function of the three arguments, so any rank can draw any
+ * element of a tensor and gets the same bits. */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
 /* Draw element `index` of a stream of N(0, 1), |z| <= 6.77, made with arithmetic and sqrt alone, so
  * that the bits do not depend on a libm. */

@@ -3,14 +3,18 @@
  * Ten rounds of two 32 x 32 -> 64 bit products, keys stepped by Weyl constants. The 128-bit counter
  * is (stream, counter), the 64-bit key is the seed; one call gives four independent words:
  *
- *     element index i of a stream  =  word i % 4 of block i / 4 */
+ *     element index i of a stream  =  word i % 4 of block i / 4
+ *
+ * Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
 
-DTRAIN_API void dtrain_philox(uint64_t seed, uint64_t stream, uint64_t counter, uint32_t out[4])
+/* Draw four words: a pure function of the three arguments. */
+DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
+                                    uint32_t out[4])
 {
     uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32);
     uint32_t c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
@@ -40,7 +44,7 @@ static float dtrain__uniform_from_bits(uint32_t bits)
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t index)
 {
     uint32_t block[4];
-    dtrain_philox(seed, stream, index / 4, block);
+    dtrain__philox(seed, stream, index / 4, block);
     return dtrain__uniform_from_bits(block[index % 4]);
 }
 
@@ -114,7 +118,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
 {
     uint32_t block[4];
     float pair[2];
-    dtrain_philox(seed, stream, index / 4, block);
+    dtrain__philox(seed, stream, index / 4, block);
     dtrain__normal_pair(block[index & 2], block[(index & 2) + 1], pair);
     return pair[index & 1];
 }
@@ -128,7 +132,7 @@ DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, 
     float four[4];
     for (int64_t i = 0; i < count;) {
         const uint64_t index = first + (uint64_t)i;
-        dtrain_philox(seed, stream, index / 4, block);
+        dtrain__philox(seed, stream, index / 4, block);
         dtrain__normal_pair(block[0], block[1], four);
         dtrain__normal_pair(block[2], block[3], four + 2);
         for (uint64_t word = index % 4; word < 4 && i < count; word++)
@@ -142,7 +146,7 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
     uint32_t block[4];
     for (int64_t i = 0; i < count;) {
         const uint64_t index = first + (uint64_t)i;
-        dtrain_philox(seed, stream, index / 4, block);
+        dtrain__philox(seed, stream, index / 4, block);
         for (uint64_t word = index % 4; word < 4 && i < count; word++)
             out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
     }

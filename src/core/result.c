@@ -23,25 +23,14 @@ DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
 DTRAIN_API const char *dtrain_version(void) { return DTRAIN_VERSION_STRING; }
 DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }
 
-DTRAIN_API const char *dtrain_result_name(dtrain_result result)
-{
-    switch (result) {
-#define DTRAIN__NAME(name, value, text) \
-    case name: return #name;
-        DTRAIN_RESULT_LIST(DTRAIN__NAME)
-#undef DTRAIN__NAME
-    default: return "unknown result";
-    }
-}
-
 DTRAIN_API const char *dtrain_result_text(dtrain_result result)
 {
     switch (result) {
 #define DTRAIN__TEXT(name, value, text) \
-    case name: return text;
+    case name: return #name ": " text;
         DTRAIN_RESULT_LIST(DTRAIN__TEXT)
 #undef DTRAIN__TEXT
-    default: return "a number that is not a dtrain_result";
+    default: return "unknown result: a number that is not a dtrain_result";
     }
 }
 

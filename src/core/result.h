@@ -30,9 +30,8 @@ typedef enum dtrain_result {
         DTRAIN_RESULT_FORCE_INT = 0x7fffffff
 } dtrain_result;
 
-/* Return the name of a result, "DTRAIN_ERROR_PEER" for example: a static string, never NULL. */
-DTRAIN_API const char *dtrain_result_name(dtrain_result result);
-/* Return the meaning of a result in one line: a static string, never NULL. */
+/* Return one line, the name and the meaning of a result: "DTRAIN_ERROR_PEER: another rank died,
+ * failed or left". A static string, never NULL. */
 DTRAIN_API const char *dtrain_result_text(dtrain_result result);
 
 /* Return the sentence that the last failed call on this thread left: which rank, which call, what

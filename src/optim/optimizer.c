@@ -173,7 +173,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
                                        : "desc");
     DTRAIN__TRY(dtrain__check_optimizer(desc));
     DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =
         (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
     if (!optimizer) return DTRAIN_ERROR_MEMORY;

@@ -73,13 +73,15 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
-    const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
+    dtrain_world_info nodes;
+    dtrain_world_query(world, &nodes);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
     if (ranks == 1 ? kind->kind != alone : kind->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
-    if (kind->replicas) desc->node_size = (uint32_t)node_size;
+    if (kind->replicas && (nodes.node_count == 1 || nodes.node_count * nodes.local_size != ranks))
+        return false;
+    if (kind->replicas) desc->node_size = (uint32_t)nodes.local_size;
     desc->kind = kind->kind;
     return dtrain__check_combination(desc, kind) == DTRAIN_OK;
 }
@@ -107,8 +109,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
         dtrain_memory memory;
         if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
         const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-        if (kind && kind->replicas && !desc.node_size)
-            desc.node_size = (uint32_t)dtrain_world_local_size(world);
+        if (kind && kind->replicas && !desc.node_size) {
+            dtrain_world_info nodes;
+            dtrain_world_query(world, &nodes);
+            desc.node_size = (uint32_t)nodes.local_size;
+        }
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
         if (memory.total < *bytes) *bytes = memory.total;
     }

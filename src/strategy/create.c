@@ -224,7 +224,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                             dtrain_comm *comm, dtrain_strategy **out)
 {
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    const dtrain_allocator *allocator = &world->allocator;
     dtrain_strategy *strategy =
         (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
     *out = strategy;

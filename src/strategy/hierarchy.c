@@ -79,14 +79,16 @@ static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
     const char *const call = "dtrain_strategy_create";
     const int ranks = dtrain_comm_size(strategy->comm);
     if (desc->node_size == 0) {
-        if (!desc->hierarchical && dtrain_world_node_count(strategy->world) == 1 && ranks > 1)
+        dtrain_world_info nodes;
+        dtrain_world_query(strategy->world, &nodes);
+        if (!desc->hierarchical && nodes.node_count == 1 && ranks > 1)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
                 "nodes, but all ranks are on one; set node_size, or use "
                 "DTRAIN_STRATEGY_FULL_SHARD",
                 call);
-        desc->node_size = (uint32_t)dtrain_world_local_size(strategy->world);
+        desc->node_size = (uint32_t)nodes.local_size;
     }
     if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -138,7 +138,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     dtrain_device_desc cpu;
     if (!strategy->desc.offload) return DTRAIN_OK;
     memset(&cpu, 0, sizeof cpu);
-    cpu.thread_count = dtrain_world_threads(strategy->world);
+    cpu.thread_count = strategy->world->threads;
     cpu.oversubscribed = strategy->world->oversubscribed;
     cpu.allocator = strategy->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));

@@ -33,8 +33,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!world && !device)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_create: world and device are both "
                                                   "NULL; a tape needs a device to run on");
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_tape *tape = (dtrain_tape *)dtrain__alloc(&allocator, 1, sizeof *tape, "a tape");
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;

@@ -39,8 +39,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__dataset_check(desc));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_dataset *dataset =
         (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;

@@ -87,7 +87,7 @@ static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
     uint32_t random[4];
     if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
     DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
-    dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    dtrain__philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
@@ -117,8 +117,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     *out = NULL;
     dtrain_loader_desc resolved = *desc;
     DTRAIN__TRY(dtrain__loader_check(&resolved));
-    dtrain_allocator allocator =
-        dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
+    dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
     if (!loader) return DTRAIN_ERROR_MEMORY;

@@ -85,7 +85,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_allocator allocator = world->allocator;
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;

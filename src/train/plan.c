@@ -53,7 +53,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
             "dtrain_trainer_plan_activations: world, desc, its loss or memory is NULL");
     memset(&plan, 0, sizeof plan);
     memset(memory, 0, sizeof *memory);
-    plan.allocator = *dtrain_world_allocator(world);
+    plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
     const dtrain_result result = dtrain__plan_tape(world, desc, device, &tape);
     dtrain_device_destroy(device);

@@ -145,7 +145,7 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
     uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
-    dtrain_philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
+    dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
 static uint64_t dtrain__micro_seed(uint32_t micro)
@@ -318,7 +318,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
                            "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__check_trainer(desc));
-    dtrain_allocator allocator = dtrain__resolve_allocator(dtrain_world_allocator(world));
+    dtrain_allocator allocator = world->allocator;
     dtrain_trainer *trainer =
         (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
     if (!trainer) return DTRAIN_ERROR_MEMORY;

@@ -150,10 +150,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
     const dtrain__control *control = world->control;
     const uint32_t failed = dtrain__load(&control->first_failed);
     char text[160];
-    if (dtrain__load(&control->aborted.state) == 2)
-        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %s: %s", control->aborted.rank,
-                           dtrain_result_name((dtrain_result)control->aborted.code),
-                           control->aborted.text);
+    if (dtrain__load(&control->aborted.state) == 2) {
+        const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
+        return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
+                           (int)strcspn(code, ":"), code, control->aborted.text);
+    }
     if (!failed) return DTRAIN_OK;
     dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);

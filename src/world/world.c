@@ -38,26 +38,6 @@ DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world)
 {
     return (int)world->emulation.node_ranks;
 }
-DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world)
-{
-    if (!world) return -1;
-    return dtrain__node_ranks(world) ? world->rank % dtrain__node_ranks(world) : world->local_rank;
-}
-DTRAIN_API int dtrain_world_local_size(const dtrain_world *world)
-{
-    if (!world) return 0;
-    return dtrain__node_ranks(world) ? dtrain__node_ranks(world) : world->local_size;
-}
-DTRAIN_API int dtrain_world_node(const dtrain_world *world)
-{
-    if (!world) return -1;
-    return dtrain__node_ranks(world) ? world->rank / dtrain__node_ranks(world) : world->node;
-}
-DTRAIN_API int dtrain_world_node_count(const dtrain_world *world)
-{
-    if (!world) return 0;
-    return dtrain__node_ranks(world) ? world->size / dtrain__node_ranks(world) : world->node_count;
-}
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world)
 {
     return world ? world->device : NULL;
@@ -66,17 +46,22 @@ DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world)
 {
     return world ? world->comm : NULL;
 }
-DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world)
+
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info)
 {
-    return world ? &world->allocator : NULL;
-}
-DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world)
-{
-    return world ? world->threads : 0;
-}
-DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world)
-{
-    return world ? (uint32_t)(world->timeout_ns / 1000000u) : 0;
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!world) return;
+    const int node = dtrain__node_ranks(world);
+    info->rank = world->rank;
+    info->size = world->size;
+    info->local_rank = node ? world->rank % node : world->local_rank;
+    info->local_size = node ? node : world->local_size;
+    info->node = node ? world->rank / node : world->node;
+    info->node_count = node ? world->size / node : world->node_count;
+    info->threads = world->threads;
+    info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
+    info->allocator = world->allocator;
 }
 
 DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)

@@ -130,25 +130,24 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 /* Return the number of ranks. */
 DTRAIN_API int dtrain_world_size(const dtrain_world *world);
-/* Return this rank's number among the ranks of its host, which GPU is its own for example. Under
- * emulation a node stands for a host, here and in the next three calls. */
-DTRAIN_API int dtrain_world_local_rank(const dtrain_world *world);
-/* Return the number of ranks of this host. */
-DTRAIN_API int dtrain_world_local_size(const dtrain_world *world);
-/* Return the number of this host; hosts are numbered in the order of their lowest ranks. */
-DTRAIN_API int dtrain_world_node(const dtrain_world *world);
-/* Return the number of hosts. */
-DTRAIN_API int dtrain_world_node_count(const dtrain_world *world);
 /* Return this rank's device, which the world owns. */
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
-/* Return the allocator of the launch desc. */
-DTRAIN_API const dtrain_allocator *dtrain_world_allocator(const dtrain_world *world);
-/* Return the number of compute threads of this rank. */
-DTRAIN_API uint32_t dtrain_world_threads(const dtrain_world *world);
-/* Return the deadline of every wait for other ranks, in milliseconds. */
-DTRAIN_API uint32_t dtrain_world_timeout_ms(const dtrain_world *world);
+/* Where a rank stands, and what its launch desc has come to. Under emulation a node stands for a
+ * host. */
+typedef struct dtrain_world_info {
+    int rank, size;
+    int local_rank,
+        local_size;       /* among the ranks of this host: which GPU is its own, of how many */
+    int node, node_count; /* of this host; numbered in the order of their lowest ranks */
+    uint32_t threads;     /* compute threads of this rank */
+    uint32_t timeout_ms;  /* deadline of every wait for other ranks */
+    dtrain_allocator allocator;
+} dtrain_world_info;
+
+/* Fill info with where this rank stands; with zeros when world is NULL. */
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
 

@@ -200,11 +200,11 @@ static int judge(dtrain_world *world, dtrain_result got, dtrain_result wanted, c
     snprintf(path, sizeof path, "%s.%d", folder ? folder : "/dev/null", dtrain_world_rank(world));
     file = fopen(path, "w");
     if (!file) return 1;
-    fprintf(file, "%s %s:%s\n", good ? "ok" : "BAD", dtrain_result_name(got), text ? text + 1 : "");
+    fprintf(file, "%s %s:%s\n", good ? "ok" : "BAD", dtrain_result_text(got), text ? text + 1 : "");
     fclose(file);
     if (!good)
         fprintf(stderr, "rank %d: %s: %s; expected %s with \"%s\"\n", dtrain_world_rank(world),
-                dtrain_result_name(got), dtrain_last_error(), dtrain_result_name(wanted), part);
+                dtrain_result_text(got), dtrain_last_error(), dtrain_result_text(wanted), part);
     return 1;
 }
 
@@ -264,7 +264,7 @@ static int rank_mismatch(dtrain_world *world, void *user)
     }
     if (got != DTRAIN_OK) { /* it stays failed */
         const dtrain_result again = dtrain_barrier(comm);
-        CHECK_MSG(again == got, "after %s: %s", dtrain_result_name(got), dtrain_result_name(again));
+        CHECK_MSG(again == got, "after %s: %s", dtrain_result_text(got), dtrain_result_text(again));
     }
     return judge(world, got, DTRAIN_ERROR_MISMATCH, words[which]);
 }
@@ -424,7 +424,7 @@ int main(int argc, char **argv)
         result = dtrain_launch(&desc, scenes[s].run, argc > 2 ? argv[2] : own[1], NULL);
     }
     if (result != DTRAIN_OK)
-        fprintf(stderr, "%s: %s\n", dtrain_result_name(result), dtrain_last_error());
+        fprintf(stderr, "%s: %s\n", dtrain_result_text(result), dtrain_last_error());
     CHECK(desc.device_ops != &device || copies > 0);
     return result == DTRAIN_OK && test_shared->failed_checks == 0 ? 0 : 1;
 }

@@ -819,7 +819,7 @@ static void test_device_failures(void)
                 const dtrain_result ended = ranks_launch(&desc, lost_main, &how, NULL);
                 CHECK_MSG(ended == (result->steps ? DTRAIN_ERROR_RANK_FAILED : DTRAIN_OK),
                           "%d ranks, fault %d at %u: %s", ranks, fault, n,
-                          dtrain_result_name(ended));
+                          dtrain_result_text(ended));
                 failures += result->steps;
             }
     CHECK_MSG(failures >= (test_full() ? 40 : 20), "only %d of the faults were reached", failures);

@@ -251,7 +251,7 @@ static void test_convert(void)
     uint32_t *words = (uint32_t *)malloc(65537 * 4);
     gpu_open();
     for (uint32_t i = 0; i < 65536; i++) halves[i] = (uint16_t)i;
-    for (uint64_t i = 0; i < 65536; i += 4) dtrain_philox(1, 2, i, words + i);
+    for (uint64_t i = 0; i < 65536; i++) words[i] = (uint32_t)((i + 1) * 0x9e3779b97f4a7c15u >> 32);
     words[65536] = 0x477ff000u; /* 65520: the first that is infinite in fp16 */
     EACH_ORDER(order)
     EACH(a, dtypes)

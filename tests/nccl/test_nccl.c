@@ -95,7 +95,7 @@ static void nccl_run(int ranks, dtrain_rank_fn rank_main, void *user)
 {
     dtrain_launch_desc desc = nccl_desc(ranks, 20000);
     const dtrain_result result = ranks_launch(&desc, rank_main, user, NULL);
-    CHECK_MSG(result == DTRAIN_OK, "%d ranks: %s: %s", ranks, dtrain_result_name(result),
+    CHECK_MSG(result == DTRAIN_OK, "%d ranks: %s: %s", ranks, dtrain_result_text(result),
               result == DTRAIN_OK ? "" : dtrain_last_error());
 }
 
@@ -566,7 +566,7 @@ static int rank_refused_exchange(dtrain_world *world, void *user)
     CHECK_MSG(group_depth == 0, "an NCCL group is left open");
     CHECK_MSG(result != DTRAIN_OK && (dtrain_world_rank(world) != 2 ||
                                       strstr(dtrain_last_error(), "dtrain_all_to_all: NCCL")),
-              "%s: %s", dtrain_result_name(result), dtrain_last_error());
+              "%s: %s", dtrain_result_text(result), dtrain_last_error());
     return 0;
 }
 
@@ -776,7 +776,7 @@ static void check_refused(dtrain_launch_desc desc, const char *words)
 {
     const double begin = dtrain_seconds();
     const dtrain_result result = ranks_launch(&desc, rank_unexpected, NULL, NULL);
-    CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED, "%s", dtrain_result_name(result));
+    CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED, "%s", dtrain_result_text(result));
     CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "expected \"%s\" in: %s", words,
               dtrain_last_error());
     CHECK(dtrain_seconds() - begin < 15);
@@ -887,7 +887,7 @@ static void run_fault(const char *name, fault_case f, const char *words, int dea
     f.told = (int32_t *)ranks_shared(sizeof *f.told);
     const dtrain_result result = ranks_launch(&desc, rank_fault, &f, NULL);
     CHECK_MSG(dead < 0 || result == DTRAIN_ERROR_RANK_FAILED, "%s: %s", name,
-              dtrain_result_name(result));
+              dtrain_result_text(result));
     CHECK_MSG(dtrain_seconds() - begin < 2 * RANKS_SOON, "%s took %.1f s", name,
               dtrain_seconds() - begin);
     for (int r = 0; r < RANKS; r++) {
@@ -899,7 +899,7 @@ static void run_fault(const char *name, fault_case f, const char *words, int dea
         CHECK_MSG(strncmp(f.sentences[r], "rank ", 5) == 0, "%s: %s", name, f.sentences[r]);
         told += strstr(f.sentences[r], words) != NULL;
         if (getenv("DTRAIN_TEST_SHOW"))
-            fprintf(stderr, "    %s: %s: %s\n", name, dtrain_result_name(f.results[r]),
+            fprintf(stderr, "    %s: %s: %s\n", name, dtrain_result_text(f.results[r]),
                     f.sentences[r]);
     }
     CHECK_MSG(told > 0, "%s: no rank says \"%s\"; rank 0 says: %s", name, words, f.sentences[0]);
@@ -990,7 +990,7 @@ static int rank_bad_argument(dtrain_world *world, void *user)
     }
     if (rank) result = dtrain_barrier(comm);
     if (rank && kind == 2) expected = DTRAIN_ERROR_PEER;
-    CHECK_MSG(result == expected, "kind %d: %s: %s", kind, dtrain_result_name(result),
+    CHECK_MSG(result == expected, "kind %d: %s: %s", kind, dtrain_result_text(result),
               dtrain_last_error());
     return 0;
 }

@@ -166,7 +166,7 @@ static inline void ranks_run(int ranks, uint32_t mode, dtrain_rank_fn rank_main,
     dtrain_launch_desc desc = ranks_desc(ranks, mode);
     dtrain_result result = ranks_launch(&desc, rank_main, user, NULL);
     CHECK_MSG(result == DTRAIN_OK, "%d ranks, %s: %s: %s", ranks, ranks_mode_name(mode),
-              dtrain_result_name(result), result == DTRAIN_OK ? "" : dtrain_last_error());
+              dtrain_result_text(result), result == DTRAIN_OK ? "" : dtrain_last_error());
 }
 
 /* For rank_main: a call that must succeed; otherwise the rank ends and the others hear of it. */
@@ -174,7 +174,7 @@ static inline void ranks_run(int ranks, uint32_t mode, dtrain_rank_fn rank_main,
     do {                                                                       \
         dtrain_result ranks_result = (call);                                   \
         if (!CHECK_MSG(ranks_result == DTRAIN_OK, "%s: %s: %s", #call,         \
-                       dtrain_result_name(ranks_result), dtrain_last_error())) \
+                       dtrain_result_text(ranks_result), dtrain_last_error())) \
             return 1;                                                          \
     } while (0)
 

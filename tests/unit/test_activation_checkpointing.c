@@ -538,8 +538,8 @@ static void expect_error(dtrain_result result, dtrain_result code, const char *p
 {
     CHECK_MSG(result == code && strstr(dtrain_last_error(), part) &&
                   strstr(dtrain_last_error(), other),
-              "expected %s with '%s' and '%s', got %s: %s", dtrain_result_name(code), part, other,
-              dtrain_result_name(result), dtrain_last_error());
+              "expected %s with '%s' and '%s', got %s: %s", dtrain_result_text(code), part, other,
+              dtrain_result_text(result), dtrain_last_error());
 }
 
 static void test_errors(void)

@@ -375,7 +375,7 @@ static int run_call(const desk *d, const call *c)
     prepare(d, &f);
     result = start(d, &f);
     if (result == DTRAIN_OK) result = dtrain_work_wait(f.work);
-    if (!CHECK_MSG(result == DTRAIN_OK, "%s: %s: %s", describe(c, d), dtrain_result_name(result),
+    if (!CHECK_MSG(result == DTRAIN_OK, "%s: %s: %s", describe(c, d), dtrain_result_text(result),
                    dtrain_last_error()))
         return 0;
     return verify_output(d, &f) && verify_rest(d, &f);
@@ -1411,7 +1411,7 @@ static int rank_alloc_limits(dtrain_world *world, void *user)
         memory = &token;
         result = dtrain_comm_alloc(comm, too_much[i], &memory);
         CHECK_MSG(result == DTRAIN_ERROR_MEMORY || result == DTRAIN_ERROR_ARGUMENT, "%zu bytes: %s",
-                  too_much[i], dtrain_result_name(result));
+                  too_much[i], dtrain_result_text(result));
         CHECK_MSG(memory == NULL, "a failed allocation must give NULL");
         CHECK_MSG(strlen(dtrain_last_error()) > 20, "no sentence: '%s'", dtrain_last_error());
     }

@@ -1626,7 +1626,7 @@ static void refused(dtrain_result result, const char *what, const char *word, co
     CHECK_MSG((result == DTRAIN_ERROR_ARGUMENT || result == DTRAIN_ERROR_UNSUPPORTED) &&
                   strstr(text, word) && strstr(text, other),
               "%s: expected a refusal with \"%s\" and \"%s\", found %s: %s", what, word, other,
-              dtrain_result_name(result), text);
+              dtrain_result_text(result), text);
 }
 
 static dtrain_result try_create(dtrain_world *world, const settings *desc)
@@ -1817,7 +1817,7 @@ static int dispute_rank(dtrain_world *world, void *user)
         CHECK_MSG(result == DTRAIN_ERROR_MISMATCH && strstr(dtrain_last_error(), field) &&
                       strstr(dtrain_last_error(), "rank"),
                   "rank %d: another %s: %s: %s", dtrain_world_rank(world), field,
-                  dtrain_result_name(result), result == DTRAIN_OK ? "" : dtrain_last_error());
+                  dtrain_result_text(result), result == DTRAIN_OK ? "" : dtrain_last_error());
     }
     return 0;
 }
@@ -2035,7 +2035,7 @@ static void check_allocation_failures(int method)
                   "%s: call %d fails: %ld blocks, %ld bytes leak", method_names[method], n,
                   t.memory.live, t.memory.live_bytes);
         CHECK_MSG((result == DTRAIN_OK) == (t.memory.calls < n), "%s: call %d of %ld fails: %s",
-                  method_names[method], n, t.memory.calls, dtrain_result_name(result));
+                  method_names[method], n, t.memory.calls, dtrain_result_text(result));
         if (t.memory.calls < n) break;
     }
     CHECK_MSG(n > 20 && n < 600, "%d allocations", n);
@@ -2171,7 +2171,7 @@ static void check_death(int method, int seed)
             CHECK_MSG(d->result[r] == DTRAIN_ERROR_PEER && strstr(d->text[r], name) &&
                           d->seconds[r] < 15,
                       "%s, seed %d: rank %d: %s: %s", method_names[method], seed, r,
-                      dtrain_result_name(d->result[r]), d->text[r]);
+                      dtrain_result_text(d->result[r]), d->text[r]);
     munmap(d, sizeof *d);
 }
 
@@ -2199,7 +2199,7 @@ static int leaving_rank(dtrain_world *world, void *user)
     if (rank != 1) {
         if (result == DTRAIN_OK) result = dtrain_strategy_finish(s);
         CHECK_MSG(result == DTRAIN_ERROR_PEER && strstr(dtrain_last_error(), "rank 1"),
-                  "%s: rank %d: %s: %s", method_names[method], rank, dtrain_result_name(result),
+                  "%s: rank %d: %s: %s", method_names[method], rank, dtrain_result_text(result),
                   result == DTRAIN_OK ? "" : dtrain_last_error());
         CHECK(dtrain_strategy_finish(s) != DTRAIN_OK); /* and stays so */
     }
@@ -2238,7 +2238,7 @@ static int missing_rank(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_strategy_ready(s, (size_t)p));
     result = dtrain_strategy_finish(s);
     CHECK_MSG(result == DTRAIN_ERROR_USAGE && strstr(dtrain_last_error(), "\"s0\""),
-              "%s: rank %d: %s: %s", method_names[run->method], rank, dtrain_result_name(result),
+              "%s: rank %d: %s: %s", method_names[run->method], rank, dtrain_result_text(result),
               result == DTRAIN_OK ? "" : dtrain_last_error());
     for (step = 2; step < 4; step++) RANKS_TRY(squares_step(m, s, rank, step));
     run->hash[rank] = squares_hash(m);

@@ -69,7 +69,7 @@ static void check_refused(const char *name, uint32_t format, dtrain_result code,
     const char *path = path_of(name);
     dtrain_result result = open_file(path, format, 0, &dataset);
     const char *text = dtrain_last_error();
-    CHECK_MSG(result == code, "%s: %s", name, dtrain_result_name(result));
+    CHECK_MSG(result == code, "%s: %s", name, dtrain_result_text(result));
     CHECK(dataset == NULL);
     CHECK_MSG(strstr(text, path) && strstr(text, words), "\"%s\" has no \"%s\"", text, words);
 }

@@ -876,7 +876,7 @@ static int missing_error_main(dtrain_world *world, void *user)
         RANKS_TRY(partial_backward(p, ddp, rank, bad && rank == 1 ? MANY - 1 : MANY));
         result = dtrain_strategy_finish(ddp);
         CHECK_MSG(result == (bad ? DTRAIN_ERROR_USAGE : DTRAIN_OK), "step %d: %s", step,
-                  dtrain_result_name(result));
+                  dtrain_result_text(result));
         CHECK_MSG(!bad || strstr(dtrain_last_error(), "\"p11\""), "%s", dtrain_last_error());
         if (!bad) CHECK(p[MANY - 1].grad[2] == 2 && p[0].grad[0] == 2);
     }
@@ -1032,7 +1032,7 @@ static int failed_main(dtrain_world *world, void *user)
                           NULL);
     else dtrain_barrier(dtrain_world_comm(world));
     first = dtrain_strategy_finish(ddp);
-    CHECK_MSG(first == DTRAIN_ERROR_MISMATCH, "%s", dtrain_result_name(first));
+    CHECK_MSG(first == DTRAIN_ERROR_MISMATCH, "%s", dtrain_result_text(first));
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
@@ -1123,7 +1123,7 @@ static int broken_main(dtrain_world *world, void *user)
     result = backward(m, ddp, false, 0);
     if (result == DTRAIN_OK) result = dtrain_strategy_finish(ddp);
     CHECK_MSG(result == (mine ? DTRAIN_ERROR_SYSTEM : DTRAIN_ERROR_PEER), "%s",
-              dtrain_result_name(result));
+              dtrain_result_text(result));
     CHECK_MSG(strstr(dtrain_last_error(), "on fire"), "%s", dtrain_last_error());
     CHECK(dtrain_strategy_finish(ddp) == result && strstr(dtrain_last_error(), "on fire"));
     CHECK(dtrain_seconds() - start < RANKS_SOON);
@@ -1190,7 +1190,7 @@ static void test_allocation_failures(void)
         CHECK_MSG(dtrain_seconds() - start < RANKS_SOON, "call %d fails: %.1f s", n,
                   dtrain_seconds() - start);
         CHECK_MSG((result == DTRAIN_OK) == (t.calls < n), "call %d of %ld fails: %s", n, t.calls,
-                  dtrain_result_name(result));
+                  dtrain_result_text(result));
         if (t.calls < n) break;
     }
     CHECK_MSG(n > 20 && n < 400, "%d allocations", n);

@@ -130,7 +130,7 @@ static void test_rounding(void)
     bool bf16 = true, f16 = true;
     for (uint64_t i = 0; i < 400000; i++) {
         uint32_t words[4];
-        dtrain_philox(1, 2, i, words);
+        dtrain__philox(1, 2, i, words);
         uint32_t bits = words[0];
         if (i % 4 == 1) bits = (bits & 0xffffe000u) | 0x1000u; /* fp16 ties */
         if (i % 4 == 2) bits = (bits & 0xffff0000u) | 0x8000u; /* bf16 ties */
@@ -161,11 +161,11 @@ static void test_philox(void)
     static const uint32_t ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
     static const uint32_t pi[4] = {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1};
     uint32_t out[4];
-    dtrain_philox(0, 0, 0, out);
+    dtrain__philox(0, 0, 0, out);
     CHECK(!memcmp(out, zeros, sizeof out));
-    dtrain_philox(~(uint64_t)0, ~(uint64_t)0, ~(uint64_t)0, out);
+    dtrain__philox(~(uint64_t)0, ~(uint64_t)0, ~(uint64_t)0, out);
     CHECK(!memcmp(out, ones, sizeof out));
-    dtrain_philox(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u, out);
+    dtrain__philox(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u, out);
     CHECK(!memcmp(out, pi, sizeof out));
 }
 
@@ -207,7 +207,7 @@ static void test_random(void)
     for (uint32_t i = 0; i < 100000; i++) {
         uint32_t w[4];
         float z[2];
-        dtrain_philox(9, 9, i, w);
+        dtrain__philox(9, 9, i, w);
         if (i == 0) w[0] = 0, w[1] = 0;
         if (i == 1) w[0] = 0xffffffffu, w[1] = 0xffffffffu;
         if (i < 40 && i > 1) w[1] = (uint32_t)(i / 5) * 0x20000000u + i % 5 - 2;
@@ -263,7 +263,7 @@ static void test_convert(void)
     uint16_t *h = (uint16_t *)grab((size_t)n * 2), *g = (uint16_t *)grab((size_t)n * 2);
     for (int64_t i = 0; i < n; i++) {
         uint32_t w[4];
-        dtrain_philox(3, 3, (uint64_t)i, w);
+        dtrain__philox(3, 3, (uint64_t)i, w);
         if (i % 3 == 0) w[0] = (w[0] & 0x8fffffffu) | 0x30000000u;
         x[i] = dtrain__f32_from_bits(w[0]);
         memcpy(&x[i], w, 4);

@@ -173,7 +173,7 @@ static void check_death(int ranks, death *d)
     int r, dead0 = d->victims[0], dead1 = d->victim_count > 1 ? d->victims[1] : -1;
     d->told = new_story();
     result = ranks_launch(&desc, rank_among_the_dying, d, &info);
-    CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED, "%s", dtrain_result_name(result));
+    CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED, "%s", dtrain_result_text(result));
     CHECK_MSG(info.first_failed_rank == dead0 || info.first_failed_rank == dead1,
               "rank %d was killed, rank %d reported: %s", dead0, info.first_failed_rank,
               dtrain_last_error());
@@ -188,7 +188,7 @@ static void check_death(int ranks, death *d)
             continue;
         CHECK_MSG(d->told->result[r] == DTRAIN_ERROR_PEER, "seed %llu: rank %d heard %s: %s",
                   (unsigned long long)d->seed, r,
-                  dtrain_result_name((dtrain_result)d->told->result[r]), text);
+                  dtrain_result_text((dtrain_result)d->told->result[r]), text);
         CHECK_MSG(names_rank(text, dead0) || (dead1 >= 0 && names_rank(text, dead1)),
                   "seed %llu: rank %d was not told who died: %s", (unsigned long long)d->seed, r,
                   text);
@@ -509,8 +509,8 @@ static int check_stays_failed(dtrain_comm *comm, dtrain_result first)
         later = make_demand(comm, &d, x, y,
                             i % 2 == 0 && d.kind != DTRAIN_COLLECTIVE_SPLIT ? &work : NULL);
         if (later == DTRAIN_OK && work) later = dtrain_work_wait(work);
-        CHECK_MSG(later == first, "after %s a call of kind %u gave %s", dtrain_result_name(first),
-                  list[i], dtrain_result_name(later));
+        CHECK_MSG(later == first, "after %s a call of kind %u gave %s", dtrain_result_text(first),
+                  list[i], dtrain_result_text(later));
     }
     return CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "calls after a failure took %.2f s",
                      dtrain_seconds() - begin);
@@ -558,7 +558,7 @@ static void check_dispute(int ranks, uint32_t mode, dispute *q, const char *what
     for (r = 0; r < ranks; r++) {
         const char *text = q->told->text[r];
         CHECK_MSG(q->told->result[r] == DTRAIN_ERROR_MISMATCH, "%s, rank %d of %d: %s: %s", what, r,
-                  ranks, dtrain_result_name((dtrain_result)q->told->result[r]), text);
+                  ranks, dtrain_result_text((dtrain_result)q->told->result[r]), text);
         CHECK_MSG(contains(text, q->words_usual) && contains(text, q->words_odd),
                   "%s, rank %d: '%s' or '%s' is not in: %s", what, r, q->words_usual, q->words_odd,
                   text);
@@ -743,12 +743,12 @@ static void test_mismatched_messages(void)
             q.told = new_story();
             CHECK(ranks_launch(&desc, rank_wrong_message, &q, NULL) == DTRAIN_ERROR_RANK_FAILED);
             CHECK_MSG(q.told->result[1] == DTRAIN_ERROR_MISMATCH, "row %d, receiver: %s: %s",
-                      (int)i, dtrain_result_name((dtrain_result)q.told->result[1]),
+                      (int)i, dtrain_result_text((dtrain_result)q.told->result[1]),
                       q.told->text[1]);
             CHECK_MSG(q.told->result[0] == DTRAIN_ERROR_MISMATCH ||
                           q.told->result[0] == DTRAIN_ERROR_PEER,
                       "row %d, sender: %s: %s", (int)i,
-                      dtrain_result_name((dtrain_result)q.told->result[0]), q.told->text[0]);
+                      dtrain_result_text((dtrain_result)q.told->result[0]), q.told->text[0]);
             munmap(q.told, sizeof *q.told);
         }
 }
@@ -922,7 +922,7 @@ static int rank_is_wrong(dtrain_world *world, void *user)
     /* when both are wrong, the second may already hear of the first */
     CHECK_MSG(is_argument_error(w->told->result[rank]) ||
                   (!w->alone && w->told->result[rank] == DTRAIN_ERROR_PEER),
-              "%s: %s", what, dtrain_result_name((dtrain_result)w->told->result[rank]));
+              "%s: %s", what, dtrain_result_text((dtrain_result)w->told->result[rank]));
     CHECK_MSG(strlen(w->told->text[rank]) > 20, "%s: no sentence", what);
     return 40;
 }
@@ -1004,7 +1004,7 @@ static void test_forgotten_things(void)
             dtrain_launch_desc desc = ranks_desc(2, mode);
             dtrain_result result = ranks_launch(&desc, rank_forgets, NULL, NULL);
             CHECK_MSG(result == DTRAIN_OK || result == DTRAIN_ERROR_RANK_FAILED, "%s",
-                      dtrain_result_name(result));
+                      dtrain_result_text(result));
         }
 }
 
@@ -1127,7 +1127,7 @@ static void test_small_dev_shm(void)
         CHECK(mount("tmpfs", "/dev/shm", "tmpfs", flags[i], "size=1m") == 0);
         result = ranks_launch(&desc, rank_needs_memory, NULL, &info);
         CHECK_MSG(result == DTRAIN_OK || (info.signal == 0 && strlen(dtrain_last_error()) > 20),
-                  "%s: %s", dtrain_result_name(result), dtrain_last_error());
+                  "%s: %s", dtrain_result_text(result), dtrain_last_error());
         umount("/dev/shm");
     }
 }

@@ -35,14 +35,16 @@ static int rank_answers(dtrain_world *world, void *user)
     roll *all = (roll *)user;
     int rank = dtrain_world_rank(world);
     dtrain_comm *comm = dtrain_world_comm(world);
+    dtrain_world_info info;
     if (rank < 0 || rank >= DTRAIN_MAX_RANKS) return 99;
     __atomic_fetch_add(&all->came[rank], 1, __ATOMIC_RELAXED);
     all->size[rank] = dtrain_world_size(world);
     all->pid[rank] = (int32_t)getpid();
     CHECK(dtrain_comm_rank(comm) == rank && dtrain_comm_size(comm) == dtrain_world_size(world));
     CHECK(dtrain_world_device(world) != NULL);
-    CHECK(dtrain_world_allocator(world) != NULL && dtrain_world_allocator(world)->alloc != NULL);
-    CHECK(dtrain_world_threads(world) >= 1);
+    dtrain_world_query(world, &info);
+    CHECK(info.rank == rank && info.size == dtrain_world_size(world));
+    CHECK(info.allocator.alloc != NULL && info.threads >= 1 && info.timeout_ms >= 1);
     return dtrain_barrier(comm) == DTRAIN_OK ? 0 : 1;
 }
 
@@ -107,8 +109,10 @@ static void test_bad_arguments(void)
 
 static int rank_threads(dtrain_world *world, void *user)
 {
-    return CHECK_MSG(dtrain_world_threads(world) == *(uint32_t *)user, "%u threads, expected %u",
-                     dtrain_world_threads(world), *(uint32_t *)user)
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    return CHECK_MSG(info.threads == *(uint32_t *)user, "%u threads, expected %u", info.threads,
+                     *(uint32_t *)user)
                ? 0
                : 1;
 }
@@ -158,7 +162,7 @@ static void check_ending(int ranks, uint32_t mode, ending end, int exit_code, in
     char number[16];
     dtrain_result result = ranks_launch(&desc, rank_ends, &end, &info);
     CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED, "how %d value %d: %s", end.how, end.value,
-              dtrain_result_name(result));
+              dtrain_result_text(result));
     if (end.who >= 0)
         CHECK_MSG(info.first_failed_rank == end.who, "rank %d failed, reported %d: %s", end.who,
                   info.first_failed_rank, dtrain_last_error());
@@ -205,7 +209,7 @@ static void test_odd_return_values(void)
             dtrain_result result = ranks_launch(&desc, rank_ends, &end, &info);
             CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED && info.first_failed_rank == 1,
                       "%s, a rank returned %d: %s", ranks_mode_name(mode), values[i],
-                      dtrain_result_name(result));
+                      dtrain_result_text(result));
             CHECK_MSG(info.exit_code > 0 && info.exit_code <= 255,
                       "%d became exit code %d for main", values[i], info.exit_code);
         }
@@ -381,7 +385,7 @@ static void test_sigchld_ignored(void)
     signal(SIGCHLD, SIG_IGN); /* children vanish without a status */
     result = dtrain_launch(&desc, rank_uses_all, NULL, &info);
     CHECK_MSG(result == DTRAIN_OK || strlen(dtrain_last_error()) > 20, "%s: %s",
-              dtrain_result_name(result), dtrain_last_error());
+              dtrain_result_text(result), dtrain_last_error());
     result = dtrain_launch(&desc, rank_ends, &end, &info);
     CHECK_MSG(result != DTRAIN_OK, "a failed rank was reported as success");
     signal(SIGCHLD, SIG_DFL);
@@ -690,7 +694,7 @@ static void test_environment(void)
                  s->name2 ? s->name2 : "", s->name2 ? s->value2 : "");
         memset(all, 0, sizeof *all);
         result = dtrain_launch(&desc, rank_answers, all, NULL);
-        CHECK_MSG((result != DTRAIN_OK) == s->error, "%s: %s %s", label, dtrain_result_name(result),
+        CHECK_MSG((result != DTRAIN_OK) == s->error, "%s: %s %s", label, dtrain_result_text(result),
                   result ? dtrain_last_error() : "");
         if (!s->error || result == DTRAIN_OK) continue;
         CHECK_MSG(all->came[0] == 0, "%s: ranks started in spite of the error", label);
@@ -839,6 +843,7 @@ static int rank_exchanges(dtrain_world *world, void *user)
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
     unsigned char mine[DTRAIN_WORLD_ALL_GATHER_BYTES], *all;
     uint64_t seed = (uint64_t)rank + 1;
+    dtrain_world_info info;
     int round, i, wrong = 0;
     (void)user;
     all = (unsigned char *)malloc((size_t)size * DTRAIN_WORLD_ALL_GATHER_BYTES);
@@ -856,8 +861,9 @@ static int rank_exchanges(dtrain_world *world, void *user)
     }
     free(all);
     CHECK_MSG(wrong == 0, "rank %d read %d wrong bytes", rank, wrong);
-    CHECK(dtrain_world_local_rank(world) == rank && dtrain_world_local_size(world) == size);
-    CHECK(dtrain_world_node(world) == 0 && dtrain_world_node_count(world) == 1);
+    dtrain_world_query(world, &info);
+    CHECK(info.local_rank == rank && info.local_size == size);
+    CHECK(info.node == 0 && info.node_count == 1);
     CHECK(dtrain_world_poll(world) == DTRAIN_OK);
     return 0;
 }
@@ -922,7 +928,7 @@ static int rank_in_trouble(dtrain_world *world, void *user)
     if (what == MISSING && result == DTRAIN_ERROR_TIMEOUT) expected = result; /* whoever is first */
     ranks_count(&t->heard);
     CHECK_MSG(result == expected && says_rank(1), "trouble %d: %s: %s", (int)what,
-              dtrain_result_name(result), dtrain_last_error());
+              dtrain_result_text(result), dtrain_last_error());
     if (what >= REPORTS && what <= REPORTS_TO_LOOK)
         CHECK_MSG(says("the test device is lost") && says("DTRAIN_ERROR_SYSTEM"), "%s",
                   dtrain_last_error());
@@ -952,6 +958,7 @@ static void test_exchange_trouble(void)
 static int rank_misuses_exchange(dtrain_world *world, void *user)
 {
     static char big[DTRAIN_WORLD_ALL_GATHER_BYTES + 1];
+    dtrain_world_info info;
     (void)user;
     CHECK(dtrain_world_all_gather(world, big, sizeof big, big) == DTRAIN_ERROR_ARGUMENT &&
           says("4097"));
@@ -961,7 +968,9 @@ static int rank_misuses_exchange(dtrain_world *world, void *user)
     CHECK(dtrain_world_poll(NULL) == DTRAIN_ERROR_ARGUMENT);
     dtrain_world_abort(NULL, DTRAIN_ERROR_SYSTEM, "nobody");
     CHECK(dtrain_world_poll(world) == DTRAIN_OK);
-    CHECK(dtrain_world_local_rank(NULL) == -1 && dtrain_world_node(NULL) == -1);
+    dtrain_world_query(NULL, &info);
+    CHECK(info.size == 0 && info.node_count == 0);
+    dtrain_world_query(world, NULL);
     return 0;
 }
 

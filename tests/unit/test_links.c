@@ -76,8 +76,10 @@ static int rank_numbers(dtrain_world *world, void *user)
 {
     const int each = *(const int *)user, rank = dtrain_world_rank(world),
               size = dtrain_world_size(world);
-    CHECK(dtrain_world_node(world) == rank / each && dtrain_world_node_count(world) == size / each);
-    CHECK(dtrain_world_local_rank(world) == rank % each && dtrain_world_local_size(world) == each);
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    CHECK(info.node == rank / each && info.node_count == size / each);
+    CHECK(info.local_rank == rank % each && info.local_size == each);
     return 0;
 }
 static void test_numbers(void)
@@ -95,7 +97,7 @@ static void test_numbers(void)
 static int rank_threads(dtrain_world *world, void *user)
 {
     uint32_t *threads = (uint32_t *)user;
-    if (dtrain_world_rank(world) == 0) *threads = dtrain_world_threads(world);
+    if (dtrain_world_rank(world) == 0) *threads = world->threads;
     CHECK(world->local_size == dtrain_world_size(world) && world->node_count == 1);
     return 0;
 }
@@ -400,8 +402,10 @@ static int rank_inside(dtrain_world *world, void *user)
     dtrain_comm *inside;
     dtrain_work *work;
     float value[2] = {1, 2};
+    dtrain_world_info info;
     (void)user;
-    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), dtrain_world_node(world), rank, &inside));
+    dtrain_world_query(world, &info);
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), info.node, rank, &inside));
     RANKS_TRY(
         dtrain_all_reduce(inside, value, value, 2, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
     RANKS_TRY(dtrain_work_wait(work));
@@ -532,7 +536,7 @@ static int rank_too_slow(dtrain_world *world, void *user)
                                    DTRAIN_REDUCE_SUM, NULL);
     else if (rank) result = dtrain_recv(comm, memory, 1000000, DTRAIN_DTYPE_F32, 0, NULL);
     else result = dtrain_send(comm, memory, 1000000, DTRAIN_DTYPE_F32, 1, NULL);
-    CHECK_MSG(result == DTRAIN_ERROR_TIMEOUT, "%s", dtrain_result_name(result));
+    CHECK_MSG(result == DTRAIN_ERROR_TIMEOUT, "%s", dtrain_result_text(result));
     if (!message)
         CHECK_MSG(strstr(dtrain_last_error(), "s more; raise timeout_ms") != NULL, "%s",
                   dtrain_last_error());
@@ -591,7 +595,7 @@ static void refused(const dtrain_launch_desc *desc, dtrain_result code, const ch
 {
     dtrain_result result = dtrain_launch(desc, rank_never, NULL, NULL);
     CHECK_MSG(result == code && strstr(dtrain_last_error(), words), "%s: %s",
-              dtrain_result_name(result), dtrain_last_error());
+              dtrain_result_text(result), dtrain_last_error());
 }
 
 static void test_bad_values(void)
@@ -624,7 +628,9 @@ static void test_bad_values(void)
 static int rank_local_named(dtrain_world *world, void *user)
 {
     (void)user;
-    CHECK(dtrain_world_node_count(world) == 2);
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    CHECK(info.node_count == 2);
     return 0;
 }
 static void test_local_by_name(void)
@@ -645,13 +651,14 @@ static int rank_joined(dtrain_world *world, void *user)
     joined *all = (joined *)user;
     const int rank = dtrain_world_rank(world);
     float one = 1;
+    dtrain_world_info info;
     double begin = test_seconds();
     RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &one, &one, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_SUM, NULL));
     CHECK(test_seconds() - begin >= 0.01 && one == 4);
-    all->good[rank] = dtrain_world_node(world) == rank / 2 && dtrain_world_node_count(world) == 2 &&
-                      dtrain_world_local_rank(world) == rank % 2 &&
-                      dtrain_world_local_size(world) == 2;
+    dtrain_world_query(world, &info);
+    all->good[rank] = info.node == rank / 2 && info.node_count == 2 &&
+                      info.local_rank == rank % 2 && info.local_size == 2;
     return 0;
 }
 

@@ -442,7 +442,7 @@ static void expect(dtrain_tape *tape, dtrain_result code, const char *part)
 {
     const dtrain_result found = dtrain_tape_error(tape);
     CHECK_MSG(found == code && strstr(dtrain_last_error(), part), "expected '%s', found %s: %s",
-              part, dtrain_result_name(found), dtrain_last_error());
+              part, dtrain_result_text(found), dtrain_last_error());
 }
 
 static void test_errors(void)

@@ -415,7 +415,7 @@ static void crew_check(const crew *c, int from, int to, dtrain_result result, co
     for (i = from; i < to; i++) {
         const outcome *end = &c->ends[i];
         CHECK_MSG(end->done && end->result == result && end->exit_code != 0,
-                  "process %d: %s, code %d: %s", i, dtrain_result_name((dtrain_result)end->result),
+                  "process %d: %s, code %d: %s", i, dtrain_result_text((dtrain_result)end->result),
                   end->exit_code, end->error);
         CHECK_MSG(has(end->error, a) && has(end->error, b),
                   "process %d: '%s' or '%s' is not in: %s", i, a, b, end->error);
@@ -435,13 +435,13 @@ static int rank_uses_world(dtrain_world *world, void *user)
     dtrain_comm *comm = dtrain_world_comm(world);
     float sum = (float)rank + 1, *shared;
     int32_t mine = rank * 7, all[MOST_NAMES];
+    dtrain_world_info info;
     int i, round;
     CHECK_MSG(size == expected->size, "world size %d", size);
     CHECK(dtrain_comm_rank(comm) == rank && dtrain_comm_size(comm) == size);
-    CHECK(dtrain_world_local_rank(world) == rank % expected->per_node);
-    CHECK(dtrain_world_local_size(world) == expected->per_node);
-    CHECK(dtrain_world_node(world) == 0 && dtrain_world_node_count(world) == 1);
-    CHECK(dtrain_world_threads(world) == 1);
+    dtrain_world_query(world, &info);
+    CHECK(info.local_rank == rank % expected->per_node && info.local_size == expected->per_node);
+    CHECK(info.node == 0 && info.node_count == 1 && info.threads == 1);
     for (round = 0; round < 50; round++) {
         RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
         for (i = 0; i < size; i++) CHECK(all[i] == 7 * i);
@@ -964,7 +964,7 @@ static void check_death(const crew *c, const death *d)
                   i, d->heard[i] - d->at[d->victim]);
         CHECK_MSG(c->ends[i].result == DTRAIN_ERROR_RANK_FAILED && c->ends[i].exit_code == 5,
                   "rank %d: %s, code %d: %s", i,
-                  dtrain_result_name((dtrain_result)c->ends[i].result), c->ends[i].exit_code,
+                  dtrain_result_text((dtrain_result)c->ends[i].result), c->ends[i].exit_code,
                   c->ends[i].error);
         if (d->how == 4) CHECK(has(d->error[i], "the card fell out"));
     }
@@ -1300,10 +1300,12 @@ static int rank_has_hosts(dtrain_world *world, void *user)
 {
     const int rank = dtrain_world_rank(world);
     int32_t mine = rank * rank, all[MOST_NAMES];
+    dtrain_world_info info;
     int round, i;
     (void)user;
-    CHECK(dtrain_world_node(world) == rank / 2 && dtrain_world_node_count(world) == 2);
-    CHECK(dtrain_world_local_rank(world) == rank % 2 && dtrain_world_local_size(world) == 2);
+    dtrain_world_query(world, &info);
+    CHECK(info.node == rank / 2 && info.node_count == 2);
+    CHECK(info.local_rank == rank % 2 && info.local_size == 2);
     for (round = 0; round < 50; round++) {
         RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
         for (i = 0; i < 4; i++) CHECK(all[i] == i * i);
@@ -1425,7 +1427,7 @@ static void test_region_impossible(void)
 
 static int rank_tells_threads(dtrain_world *world, void *user)
 {
-    ((uint32_t *)user)[dtrain_world_rank(world)] = dtrain_world_threads(world);
+    ((uint32_t *)user)[dtrain_world_rank(world)] = world->threads;
     return 0;
 }
 

@@ -890,7 +890,7 @@ static int refused(dtrain_result result, dtrain_result code, const char *what, c
     const char *text = result == DTRAIN_OK ? "" : dtrain_last_error();
     return CHECK_MSG(result == code && strstr(text, word) && strstr(text, other),
                      "%s: expected %s with \"%s\" and \"%s\", found %s: %s", what,
-                     dtrain_result_name(code), word, other, dtrain_result_name(result), text);
+                     dtrain_result_text(code), word, other, dtrain_result_text(result), text);
 }
 
 static dtrain_result try_create(dtrain_world *world, const dtrain_strategy_desc *desc, float *value)
@@ -1353,7 +1353,7 @@ static void test_death_in_a_gather(void)
             CHECK_MSG(d.results[r] == DTRAIN_ERROR_PEER && strstr(d.texts[r], "rank 1") &&
                           d.seconds[r] < 15,
                       "%s: rank %d: %s: %s", strategy_kind_name(d.kind), r,
-                      dtrain_result_name(d.results[r]), d.texts[r]);
+                      dtrain_result_text(d.results[r]), d.texts[r]);
     }
 }
 

@@ -930,8 +930,8 @@ static void expect_error(dtrain_tape *tape, dtrain_result code, const char *part
     dtrain_result result = dtrain_tape_error(tape);
     CHECK_MSG(result == code && strstr(dtrain_last_error(), part) &&
                   strstr(dtrain_last_error(), other),
-              "expected %s with '%s' and '%s', got %s: %s", dtrain_result_name(code), part, other,
-              dtrain_result_name(result), dtrain_last_error());
+              "expected %s with '%s' and '%s', got %s: %s", dtrain_result_text(code), part, other,
+              dtrain_result_text(result), dtrain_last_error());
     CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK && dtrain_tape_error(tape) == DTRAIN_OK);
 }
 

@@ -114,7 +114,7 @@ static int rank_fails(dtrain_world *world, void *user)
         result = dtrain_all_reduce(comm, x[rank], x[rank], count, DTRAIN_DTYPE_F32,
                                    DTRAIN_REDUCE_SUM, NULL);
     CHECK_MSG(result == f->code && strstr(dtrain_last_error(), f->words), "%s, rank %d: %s: %s",
-              f->name, rank, dtrain_result_name(result), dtrain_last_error());
+              f->name, rank, dtrain_result_text(result), dtrain_last_error());
     CHECK(dtrain_barrier(comm) == f->code);
     ranks_count(&ended);
     return 0;

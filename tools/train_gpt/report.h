@@ -14,7 +14,9 @@ static void show_device(const settings *s, dtrain_world *world)
     dtrain_device_info gpu;
     dtrain_comm_info comm;
     int ranks = dtrain_world_size(world);
-    uint32_t threads = dtrain_world_threads(world);
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    uint32_t threads = info.threads;
     printf("dtrain %s    %d rank%s ", dtrain_version(), ranks, ranks == 1 ? "" : "s");
     if (device->ops->host_memory) {
         printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",

@@ -401,18 +401,20 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
  * left. */
 static dtrain_result dtrain_nccl__create(dtrain_world *world, dtrain_comm **out)
 {
-    const dtrain_allocator *allocator = dtrain_world_allocator(world);
+    dtrain_world_info info;
     dtrain_nccl_group all_ranks = {NULL, 0, dtrain_nccl__default_exchange, NULL};
     dtrain_nccl__comm *comm = NULL;
     ncclUniqueId id;
     *out = NULL;
-    dtrain_nccl__hub *hub = (dtrain_nccl__hub *)allocator->alloc(allocator->user, sizeof *hub);
+    dtrain_world_query(world, &info);
+    dtrain_nccl__hub *hub =
+        (dtrain_nccl__hub *)info.allocator.alloc(info.allocator.user, sizeof *hub);
     if (!hub) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the NCCL communicator");
     memset(hub, 0, sizeof *hub);
     hub->world = world;
     hub->device = dtrain_world_device(world);
-    hub->allocator = allocator;
-    hub->deadline = 1e-3 * (double)dtrain_world_timeout_ms(world);
+    hub->allocator = info.allocator;
+    hub->deadline = 1e-3 * (double)info.timeout_ms;
     hub->group_end = &hub->group;
     all_ranks.rank_count = dtrain_world_size(world);
     all_ranks.exchange_user = world;

@@ -146,7 +146,7 @@ typedef struct dtrain_nccl__stream_mark {
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
-    const dtrain_allocator *allocator;
+    dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
     double deadline;

@@ -20,7 +20,7 @@
 
 DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t bytes)
 {
-    void *memory = hub->allocator->alloc(hub->allocator->user, bytes);
+    void *memory = hub->allocator.alloc(hub->allocator.user, bytes);
     if (memory) memset(memory, 0, bytes);
     else
         dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes of the NCCL communicator", bytes);
@@ -29,7 +29,7 @@ DTRAIN_NCCL__PRIVATE void *dtrain_nccl__alloc(dtrain_nccl__hub *hub, size_t byte
 
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free(dtrain_nccl__hub *hub, void *memory, size_t bytes)
 {
-    if (memory) hub->allocator->free(hub->allocator->user, memory, bytes);
+    if (memory) hub->allocator.free(hub->allocator.user, memory, bytes);
 }
 
 /* Strip from an error sentence the "rank 3: " that dtrain_fail will put in front of it a second

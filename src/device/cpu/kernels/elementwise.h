@@ -244,7 +244,7 @@ DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t 
 DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
                                        uint32_t *words)
 {
-    dtrain_philox(seed, stream, counter, words);
+    dtrain__philox(seed, stream, counter, words);
 }
 #endif
 
