@@ -290,9 +290,15 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
-DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
+DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
+                                       dtrain_optimizer_info *info)
 {
-    return optimizer ? optimizer->state_bytes : 0;
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!optimizer) return;
+    info->kind = optimizer->desc.kind;
+    info->step_count = optimizer->step_count;
+    info->state_bytes = optimizer->state_bytes;
 }
 
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)

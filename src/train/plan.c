@@ -81,8 +81,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_mem
     memory->host = strategy.host_bytes;
     if (trainer->desc.optimizer && strategy.desc.offload)
         memory->host += trainer->desc.optimizer->host_bytes;
-    else if (trainer->desc.optimizer)
-        memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
+    else if (trainer->desc.optimizer) memory->optimizer = trainer->desc.optimizer->state_bytes;
     if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
     memory->total +=
         memory->params + memory->grads + memory->optimizer + memory->buffers + memory->workspace;
