@@ -1605,7 +1605,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
  * tokens make a sample. Nothing here communicates: every rank reads its own share. */
 
-/* Which of item_count items one rank gets: number by number those of
+/* Says which of item_count items one rank gets: number by number those of
  * torch.utils.data.DistributedSampler. */
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
@@ -1613,14 +1613,11 @@ typedef struct dtrain_sampler_desc {
     uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
-/* Return how many indices each rank gets per epoch; 0 after an argument error. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
-/* Write the indices of one epoch: indices (dtrain_sampler_count). scratch (item_count) is used when
- * shuffling. */
+/* Write the indices of one epoch: indices (*count), in the order of torch.randperm when shuffling.
+ * With indices NULL only *count is written: it is the same on every rank and in every epoch.
+ * scratch (item_count) is used when shuffling, which takes fewer than 2^32 / 20 items. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices);
-/* Write a permutation of 0 to n - 1: that of torch.randperm on the CPU for n below 2^32 / 20. */
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
+                                                int64_t *scratch, int64_t *indices, int64_t *count);
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -1632,14 +1629,16 @@ typedef struct dtrain_dataset_desc {
     int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
     const char *path;
 } dtrain_dataset_desc;
+/* Open a token file. Only its header is read: ids are checked when they are read. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
+/* Close a token file; NULL is ignored. Loaders that read it are destroyed before. */
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
 
 typedef struct dtrain_dataset_info {
     int64_t token_count, vocab_count;
 } dtrain_dataset_info;
-/* All zero for a dataset of NULL. */
+/* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
 /* Read tokens (count), from position first on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -1660,8 +1659,10 @@ typedef struct dtrain_loader_desc {
     bool in_order; /* no shuffling: for evaluation */
     dtrain_dataset *dataset;
 } dtrain_loader_desc;
+/* Create a loader for one rank of the world; the dataset must outlive it. Local. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
+/* Free a loader; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
 /* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
  * token later. A call that failed can be repeated. */
@@ -1672,7 +1673,7 @@ typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
     uint64_t position; /* samples handed out so far, by all ranks together */
 } dtrain_loader_info;
-/* All zero for a loader of NULL. */
+/* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
 /* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
@@ -17422,8 +17423,11 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 
 /* An open token file. */
 
-/* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
+/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
+
+/* train/sampler.c */
+DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
 struct dtrain_dataset {
     dtrain_allocator allocator;
@@ -17434,113 +17438,75 @@ struct dtrain_dataset {
     int64_t file_bytes, header_bytes, token_count, vocab_count;
 };
 
-#define DTRAIN__MT_COUNT 624
-
-typedef struct dtrain__mt19937 {
-    uint32_t state[DTRAIN__MT_COUNT];
-    uint32_t next; /* first number not handed out */
-} dtrain__mt19937;
-
-static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call);
-static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt);
-static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed);
-static void dtrain__mt_renew(dtrain__mt19937 *mt);
+#define DTRAIN__MT_COUNT 624 /* words of the generator's state */
 
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices)
+                                                int64_t *scratch, int64_t *indices, int64_t *count)
 {
-    DTRAIN__TRY(dtrain__sampler_check(desc, "dtrain_sampler_indices"));
-    int64_t count = dtrain_sampler_count(desc);
-    if (count == 0) return DTRAIN_OK;
-    if (!indices || (desc->shuffle && !scratch))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL, expected %lld numbers",
-            indices ? "scratch" : "indices", (long long)(indices ? desc->item_count : count));
-    if (desc->shuffle) DTRAIN__TRY(dtrain_randperm(desc->seed + epoch, desc->item_count, scratch));
+    if (!desc || !count || (indices && desc->shuffle && !scratch))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL",
+                           !desc    ? "desc"
+                           : !count ? "count"
+                                    : "scratch, which shuffling needs,");
+    const int64_t items = desc->item_count, ranks = desc->rank_count ? desc->rank_count : 1;
+    if (desc->rank >= ranks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_sampler_indices: rank is %u, expected 0 to %lld",
+                           (unsigned)desc->rank, (long long)(ranks - 1));
+    if (items < 0 || (desc->shuffle && items >= DTRAIN__RANDPERM_LIMIT))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_sampler_indices: item_count is %lld, expected 0 or more, and "
+                           "fewer than %lld to be shuffled",
+                           (long long)items, (long long)DTRAIN__RANDPERM_LIMIT);
+
+    /* ceil(items / ranks). Division first: items + ranks - 1 could overflow. */
+    *count = items / ranks + (items % ranks != 0 && !desc->drop_last);
+    if (!indices) return DTRAIN_OK;
+    if (desc->shuffle) dtrain__randperm(desc->seed + epoch, items, scratch);
 
     /* Padding repeats the order from its start, as often as it takes: position p is p mod n.
      * Unsigned, because the padded end may lie past INT64_MAX. */
-    uint64_t ranks = desc->rank_count ? desc->rank_count : 1;
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t place = ((uint64_t)i * ranks + desc->rank) % (uint64_t)desc->item_count;
+    for (int64_t i = 0; i < *count; i++) {
+        uint64_t place = ((uint64_t)i * (uint64_t)ranks + desc->rank) % (uint64_t)items;
         indices[i] = desc->shuffle ? scratch[place] : (int64_t)place;
     }
     return DTRAIN_OK;
 }
 
-/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
- * ranks - 1 could overflow. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
-{
-    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
-    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
-    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
-    return desc->item_count / ranks + (padded ? 1 : 0);
-}
-
-static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
-{
-    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
-    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
-    if (desc->rank >= ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
-                           (unsigned)desc->rank, (unsigned)(ranks - 1));
-    if (desc->item_count < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
-                           call, (long long)desc->item_count);
-    return DTRAIN_OK;
-}
-
 /* ---- the shuffle ------------------------------------------------------------------------------*/
 
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
+/* Make the next 624 words. Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and
+ * in place: the words that wrap around are the ones renewed in this same pass, as the definition
+ * has it. */
+static void dtrain__mt_renew(uint32_t *s)
 {
-    dtrain__mt19937 mt;
-    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
-                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
-    for (int64_t i = 0; i < n; i++) out[i] = i;
-    dtrain__mt_seed(&mt, (uint32_t)seed);
-    for (int64_t i = 0; i < n - 1; i++) {
-        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
-        int64_t swapped = out[i];
-        out[i] = out[j];
-        out[j] = swapped;
-    }
-    return DTRAIN_OK;
-}
-
-static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
-{
-    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
-    uint32_t y = mt->state[mt->next++];
-    y ^= y >> 11;
-    y ^= (y << 7) & 0x9d2c5680u;
-    y ^= (y << 15) & 0xefc60000u;
-    return y ^ (y >> 18);
-}
-
-static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
-{
-    mt->state[0] = seed;
-    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t before = mt->state[i - 1];
-        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
-    }
-    mt->next = DTRAIN__MT_COUNT;
-}
-
-/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
- * wrap around are the ones renewed in this same pass, as the definition has it. */
-static void dtrain__mt_renew(dtrain__mt19937 *mt)
-{
-    uint32_t *s = mt->state;
     for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
         uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
         s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
     }
-    mt->next = 0;
+}
+
+/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT. Swap k takes number k of the
+ * generator; the low 32 bits of the seed count, as in torch. */
+DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
+{
+    uint32_t state[DTRAIN__MT_COUNT];
+    state[0] = (uint32_t)seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++)
+        state[i] = 1812433253u * (state[i - 1] ^ (state[i - 1] >> 30)) + i;
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        if (i % DTRAIN__MT_COUNT == 0) dtrain__mt_renew(state);
+        uint32_t y = state[i % DTRAIN__MT_COUNT];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        y ^= y >> 18;
+        int64_t j = i + (int64_t)(y % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
 }
 
 /* ================================================================================================
@@ -17880,7 +17846,7 @@ static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
 {
     uint32_t random[4];
     if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
     dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
@@ -18722,8 +18688,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_mem
     memory->host = strategy.host_bytes;
     if (trainer->desc.optimizer && strategy.desc.offload)
         memory->host += trainer->desc.optimizer->host_bytes;
-    else if (trainer->desc.optimizer)
-        memory->optimizer = trainer->desc.optimizer->state_bytes;
+    else if (trainer->desc.optimizer) memory->optimizer = trainer->desc.optimizer->state_bytes;
     if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
     memory->total +=
         memory->params + memory->grads + memory->optimizer + memory->buffers + memory->workspace;

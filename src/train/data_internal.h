@@ -5,8 +5,11 @@
 #include "core/platform_internal.h"
 #include "core/log.h"
 
-/* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
+/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
+
+/* train/sampler.c */
+DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
 struct dtrain_dataset {
     dtrain_allocator allocator;

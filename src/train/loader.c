@@ -86,7 +86,7 @@ static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
 {
     uint32_t random[4];
     if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
     dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
