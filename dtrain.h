@@ -1468,29 +1468,28 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -
  * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
  * costs no collective. */
 
-/* Start from dtrain_loss_scaler_defaults(). */
+/* A field of zero takes its default. */
 typedef struct dtrain_loss_scaler_desc {
-    float initial_scale;      /* 65536 */
-    float growth_factor;      /* 2 */
-    float backoff_factor;     /* 0.5 */
-    uint32_t growth_interval; /* 2000: good steps in a row before the scale grows */
-    uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
+    float initial_scale;      /* 0 = 65536 */
+    float growth_factor;      /* 0 = 2 */
+    float backoff_factor;     /* 0 = 0.5 */
+    uint32_t growth_interval; /* good steps in a row before the scale grows; 0 = 2000 */
+    uint32_t hysteresis;      /* 0 = 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
-    float minimum_scale;      /* 1: what would fall below is an error */
+    float minimum_scale;      /* what would fall below is an error; 0 = 1 */
 } dtrain_loss_scaler_desc;
 
 /* Plain data: copy it, save it, compare it. */
 typedef struct dtrain_loss_scaler {
-    dtrain_loss_scaler_desc desc;
-    float scale;            /* of the next step's backward */
-    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
-    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
-    uint32_t bad_steps;     /* overflows in a row */
-    uint64_t skipped_steps; /* overflows since init */
+    dtrain_loss_scaler_desc desc; /* its defaults filled in */
+    float scale;                  /* of the next step's backward */
+    uint32_t good_steps;          /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;            /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;           /* overflows in a row */
+    uint64_t skipped_steps;       /* overflows since init */
 } dtrain_loss_scaler;
 
-DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
-/* Initialise a scaler; desc NULL = defaults. Nothing is allocated. */
+/* Initialise a scaler; desc NULL = all defaults, which are those of torch. Nothing is allocated. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc);
 /* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
@@ -1707,7 +1706,7 @@ typedef struct dtrain_trainer_desc {
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    /* All zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16, otherwise no loss scaling. */
+    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
@@ -16826,56 +16825,36 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
  *
  * Loss scaling: which scale the next backward gets, and unscaling before the update. */
 
-DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
-{
-    dtrain_loss_scaler_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.initial_scale = 65536;
-    desc.growth_factor = 2;
-    desc.backoff_factor = 0.5f;
-    desc.growth_interval = 2000;
-    desc.hysteresis = 1;
-    desc.minimum_scale = 1;
-    return desc;
-}
-
-/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
-static dtrain_result dtrain__check_scaler(const dtrain_loss_scaler_desc *desc)
-{
-    const char *wrong = NULL;
-    if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
-        wrong = "minimum_scale >= 1.18e-38";
-    if (!dtrain_is_finite(desc->initial_scale) || desc->initial_scale < desc->minimum_scale)
-        wrong = "a finite initial_scale >= minimum_scale";
-    if (!dtrain_is_finite(desc->growth_factor) || desc->growth_factor <= 1)
-        wrong = "a finite growth_factor > 1";
-    if (!dtrain_is_finite(desc->backoff_factor) || desc->backoff_factor <= 0 ||
-        desc->backoff_factor >= 1)
-        wrong = "0 < backoff_factor < 1";
-    if (!desc->growth_interval) wrong = "growth_interval >= 1";
-    if (!desc->hysteresis) wrong = "hysteresis >= 1";
-    if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_loss_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
-        "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
-        "start from dtrain_loss_scaler_defaults()",
-        wrong, (double)desc->initial_scale, (double)desc->growth_factor,
-        (double)desc->backoff_factor, (unsigned)desc->growth_interval, (unsigned)desc->hysteresis,
-        (double)desc->minimum_scale);
-}
-
+/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number.
+ */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc)
 {
+    dtrain_loss_scaler_desc d;
     if (!scaler)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loss_scaler_init: scaler is NULL");
     memset(scaler, 0, sizeof *scaler);
-    const dtrain_loss_scaler_desc resolved = desc ? *desc : dtrain_loss_scaler_defaults();
-    DTRAIN__TRY(dtrain__check_scaler(&resolved));
-    scaler->desc = resolved;
-    scaler->scale = resolved.initial_scale;
-    scaler->bad_left = resolved.hysteresis;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.initial_scale == 0) d.initial_scale = 65536;
+    if (d.growth_factor == 0) d.growth_factor = 2;
+    if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
+    if (d.growth_interval == 0) d.growth_interval = 2000;
+    if (d.hysteresis == 0) d.hysteresis = 1;
+    if (d.minimum_scale == 0) d.minimum_scale = 1;
+    if (!dtrain_is_finite(d.initial_scale) || !dtrain_is_finite(d.growth_factor) ||
+        !dtrain_is_finite(d.backoff_factor) || !dtrain_is_finite(d.minimum_scale) ||
+        d.minimum_scale < FLT_MIN || d.initial_scale < d.minimum_scale || d.growth_factor <= 1 ||
+        d.backoff_factor <= 0 || d.backoff_factor >= 1)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_loss_scaler_init: expected finite initial_scale >= minimum_scale >= 1.18e-38, "
+            "growth_factor > 1 and 0 < backoff_factor < 1; found %g, %g, %g, minimum_scale %g",
+            (double)d.initial_scale, (double)d.growth_factor, (double)d.backoff_factor,
+            (double)d.minimum_scale);
+    scaler->desc = d;
+    scaler->scale = d.initial_scale;
+    scaler->bad_left = d.hysteresis;
     return DTRAIN_OK;
 }
 
@@ -18388,15 +18367,14 @@ static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
 
 static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
 {
-    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
-    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
-                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
-                       desc->minimum_scale != 0;
+    const dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
+    dtrain_loss_scaler_desc none;
+    memset(&none, 0, sizeof none);
+    const bool given = memcmp(desc, &none, sizeof none) != 0;
     trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
     if (!trainer->scaling) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_loss_scaler_defaults();
     return dtrain_loss_scaler_init(&trainer->scaler, desc);
 }
 

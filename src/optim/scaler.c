@@ -11,56 +11,36 @@
 #include "optim/optim_internal.h"
 #include "optim/scaler.h"
 
-DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
-{
-    dtrain_loss_scaler_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.initial_scale = 65536;
-    desc.growth_factor = 2;
-    desc.backoff_factor = 0.5f;
-    desc.growth_interval = 2000;
-    desc.hysteresis = 1;
-    desc.minimum_scale = 1;
-    return desc;
-}
-
-/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
-static dtrain_result dtrain__check_scaler(const dtrain_loss_scaler_desc *desc)
-{
-    const char *wrong = NULL;
-    if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
-        wrong = "minimum_scale >= 1.18e-38";
-    if (!dtrain_is_finite(desc->initial_scale) || desc->initial_scale < desc->minimum_scale)
-        wrong = "a finite initial_scale >= minimum_scale";
-    if (!dtrain_is_finite(desc->growth_factor) || desc->growth_factor <= 1)
-        wrong = "a finite growth_factor > 1";
-    if (!dtrain_is_finite(desc->backoff_factor) || desc->backoff_factor <= 0 ||
-        desc->backoff_factor >= 1)
-        wrong = "0 < backoff_factor < 1";
-    if (!desc->growth_interval) wrong = "growth_interval >= 1";
-    if (!desc->hysteresis) wrong = "hysteresis >= 1";
-    if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_loss_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
-        "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
-        "start from dtrain_loss_scaler_defaults()",
-        wrong, (double)desc->initial_scale, (double)desc->growth_factor,
-        (double)desc->backoff_factor, (unsigned)desc->growth_interval, (unsigned)desc->hysteresis,
-        (double)desc->minimum_scale);
-}
-
+/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number.
+ */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc)
 {
+    dtrain_loss_scaler_desc d;
     if (!scaler)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loss_scaler_init: scaler is NULL");
     memset(scaler, 0, sizeof *scaler);
-    const dtrain_loss_scaler_desc resolved = desc ? *desc : dtrain_loss_scaler_defaults();
-    DTRAIN__TRY(dtrain__check_scaler(&resolved));
-    scaler->desc = resolved;
-    scaler->scale = resolved.initial_scale;
-    scaler->bad_left = resolved.hysteresis;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.initial_scale == 0) d.initial_scale = 65536;
+    if (d.growth_factor == 0) d.growth_factor = 2;
+    if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
+    if (d.growth_interval == 0) d.growth_interval = 2000;
+    if (d.hysteresis == 0) d.hysteresis = 1;
+    if (d.minimum_scale == 0) d.minimum_scale = 1;
+    if (!dtrain_is_finite(d.initial_scale) || !dtrain_is_finite(d.growth_factor) ||
+        !dtrain_is_finite(d.backoff_factor) || !dtrain_is_finite(d.minimum_scale) ||
+        d.minimum_scale < FLT_MIN || d.initial_scale < d.minimum_scale || d.growth_factor <= 1 ||
+        d.backoff_factor <= 0 || d.backoff_factor >= 1)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_loss_scaler_init: expected finite initial_scale >= minimum_scale >= 1.18e-38, "
+            "growth_factor > 1 and 0 < backoff_factor < 1; found %g, %g, %g, minimum_scale %g",
+            (double)d.initial_scale, (double)d.growth_factor, (double)d.backoff_factor,
+            (double)d.minimum_scale);
+    scaler->desc = d;
+    scaler->scale = d.initial_scale;
+    scaler->bad_left = d.hysteresis;
     return DTRAIN_OK;
 }
 

@@ -375,15 +375,14 @@ static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
 
 static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
 {
-    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
-    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
-                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
-                       desc->minimum_scale != 0;
+    const dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
+    dtrain_loss_scaler_desc none;
+    memset(&none, 0, sizeof none);
+    const bool given = memcmp(desc, &none, sizeof none) != 0;
     trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
     if (!trainer->scaling) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_loss_scaler_defaults();
     return dtrain_loss_scaler_init(&trainer->scaler, desc);
 }
 
