@@ -70,7 +70,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         memory->host = strategy.host_bytes;
         if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
     }
-    if (desc->optimizer && desc->optimizer->host) memory->host += desc->optimizer->host_bytes;
+    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
     else if (desc->optimizer) memory->optimizer = desc->optimizer->state_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;

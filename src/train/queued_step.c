@@ -82,7 +82,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
     DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
+    DTRAIN__TRY(dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }

@@ -244,10 +244,10 @@ static int unscale_main(dtrain_world *world, void *user)
           DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, NULL, &scale, &found) ==
           DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "norm is NULL") != NULL);
+    CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
     CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, NULL, &found) ==
           DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "grad_scale is NULL") != NULL);
+    CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
     CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, &scale, NULL) ==
           DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "found_inf is NULL") != NULL);
