@@ -170,7 +170,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     const uint64_t tokens =
         (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
     record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    record->val_loss = dtrain__nan();
+    record->val_loss = DTRAIN__NAN;
     record->tokens = tokens * (uint64_t)(trainer->step + 1);
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
@@ -402,13 +402,4 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 {
     return trainer ? trainer->tape : NULL;
-}
-
-/* A bit pattern instead of NAN: it survives -ffast-math. */
-DTRAIN__PRIVATE double dtrain__nan(void)
-{
-    const uint64_t bits = UINT64_C(0x7ff8000000000000);
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }

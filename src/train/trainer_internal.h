@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/platform_internal.h"
+#include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world_internal.h"
@@ -56,8 +57,10 @@ typedef struct dtrain__queue {
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
 
+/* Unknown. A bit pattern instead of NAN survives -ffast-math. */
+#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
+
 /* train/trainer.c */
-DTRAIN__PRIVATE double dtrain__nan(void);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                                     uint64_t seed, dtrain_tensor **loss);
