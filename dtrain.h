@@ -17391,16 +17391,10 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
+#define DTRAIN__READ_TOKENS 2048 /* read at once, into 8 KiB of stack */
 
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
 static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
-static const char *dtrain__file_kind(mode_t mode);
 static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
-static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head);
-static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
-                                                 const unsigned char *head);
-static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
-                                               int64_t count, int32_t *tokens);
 static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
                                            unsigned char *buffer, size_t bytes);
 static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
@@ -17408,9 +17402,16 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
-    *out = NULL;
-    DTRAIN__TRY(dtrain__dataset_check(desc));
+    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
+    if (out) *out = NULL;
+    if (!out || !desc || !desc->path || !desc->path[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: out, desc or its path is NULL or empty");
+    if (desc->format > DTRAIN__FORMAT_BIN || desc->vocab_count < 0 || desc->vocab_count > most)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected format 0 (by magic), 1 (bytes) or 2 "
+                           "(.bin) and vocab_count 0 to 2^31, found %u and %lld",
+                           (unsigned)desc->format, (long long)desc->vocab_count);
     dtrain_allocator allocator =
         dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
     dtrain_dataset *dataset =
@@ -17420,40 +17421,19 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
     dataset->file = -1;
     dataset->path_bytes = strlen(desc->path) + 1;
     dataset->path = (char *)dtrain__alloc(&allocator, dataset->path_bytes, 1, "a dataset's path");
-
     dtrain_result result = dataset->path ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK) memcpy(dataset->path, desc->path, dataset->path_bytes);
     if (result == DTRAIN_OK) result = dtrain__dataset_file(dataset);
     if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
-    if (result != DTRAIN_OK) {
-        dtrain_dataset_close(dataset);
-        return result;
-    }
     dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
                            : dataset->token_bytes > 1 ? 50257
                                                       : 256;
-    *out = dataset;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = dataset;
+    else dtrain_dataset_close(dataset);
+    return result;
 }
 
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
-{
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
-    if (!desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
-    if (desc->format > DTRAIN__FORMAT_BIN)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
-                           "or 2 (.bin)",
-                           (unsigned)desc->format);
-    if (desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
-                           (long long)desc->vocab_count, (long long)most);
-    return DTRAIN_OK;
-}
-
-/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
+/* Open the file and learn its size. Without O_NONBLOCK a pipe would wait for its writer here. */
 static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
 {
     struct stat info;
@@ -17461,84 +17441,48 @@ static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
     if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
                            dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode))
+    if (!S_ISREG(info.st_mode) || info.st_size == 0)
         return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
-                           dtrain__file_kind(info.st_mode));
-    if (info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is empty, expected at least one token",
-                           dataset->path);
+                           "dtrain_dataset_open: %s is %s, expected a file of tokens",
+                           dataset->path, S_ISREG(info.st_mode) ? "empty" : "no regular file");
     dataset->file_bytes = (int64_t)info.st_size;
     return DTRAIN_OK;
 }
 
-static const char *dtrain__file_kind(mode_t mode)
-{
-    if (S_ISDIR(mode)) return "a directory";
-    if (S_ISFIFO(mode)) return "a pipe";
-    if (S_ISSOCK(mode)) return "a socket";
-    return "a device";
-}
-
-/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
+/* Decide what the file is. Format 0 goes by the magic, which no text begins with. The count of a
+ * .bin header must fit exactly, as llm.c demands: a longer file is as suspect as a shorter one (two
+ * files glued together, a count that overflowed). */
 static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
 {
     unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
-    uint32_t magic = dtrain__le(head, 4);
-    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    const int64_t have = dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, (size_t)have));
+    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
+    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
+    const bool is_bin = narrow || magic == DTRAIN__BIN_MAGIC_U32;
     if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
         dataset->token_bytes = 1;
         dataset->token_count = dataset->file_bytes;
         return DTRAIN_OK;
     }
-    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
-    if (have < DTRAIN__BIN_HEADER)
+    if (!is_bin || have < DTRAIN__BIN_HEADER || version != (narrow ? 1 : 7))
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
-                           dataset->path, have, DTRAIN__BIN_HEADER);
-    return dtrain__dataset_bin(dataset, head);
-}
-
-/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
-{
-    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
-    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
-    int64_t count = (int32_t)dtrain__le(head + 8, 4);
-    int64_t token_bytes = narrow ? 2 : 4;
-    if (version != expected)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has header version %u, expected %u",
-                           dataset->path, (unsigned)version, (unsigned)expected);
-    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
-                           "bytes, but has %lld: is it cut off?",
-                           dataset->path, (long long)count,
-                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
-                           (long long)dataset->file_bytes);
-    dataset->token_bytes = (uint32_t)token_bytes;
+                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
+                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
+                           "bytes, %u and %u; use format 1 for plain bytes, and note that "
+                           "nanoGPT's .bin files lack the header",
+                           dataset->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
+                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
+    dataset->token_bytes = narrow ? 2 : 4;
     dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = count;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
-                                                 const unsigned char *head)
-{
-    char text[5] = "....";
-    for (int i = 0; i < 4; i++)
-        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
+    dataset->token_count = (int32_t)dtrain__le(head + 8, 4);
+    const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
+    if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
-                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
-                       ".bin files lack the header",
-                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
-                       (unsigned)dtrain__le(head, 4), text);
+                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
+                       "has %lld: is it cut off?",
+                       dataset->path, (long long)dataset->token_count, (long long)bytes,
+                       (long long)dataset->file_bytes);
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
@@ -17559,9 +17503,11 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
+/* Every id is checked here, on use, because checking a file of 100 GB at open would take minutes. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens)
 {
+    unsigned char raw[DTRAIN__READ_TOKENS * 4];
     if (!dataset || count < 0 || (count > 0 && !tokens))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
@@ -17571,37 +17517,26 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
                            "%lld",
                            (long long)count, (long long)first, dataset->path,
                            (long long)dataset->token_count);
+    const uint32_t width = dataset->token_bytes;
     for (int64_t done = 0; done < count;) {
-        int64_t some = dtrain__min(count - done, 2048);
-        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
-        done += some;
+        const int64_t some = dtrain__min(count - done, DTRAIN__READ_TOKENS);
+        DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + (first + done) * width,
+                                          raw, (size_t)some * width));
+        for (int64_t i = 0; i < some; i++, done++) {
+            const uint32_t id = dtrain__le(raw + i * width, width);
+            if ((int64_t)id >= dataset->vocab_count)
+                return dtrain_fail(DTRAIN_ERROR_DATA,
+                                   "%s: token %lld has id %u, but the vocabulary has %lld: was the "
+                                   "file made by another tokenizer?",
+                                   dataset->path, (long long)(first + done), (unsigned)id,
+                                   (long long)dataset->vocab_count);
+            tokens[done] = (int32_t)id;
+        }
     }
     return DTRAIN_OK;
 }
 
-/* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on
- * use, because checking a file of 100 GB at open would take minutes. */
-static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
-                                               int64_t count, int32_t *tokens)
-{
-    unsigned char raw[8192];
-    uint32_t width = dataset->token_bytes;
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + first * width, raw,
-                                      (size_t)count * width));
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t id = dtrain__le(raw + i * width, width);
-        if ((int64_t)id >= dataset->vocab_count)
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: token %lld has id %u, but the vocabulary has %lld: was the "
-                               "file made by another tokenizer?",
-                               dataset->path, (long long)(first + i), (unsigned)id,
-                               (long long)dataset->vocab_count);
-        tokens[i] = (int32_t)id;
-    }
-    return DTRAIN_OK;
-}
-
-/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
+/* Read all `bytes` at `offset`, or fail. A read may be short or interrupted at any time; only 0 is
  * the end of the file, and there the file must have shrunk, because offsets were checked. */
 static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
                                            unsigned char *buffer, size_t bytes)
@@ -17624,7 +17559,7 @@ static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_
     return DTRAIN_OK;
 }
 
-/* Little-endian number of `width` bytes, whatever the host's order. */
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
 static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 {
     uint32_t value = 0;
@@ -17667,59 +17602,50 @@ struct dtrain_loader {
     bool entered;
     uint64_t epoch;
     int64_t shift;
-    int64_t *order; /* (window_count) */
+    int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample);
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
-static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc);
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
-static dtrain_result dtrain__loader_alloc(dtrain_loader *loader);
 
+/* Inputs and targets of a sample are both cut from `window`: its tokens are used twice and read
+ * once. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets)
 {
     if (!loader || !inputs || !targets)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
-    size_t row = (size_t)loader->desc.sequence;
-    for (uint32_t i = 0; i < loader->desc.batch; i++) {
-        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
-        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
+    const dtrain_loader_desc *desc = &loader->desc;
+    const size_t row = (size_t)desc->sequence;
+    const uint64_t windows = (uint64_t)loader->window_count;
+    for (uint32_t i = 0; i < desc->batch; i++) {
+        const uint64_t k = loader->position + i * loader->ranks + loader->rank;
+        if (!desc->in_order) dtrain__loader_enter(loader, k / windows);
+        const int64_t place = (int64_t)(k % windows);
+        const int64_t index = desc->in_order ? place : loader->order[place];
+        const int64_t first = desc->first_token + loader->shift + index * desc->sequence;
+        DTRAIN__TRY(dtrain_dataset_read(desc->dataset, first, desc->sequence + 1, loader->window));
         memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
         memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
     }
     /* Only now: a call that failed can be repeated. */
-    loader->position += loader->desc.batch * loader->ranks;
+    loader->position += desc->batch * loader->ranks;
     return DTRAIN_OK;
 }
 
-/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
- * read once although its tokens are used twice. */
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
-{
-    uint64_t windows = (uint64_t)loader->window_count;
-    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
-    uint64_t place = sample % windows;
-    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
-    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
-    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
-                               loader->window);
-}
-
-/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
+/* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
  * growing k, so a batch across a border enters each epoch once. */
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
 {
     uint32_t random[4];
-    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
+    if (loader->entered && loader->epoch == epoch) return;
     dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
     dtrain_philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
     loader->entered = true;
-    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
@@ -17742,37 +17668,41 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     if (!out || !desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
     *out = NULL;
-    dtrain_loader_desc resolved = *desc;
-    DTRAIN__TRY(dtrain__loader_check(&resolved));
     dtrain_allocator allocator =
         dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
     if (!loader) return DTRAIN_ERROR_MEMORY;
     loader->allocator = allocator;
-    loader->desc = resolved;
+    loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
     dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
-    if (result != DTRAIN_OK) {
-        dtrain_loader_destroy(loader);
-        return result;
+    if (result == DTRAIN_OK) {
+        loader->window = (int32_t *)dtrain__alloc(&allocator, (size_t)desc->sequence + 1,
+                                                  sizeof *loader->window, "a loader's window");
+        if (!desc->in_order)
+            loader->order = (int64_t *)dtrain__alloc(&allocator, (size_t)loader->window_count,
+                                                     sizeof *loader->order, "a loader's order");
+        if (!loader->window || !(loader->order || desc->in_order)) result = DTRAIN_ERROR_MEMORY;
     }
-    *out = loader;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = loader;
+    else dtrain_loader_destroy(loader);
+    return result;
 }
 
-/* Checks the desc and resolves token_count. Written with subtractions only: nothing overflows. */
-static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
+/* Check the desc, resolve token_count, and count the windows of an epoch and the shifts to choose
+ * from, by the rule at the top. Written with subtractions only: nothing overflows. */
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
+    dtrain_loader_desc *desc = &loader->desc;
     if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
                            "least 1, found %s, %u and %lld",
                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
                            (long long)desc->sequence);
-    int64_t have = desc->dataset->token_count;
+    const int64_t have = desc->dataset->token_count;
     if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
         desc->token_count > have - desc->first_token)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -17781,44 +17711,22 @@ static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
                            (long long)desc->token_count, (long long)desc->first_token,
                            desc->dataset->path, (long long)have);
     if (desc->token_count == 0) desc->token_count = have - desc->first_token;
-    if (desc->token_count <= desc->sequence)
+    const int64_t tokens = desc->token_count, sequence = desc->sequence;
+    if (tokens <= sequence)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_loader_create: %s has %lld tokens here, but a window of "
-                           "%lld + 1 needs %llu: use a shorter sequence or a larger file",
-                           desc->dataset->path, (long long)desc->token_count,
-                           (long long)desc->sequence, (unsigned long long)desc->sequence + 1);
-    return DTRAIN_OK;
-}
-
-/* Count the windows of an epoch and the shifts to choose from, by the rule at the top. */
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
-{
-    const dtrain_loader_desc *desc = &loader->desc;
-    int64_t fit = (desc->token_count - 1) / desc->sequence;
+                           "dtrain_loader_create: %s has %lld tokens here, but a window of %lld + "
+                           "1 needs %llu: use a shorter sequence or a larger file",
+                           desc->dataset->path, (long long)tokens, (long long)sequence,
+                           (unsigned long long)sequence + 1);
     loader->window_count =
-        desc->in_order ? fit : dtrain__max(1, desc->token_count / desc->sequence - 1);
-    loader->shift_count =
-        dtrain__min(desc->sequence, desc->token_count - loader->window_count * desc->sequence);
-    if (!desc->in_order && loader->window_count >= DTRAIN__RANDPERM_LIMIT)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
-                           "expected fewer than %lld: use a longer sequence or a part of the file",
-                           (long long)loader->window_count, (long long)desc->sequence,
-                           (long long)DTRAIN__RANDPERM_LIMIT);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
-{
-    const dtrain_loader_desc *desc = &loader->desc;
-    loader->window = (int32_t *)dtrain__alloc(&loader->allocator, (size_t)desc->sequence + 1,
-                                              sizeof *loader->window, "a loader's window");
-    if (!loader->window) return DTRAIN_ERROR_MEMORY;
-    if (desc->in_order) return DTRAIN_OK;
-    loader->order = (int64_t *)dtrain__alloc(&loader->allocator, (size_t)loader->window_count,
-                                             sizeof *loader->order, "a loader's order");
-    /* The permutation is made anew every epoch, in the same memory. */
-    return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+        desc->in_order ? (tokens - 1) / sequence : dtrain__max(1, tokens / sequence - 1);
+    loader->shift_count = dtrain__min(sequence, tokens - loader->window_count * sequence);
+    if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
+                       "expected fewer than %lld: use a longer sequence or a part of the file",
+                       (long long)loader->window_count, (long long)sequence,
+                       (long long)DTRAIN__RANDPERM_LIMIT);
 }
 
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
