@@ -52,7 +52,8 @@ typedef struct dtrain__queue {
     dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* page-locked (micro_batches + 1): losses, norm */
+    float *results;               /* behind it (micro_batches + 1): losses, norm */
+    size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
