@@ -1767,12 +1767,12 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
- * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only loss,
- * user and the fields of the tape are read: it can be asked before there is a strategy, whose desc
- * wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and workspace
- * is what the process held before the model came. The loss reads its inputs, so their buffers must
- * be there; what is in them does not matter. Under autocast, parameters need their count or shape.
- * Local; needs a next_batch, which is not called. */
+ * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
+ * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
+ * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
+ * workspace is what the process held before the model came. The loss reads its inputs, so their
+ * buffers must be there; what is in them does not matter. Under autocast, parameters need their
+ * count or shape. Local; needs a next_batch, which is not called. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory);
 
@@ -1803,8 +1803,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    uint32_t *batch);
 
 /* Split a global batch into micro-batches: *batch_each, at most `batch` and as large as possible,
- * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
- * divide is an error that names the nearest. Local. */
+ * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that
+ * ranks does not divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches);
@@ -16806,10 +16806,19 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
     return dtrain__norm_and_factor(strategy, "dtrain_clip_grad_norm", 1, max_norm, norm, scale);
 }
 
-/* ---- loss scaling -----------------------------------------------------------------------------*/
+/* ---- loss scaling
+ *
+ * The scale is found while training. With a growth_interval of 4 and a hysteresis of 1:
+ *
+ *     step        0   1   2   3   4   5   6   7   8   9
+ *     overflow                    x                        step 4 is skipped
+ *     scale      64  64  64  64 128  64  64  64  64 128    grows after 4 good steps in a row
+ *
+ * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
+ * run has the bits of one that is not. */
 
-/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number.
- */
+/* Fill in the defaults and check the rest. The reciprocal of a denormal may be infinite: the
+ * minimum is at least the least normal number. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc)
 {
@@ -16913,6 +16922,15 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
 
 /* Optimizers: AdamW, SGD
  *
+ * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
+ * "Decoupled Weight Decay Regularization", ICLR 2019):
+ *
+ *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
+ *             v = beta2 v + (1 - beta2) g^2      correction2 = 1 - beta2^t
+ *             w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
+ *     SGD     b = momentum b + g                 (b = g in step 1)
+ *             w = w (1 - lr decay) - lr (nesterov ? g + momentum b : b)
+ *
  * One fused kernel per shard reads gradient and state once and writes value and state once. State
  * is for this rank's shards only, one block, made at creation:
  *
@@ -16933,8 +16951,8 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
 static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
 
-/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
- * before the first is touched. */
+/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
+ * parameter in one pass: it is refused before the first is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -17072,7 +17090,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     return result;
 }
 
-/* Comparisons are written so that NaN fails them. */
+/* Refuse a desc that does not come from one of the defaults or makes no sense. Comparisons are
+ * written so that NaN fails them. */
 static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 {
     const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
@@ -17209,9 +17228,10 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                    DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
 }
 
-/* Every event is behind what compute had queued: when the first has happened, nobody reads old
- * values any more, neither from the device nor from the master copies. One piece is updated while
- * the next is on its way down, and a stage is filled again when the piece that it held is done. */
+/* Update everything on the CPU. Every event is behind what compute had queued: when the first has
+ * happened, nobody reads old values any more, neither from the device nor from the master copies.
+ * One piece is updated while the next is on its way down, and a stage is filled again when the
+ * piece that it held is done. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
                                             const dtrain_step_scalars *now)
 {
@@ -17251,7 +17271,13 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
  *
  * Learning rates: computed in double, so that every machine and world size gets the same bits. */
 
-/* In double, rounded once: the same number whatever machine or world size asks. */
+/* Follow the schedule at one step:
+ *
+ *     0 .. warmup - 1      lr (step + 1) / warmup
+ *     warmup .. total      from lr to min_lr, along a line or half a cosine
+ *     total ..             min_lr
+ *
+ * In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
 {
     if (!schedule) return 0;
@@ -17282,7 +17308,13 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 /* Samplers
  *
  * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
- * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. */
+ * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. Ranks deal
+ * the order like cards, and its beginning is dealt again until all have the same number:
+ *
+ *     ten items, four ranks     order   9 4 1 6 0 2 3 8 5 7 | 9 4
+ *                               rank    0 1 2 3 0 1 2 3 0 1 | 2 3      three each
+ *
+ * with drop_last the last two, 5 and 7, are left out instead: two each. */
 
 /* ================================================================================================
  * src/train/data_internal.h
@@ -17290,7 +17322,8 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 
 /* An open token file. */
 
-/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another algorithm. */
+/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
+ * algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 
 /* train/sampler.c */
@@ -17298,8 +17331,8 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
 struct dtrain_dataset {
     dtrain_allocator allocator;
-    char *path; /* a copy: errors name it long after open */
-    size_t path_bytes;
+    const char *path; /* a copy behind the struct: errors name it long after open */
+    size_t bytes;     /* of both */
     int file;
     uint32_t token_bytes; /* 1, 2, 4 */
     int64_t file_bytes, header_bytes, token_count, vocab_count;
@@ -17307,6 +17340,8 @@ struct dtrain_dataset {
 
 #define DTRAIN__MT_COUNT 624 /* words of the generator's state */
 
+/* Count what a rank gets, and deal it. The desc is checked on the way to the count: a program that
+ * asks for the number first learns everything there. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices, int64_t *count)
 {
@@ -17382,6 +17417,10 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 
 /* Token files
  *
+ *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
+ *     .bin     | magic | version | count | 0 ... | t | t | ...
+ *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
+ *
  * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
  * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
  */
@@ -17399,6 +17438,7 @@ static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_
                                            unsigned char *buffer, size_t bytes);
 static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
+/* Open the file and learn what it is. The path is kept behind the struct, in one allocation. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
@@ -17414,16 +17454,13 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
                            (unsigned)desc->format, (long long)desc->vocab_count);
     dtrain_allocator allocator =
         dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_dataset *dataset =
-        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
+    const size_t path_bytes = strlen(desc->path) + 1, bytes = sizeof(dtrain_dataset) + path_bytes;
+    dtrain_dataset *dataset = (dtrain_dataset *)dtrain__alloc(&allocator, bytes, 1, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
     dataset->allocator = allocator;
-    dataset->file = -1;
-    dataset->path_bytes = strlen(desc->path) + 1;
-    dataset->path = (char *)dtrain__alloc(&allocator, dataset->path_bytes, 1, "a dataset's path");
-    dtrain_result result = dataset->path ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK) memcpy(dataset->path, desc->path, dataset->path_bytes);
-    if (result == DTRAIN_OK) result = dtrain__dataset_file(dataset);
+    dataset->bytes = bytes;
+    dataset->path = (char *)memcpy(dataset + 1, desc->path, path_bytes);
+    dtrain_result result = dtrain__dataset_file(dataset);
     if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
     dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
                            : dataset->token_bytes > 1 ? 50257
@@ -17490,8 +17527,7 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
     if (!dataset) return;
     dtrain_allocator allocator = dataset->allocator;
     if (dataset->file >= 0) close(dataset->file);
-    dtrain__free(&allocator, dataset->path, dataset->path_bytes, 1);
-    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
+    dtrain__free(&allocator, dataset, dataset->bytes, 1);
 }
 
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
@@ -17503,7 +17539,8 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Every id is checked here, on use, because checking a file of 100 GB at open would take minutes. */
+/* Read tokens piece by piece through a small buffer. Every id is checked here, on use, because
+ * checking a file of 100 GB at open would take minutes. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens)
 {
@@ -17608,8 +17645,8 @@ struct dtrain_loader {
 static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 
-/* Inputs and targets of a sample are both cut from `window`: its tokens are used twice and read
- * once. */
+/* Fill a batch, sample by sample. Inputs and targets of a sample are both cut from `window`: its
+ * tokens are used twice and read once. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets)
 {
@@ -17662,6 +17699,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make the plan first: how large the arrays are follows from it. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
@@ -17839,8 +17877,8 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* One step: micro-batches and update, either with the host in the middle or queued as a whole, and
- * then the record. */
+/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
+ * and then the record. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
@@ -17892,8 +17930,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return dtrain_strategy_finish(desc->strategy);
 }
 
-/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm that
- * is not finite leaves the parameters as they are. */
+/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
+ * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -18027,6 +18065,8 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
+/* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
+ * of all ranks. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
@@ -18057,6 +18097,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make everything that a step uses: none allocates. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -18105,6 +18146,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     return result;
 }
 
+/* Refuse by name what no trainer can do; what only a queued step cannot do is queue_create's. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const uint32_t flags = desc->tape_flags;
@@ -18280,6 +18322,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
 }
 
+/* Allocate what a step without the host needs; after a failure queue_destroy frees what is
+ * there. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const uint32_t micro_batches = trainer->desc.micro_batches;
@@ -18301,6 +18345,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
+/* Free the queue, when the device has come to rest: it may still replay a step that failed. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;
@@ -18335,6 +18380,8 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
  * 3. Where a rank has failed, all go on with an eighth less. */
 
+/* Count a step's memory by class. On the plan device the tape leaves the parameters' bookkeeping
+ * alone, so a plan can be made at any time, between two steps as well. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory)
 {
@@ -18456,6 +18503,8 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
+/* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
+ * them before the next collective, so that nobody waits for a rank that has left. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch)
@@ -18498,6 +18547,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     return DTRAIN_OK;
 }
 
+/* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that
+ * `batch` allows. Counting down ends at 1, which divides everything. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches)
@@ -18537,6 +18588,11 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
  * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
  * file has the record's step, from 0.
  *
+ *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
+ *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
  * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
@@ -18551,10 +18607,10 @@ struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
     dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
-    char *path;               /* a copy of jsonl_path */
-    size_t path_bytes;
-    int file;  /* -1: none */
-    bool torn; /* the last write ended inside a line */
+    const char *path;         /* a copy of jsonl_path, behind the struct */
+    size_t bytes;             /* of both */
+    int file;                 /* -1: none */
+    bool torn;                /* the last write ended inside a line */
     bool terminal;
     uint64_t lost_lines, lines;
     double started;   /* when the first step began */
@@ -18627,8 +18683,8 @@ static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *met
 
 /* ---- the file ---------------------------------------------------------------------------------*/
 
-/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside a
- * line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
+/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
+ * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
 static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
 {
     dtrain__line_add(line, "}\n");
@@ -18649,6 +18705,7 @@ static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
                    metrics->path, strerror(errno));
 }
 
+/* Write the line of one step. What was not measured is left out, what is not finite is null. */
 static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     dtrain__line line;
@@ -18774,6 +18831,7 @@ static void dtrain__progress_table(const dtrain_metrics *metrics)
 
 /* ---- the run ----------------------------------------------------------------------------------*/
 
+/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out)
 {
@@ -18782,14 +18840,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
                            "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
     const bool writes = dtrain_world_rank(world) == 0;
-    const char *path = writes ? desc->jsonl_path : NULL;
+    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
+    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
     const dtrain_allocator *allocator = dtrain_world_allocator(world);
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(allocator, 1, sizeof *metrics, "metrics");
+    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->allocator = *allocator;
     metrics->world = world;
     metrics->desc = *desc;
+    metrics->bytes = bytes;
+    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
     metrics->file = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (!writes) metrics->desc.progress = NULL;
@@ -18798,13 +18858,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = DTRAIN__NAN;
     dtrain_result result = DTRAIN_OK;
-    if (path) {
-        metrics->path_bytes = strlen(path) + 1;
-        metrics->path = (char *)dtrain__alloc(allocator, metrics->path_bytes, 1, "a path");
-        if (metrics->path) memcpy(metrics->path, path, metrics->path_bytes);
-        else result = DTRAIN_ERROR_MEMORY;
-    }
-    if (metrics->path) {
+    if (*path) {
         metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
         if (metrics->file < 0)
             result = dtrain_fail(DTRAIN_ERROR_FILE,
@@ -18816,8 +18870,9 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     return result;
 }
 
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
+/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
+ * anywhere. The clock starts one step before the first record: that step has been paid for as
+ * well. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record)
 {
@@ -18843,6 +18898,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     return DTRAIN_OK;
 }
 
+/* Order doubles for qsort; none of them is NaN. */
 static int dtrain__compare_doubles(const void *a, const void *b)
 {
     double x, y;
@@ -18884,6 +18940,8 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
                            : DTRAIN__NAN;
 }
 
+/* End the report; a second call finds nothing left to do. The file's errors are told here, where
+ * the training is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     if (!metrics)
@@ -18912,8 +18970,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     if (!metrics) return;
     const dtrain_allocator allocator = metrics->allocator;
     dtrain_metrics_finish(metrics);
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+    dtrain__free(&allocator, metrics, metrics->bytes, 1);
 }
 
 /* ================================================================================================

@@ -1,5 +1,14 @@
 /* Optimizers: AdamW, SGD
  *
+ * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
+ * "Decoupled Weight Decay Regularization", ICLR 2019):
+ *
+ *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
+ *             v = beta2 v + (1 - beta2) g^2      correction2 = 1 - beta2^t
+ *             w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
+ *     SGD     b = momentum b + g                 (b = g in step 1)
+ *             w = w (1 - lr decay) - lr (nesterov ? g + momentum b : b)
+ *
  * One fused kernel per shard reads gradient and state once and writes value and state once. State
  * is for this rank's shards only, one block, made at creation:
  *
@@ -38,8 +47,8 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
 static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
 
-/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
- * before the first is touched. */
+/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
+ * parameter in one pass: it is refused before the first is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -177,7 +186,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     return result;
 }
 
-/* Comparisons are written so that NaN fails them. */
+/* Refuse a desc that does not come from one of the defaults or makes no sense. Comparisons are
+ * written so that NaN fails them. */
 static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
 {
     const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
@@ -314,9 +324,10 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                    DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
 }
 
-/* Every event is behind what compute had queued: when the first has happened, nobody reads old
- * values any more, neither from the device nor from the master copies. One piece is updated while
- * the next is on its way down, and a stage is filled again when the piece that it held is done. */
+/* Update everything on the CPU. Every event is behind what compute had queued: when the first has
+ * happened, nobody reads old values any more, neither from the device nor from the master copies.
+ * One piece is updated while the next is on its way down, and a stage is filled again when the
+ * piece that it held is done. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
                                             const dtrain_step_scalars *now)
 {

@@ -109,10 +109,19 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
     return dtrain__norm_and_factor(strategy, "dtrain_clip_grad_norm", 1, max_norm, norm, scale);
 }
 
-/* ---- loss scaling -----------------------------------------------------------------------------*/
+/* ---- loss scaling
+ *
+ * The scale is found while training. With a growth_interval of 4 and a hysteresis of 1:
+ *
+ *     step        0   1   2   3   4   5   6   7   8   9
+ *     overflow                    x                        step 4 is skipped
+ *     scale      64  64  64  64 128  64  64  64  64 128    grows after 4 good steps in a row
+ *
+ * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
+ * run has the bits of one that is not. */
 
-/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number.
- */
+/* Fill in the defaults and check the rest. The reciprocal of a denormal may be infinite: the
+ * minimum is at least the least normal number. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc)
 {

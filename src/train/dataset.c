@@ -1,5 +1,9 @@
 /* Token files
  *
+ *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
+ *     .bin     | magic | version | count | 0 ... | t | t | ...
+ *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
+ *
  * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
  * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
  */
@@ -27,6 +31,7 @@ static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_
                                            unsigned char *buffer, size_t bytes);
 static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
+/* Open the file and learn what it is. The path is kept behind the struct, in one allocation. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
@@ -42,16 +47,13 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
                            (unsigned)desc->format, (long long)desc->vocab_count);
     dtrain_allocator allocator =
         dtrain__resolve_allocator(world ? dtrain_world_allocator(world) : NULL);
-    dtrain_dataset *dataset =
-        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
+    const size_t path_bytes = strlen(desc->path) + 1, bytes = sizeof(dtrain_dataset) + path_bytes;
+    dtrain_dataset *dataset = (dtrain_dataset *)dtrain__alloc(&allocator, bytes, 1, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
     dataset->allocator = allocator;
-    dataset->file = -1;
-    dataset->path_bytes = strlen(desc->path) + 1;
-    dataset->path = (char *)dtrain__alloc(&allocator, dataset->path_bytes, 1, "a dataset's path");
-    dtrain_result result = dataset->path ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK) memcpy(dataset->path, desc->path, dataset->path_bytes);
-    if (result == DTRAIN_OK) result = dtrain__dataset_file(dataset);
+    dataset->bytes = bytes;
+    dataset->path = (char *)memcpy(dataset + 1, desc->path, path_bytes);
+    dtrain_result result = dtrain__dataset_file(dataset);
     if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
     dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
                            : dataset->token_bytes > 1 ? 50257
@@ -118,8 +120,7 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
     if (!dataset) return;
     dtrain_allocator allocator = dataset->allocator;
     if (dataset->file >= 0) close(dataset->file);
-    dtrain__free(&allocator, dataset->path, dataset->path_bytes, 1);
-    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
+    dtrain__free(&allocator, dataset, dataset->bytes, 1);
 }
 
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
@@ -131,7 +132,8 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Every id is checked here, on use, because checking a file of 100 GB at open would take minutes. */
+/* Read tokens piece by piece through a small buffer. Every id is checked here, on use, because
+ * checking a file of 100 GB at open would take minutes. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens)
 {

@@ -46,8 +46,8 @@ struct dtrain_loader {
 static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 
-/* Inputs and targets of a sample are both cut from `window`: its tokens are used twice and read
- * once. */
+/* Fill a batch, sample by sample. Inputs and targets of a sample are both cut from `window`: its
+ * tokens are used twice and read once. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets)
 {
@@ -100,6 +100,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make the plan first: how large the arrays are follows from it. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {

@@ -4,6 +4,11 @@
  * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
  * file has the record's step, from 0.
  *
+ *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
+ *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
  * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
@@ -30,10 +35,10 @@ struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
     dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
-    char *path;               /* a copy of jsonl_path */
-    size_t path_bytes;
-    int file;  /* -1: none */
-    bool torn; /* the last write ended inside a line */
+    const char *path;         /* a copy of jsonl_path, behind the struct */
+    size_t bytes;             /* of both */
+    int file;                 /* -1: none */
+    bool torn;                /* the last write ended inside a line */
     bool terminal;
     uint64_t lost_lines, lines;
     double started;   /* when the first step began */
@@ -106,8 +111,8 @@ static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *met
 
 /* ---- the file ---------------------------------------------------------------------------------*/
 
-/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside a
- * line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
+/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
+ * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
 static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
 {
     dtrain__line_add(line, "}\n");
@@ -128,6 +133,7 @@ static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
                    metrics->path, strerror(errno));
 }
 
+/* Write the line of one step. What was not measured is left out, what is not finite is null. */
 static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     dtrain__line line;
@@ -253,6 +259,7 @@ static void dtrain__progress_table(const dtrain_metrics *metrics)
 
 /* ---- the run ----------------------------------------------------------------------------------*/
 
+/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out)
 {
@@ -261,14 +268,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
                            "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
     const bool writes = dtrain_world_rank(world) == 0;
-    const char *path = writes ? desc->jsonl_path : NULL;
+    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
+    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
     const dtrain_allocator *allocator = dtrain_world_allocator(world);
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(allocator, 1, sizeof *metrics, "metrics");
+    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->allocator = *allocator;
     metrics->world = world;
     metrics->desc = *desc;
+    metrics->bytes = bytes;
+    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
     metrics->file = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (!writes) metrics->desc.progress = NULL;
@@ -277,13 +286,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = DTRAIN__NAN;
     dtrain_result result = DTRAIN_OK;
-    if (path) {
-        metrics->path_bytes = strlen(path) + 1;
-        metrics->path = (char *)dtrain__alloc(allocator, metrics->path_bytes, 1, "a path");
-        if (metrics->path) memcpy(metrics->path, path, metrics->path_bytes);
-        else result = DTRAIN_ERROR_MEMORY;
-    }
-    if (metrics->path) {
+    if (*path) {
         metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
         if (metrics->file < 0)
             result = dtrain_fail(DTRAIN_ERROR_FILE,
@@ -295,8 +298,9 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     return result;
 }
 
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
+/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
+ * anywhere. The clock starts one step before the first record: that step has been paid for as
+ * well. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record)
 {
@@ -322,6 +326,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     return DTRAIN_OK;
 }
 
+/* Order doubles for qsort; none of them is NaN. */
 static int dtrain__compare_doubles(const void *a, const void *b)
 {
     double x, y;
@@ -363,6 +368,8 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
                            : DTRAIN__NAN;
 }
 
+/* End the report; a second call finds nothing left to do. The file's errors are told here, where
+ * the training is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     if (!metrics)
@@ -391,6 +398,5 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     if (!metrics) return;
     const dtrain_allocator allocator = metrics->allocator;
     dtrain_metrics_finish(metrics);
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+    dtrain__free(&allocator, metrics, metrics->bytes, 1);
 }

@@ -31,6 +31,8 @@
 #include "train/trainer_internal.h"
 #include "device/device.h"
 
+/* Count a step's memory by class. On the plan device the tape leaves the parameters' bookkeeping
+ * alone, so a plan can be made at any time, between two steps as well. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory)
 {
@@ -152,6 +154,8 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
+/* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
+ * them before the next collective, so that nobody waits for a rank that has left. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch)
@@ -194,6 +198,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     return DTRAIN_OK;
 }
 
+/* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that
+ * `batch` allows. Counting down ends at 1, which divides everything. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches)

@@ -152,6 +152,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
 }
 
+/* Allocate what a step without the host needs; after a failure queue_destroy frees what is
+ * there. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const uint32_t micro_batches = trainer->desc.micro_batches;
@@ -173,6 +175,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
+/* Free the queue, when the device has come to rest: it may still replay a step that failed. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;

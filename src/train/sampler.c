@@ -1,7 +1,13 @@
 /* Samplers
  *
  * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
- * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. */
+ * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. Ranks deal
+ * the order like cards, and its beginning is dealt again until all have the same number:
+ *
+ *     ten items, four ranks     order   9 4 1 6 0 2 3 8 5 7 | 9 4
+ *                               rank    0 1 2 3 0 1 2 3 0 1 | 2 3      three each
+ *
+ * with drop_last the last two, 5 and 7, are left out instead: two each. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -12,6 +18,8 @@
 
 #define DTRAIN__MT_COUNT 624 /* words of the generator's state */
 
+/* Count what a rank gets, and deal it. The desc is checked on the way to the count: a program that
+ * asks for the number first learns everything there. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
                                                 int64_t *scratch, int64_t *indices, int64_t *count)
 {

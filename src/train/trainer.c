@@ -48,8 +48,8 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* One step: micro-batches and update, either with the host in the middle or queued as a whole, and
- * then the record. */
+/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
+ * and then the record. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
@@ -101,8 +101,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return dtrain_strategy_finish(desc->strategy);
 }
 
-/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm that
- * is not finite leaves the parameters as they are. */
+/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
+ * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -236,6 +236,8 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
+/* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
+ * of all ranks. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
@@ -266,6 +268,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make everything that a step uses: none allocates. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -314,6 +317,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     return result;
 }
 
+/* Refuse by name what no trainer can do; what only a queued step cannot do is queue_create's. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const uint32_t flags = desc->tape_flags;

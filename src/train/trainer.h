@@ -97,12 +97,12 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
- * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only loss,
- * user and the fields of the tape are read: it can be asked before there is a strategy, whose desc
- * wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and workspace
- * is what the process held before the model came. The loss reads its inputs, so their buffers must
- * be there; what is in them does not matter. Under autocast, parameters need their count or shape.
- * Local; needs a next_batch, which is not called. */
+ * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
+ * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
+ * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
+ * workspace is what the process held before the model came. The loss reads its inputs, so their
+ * buffers must be there; what is in them does not matter. Under autocast, parameters need their
+ * count or shape. Local; needs a next_batch, which is not called. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory);
 
@@ -133,8 +133,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    uint32_t *batch);
 
 /* Split a global batch into micro-batches: *batch_each, at most `batch` and as large as possible,
- * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
- * divide is an error that names the nearest. Local. */
+ * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that
+ * ranks does not divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches);

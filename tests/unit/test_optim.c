@@ -143,11 +143,10 @@ static int long_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_optimizer_create(world, strategy, hyper, &optimizer));
     dtrain_optimizer_query(optimizer, &info);
     CHECK(info.kind == hyper->kind && info.step_count == 0);
-    CHECK(info.state_bytes ==
-          (uint64_t)(hyper->kind == DTRAIN_OPTIMIZER_ADAMW ? 2
-                     : hyper->momentum > 0                 ? 1
-                                                           : 0) *
-              4 * (16 + 16 + 144 + 16));
+    CHECK(info.state_bytes == (uint64_t)(hyper->kind == DTRAIN_OPTIMIZER_ADAMW ? 2
+                                         : hyper->momentum > 0                 ? 1
+                                                                               : 0) *
+                                  4 * (16 + 16 + 144 + 16));
     for (step = 1; step <= 60; step++) {
         float lr = 0.02f / (float)step, scale = 0.5f;
         for (i = 0; i < SHARDS; i++)
