@@ -110,8 +110,8 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
     const uint32_t most = plan->desc->max_batch ? plan->desc->max_batch : 65536;
     int64_t fits = 0, fails = (int64_t)most + 1;
     while (fails - fits > 1) {
-        const int64_t half = fits + (fails - fits) / 2,
-                      next = fits ? dtrain__min(2 * fits, half) : 1;
+        const int64_t half = fits + (fails - fits) / 2;
+        const int64_t next = fits ? dtrain__min(2 * fits, half) : 1;
         uint64_t bytes = 0;
         const dtrain_result result = dtrain__batch_needs(plan, (uint32_t)next, &bytes);
         if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
