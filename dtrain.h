@@ -16828,16 +16828,17 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
     memset(scaler, 0, sizeof *scaler);
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
+    /* before they are compared with 0: with -ffast-math a NaN may be equal to it */
+    const bool finite = dtrain_is_finite(d.initial_scale) && dtrain_is_finite(d.growth_factor) &&
+                        dtrain_is_finite(d.backoff_factor) && dtrain_is_finite(d.minimum_scale);
     if (d.initial_scale == 0) d.initial_scale = 65536;
     if (d.growth_factor == 0) d.growth_factor = 2;
     if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
     if (d.growth_interval == 0) d.growth_interval = 2000;
     if (d.hysteresis == 0) d.hysteresis = 1;
     if (d.minimum_scale == 0) d.minimum_scale = 1;
-    if (!dtrain_is_finite(d.initial_scale) || !dtrain_is_finite(d.growth_factor) ||
-        !dtrain_is_finite(d.backoff_factor) || !dtrain_is_finite(d.minimum_scale) ||
-        d.minimum_scale < FLT_MIN || d.initial_scale < d.minimum_scale || d.growth_factor <= 1 ||
-        d.backoff_factor <= 0 || d.backoff_factor >= 1)
+    if (!finite || d.minimum_scale < FLT_MIN || d.initial_scale < d.minimum_scale ||
+        d.growth_factor <= 1 || d.backoff_factor <= 0 || d.backoff_factor >= 1)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_loss_scaler_init: expected finite initial_scale >= minimum_scale >= 1.18e-38, "
